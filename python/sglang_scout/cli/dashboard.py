@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--decode",
         required=True,
         metavar="URL",
-        help="of the decode server, as http://127.0.0.1:30001",
+        help="decode server, for example http://127.0.0.1:30001",
     )
-    parser.add_argument("--port", type=int, default=8900, help="of the page (default: 8900)")
+    parser.add_argument("--port", type=int, default=8900, help="port of the page (default: 8900)")
 
 
 def run(args: argparse.Namespace) -> int:

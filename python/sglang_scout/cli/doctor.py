@@ -252,7 +252,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as the server's flag: also check what this policy needs",
     )
     parser.add_argument(
-        "--kv-offload-config", metavar="JSON", default="{}", help="as the server's flag, for it"
+        "--kv-offload-config", metavar="JSON", default="{}", help="as the server's flag"
     )
 
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from sglang_scout.cli.sizes import Plan
 
 DESCRIPTION = (
-    "Say how much memory a model's KV pages take and how many requests fit, from the model's "
-    "config.json and the sizes of its files; nothing is loaded. With --gpu also how long a decode step "
-    "would take, stock and with offload, by a model of bytes and bandwidths. GiB counts 2**30 bytes, as "
-    "--kv-offload-host-gb does, and GB 10**9. The exit code is 1 if the requests do not fit."
+    "Show how much memory a model's KV pages take and how many requests fit, from the model's config.json and the "
+    "sizes of its files; nothing is loaded. With --gpu, also predict the time of a decode step, stock and with "
+    "offload, from bytes and bandwidths. GiB is 2**30 bytes, as in --kv-offload-host-gb, and GB 10**9. The exit code "
+    "is 1 if the requests do not fit."
 )
 
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=int,
         metavar="N",
-        help="requests at the same time, to see what they need (default: as many as fit)",
+        help="concurrent requests to plan for (default: as many as fit)",
     )
     add(
         "--kv-offload",
@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-gb",
         type=float,
         metavar="GB",
-        help="as --kv-offload-host-gb: host memory for KV pages in GiB "
-        "(default: half of what is available here now, about what the server takes)",
+        help="as --kv-offload-host-gb: host memory for KV pages in GiB (default: half of the memory available here "
+        "now, about the server's default)",
     )
     add(
         "--gpu",
@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-gb",
         type=float,
         metavar="GB",
-        help="memory of one GPU in GiB; without it only --host-gb limits, and what digests and resident "
-        "pages take beside it is printed",
+        help="memory of one GPU in GiB; without it only --host-gb limits the requests, and the memory that digests "
+        "and resident pages take is printed",
     )
     add(
         "--mem-fraction-static",

@@ -32,7 +32,7 @@ DESCRIPTION = (
 )
 LEAST_STEPS = 8
 LEAST_COSINE = 0.8
-"""A layer whose predicted queries are further from the real ones is named."""
+"""Layers whose predicted queries have a lower cosine with the real ones are listed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATIO",
         help="share of the budget that the CPU may compute (default: 0.12)",
     )
-    add("--plot", metavar="FILE", help="also draw it, to FILE.png, .svg or .pdf")
+    add("--plot", metavar="FILE", help="also plot it, to FILE.png, .svg or .pdf")
 
 
 def run(args: argparse.Namespace) -> int:

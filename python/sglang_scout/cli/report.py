@@ -24,7 +24,7 @@ CAUSES = {
     "rest_us": "rest of the step",
     "between_us": "until the next one begins",
 }
-"""What a step's time is spent on, by field of :class:`Report`; they add up to ``period_us``."""
+"""Breakdown of a step's time by field of :class:`Report`; the fields add up to ``period_us``."""
 
 
 @dataclass(frozen=True)

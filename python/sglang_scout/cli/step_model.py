@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from sglang_scout.policy.base import Policy
 
 LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5, "dense": 12}
-"""Kernels of a layer, by count: ten of ours (docs/gpu.md), of which five run beside the model, or in dense steps
-three, in place of stock's for positions and append, and attention."""
+"""Kernel launches per layer: ten of ours (docs/gpu.md), five of them on a side stream, or three in dense steps, replace
+stock's for positions, append and attention."""
 RING_VALUE_BYTES = 2 + 4
-"""Of a query and of its answer."""
+"""Per query value and per result value."""
 MISSING_SHARE = 0.12
-"""Of the budget, what is not resident: the paper's threshold for a recall (Figure 6)."""
+"""Share of the budget that is missing: the paper's recall threshold (Figure 6)."""
 RECALLED_SHARE = MISSING_SHARE / 8.7
-"""Of the budget, recalled in a step: the paper's mean interval (Figure 6)."""
+"""Share of the budget recalled per step, by the paper's mean interval (Figure 6)."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ DEVICES = {
     "b200": Device(8000, 2250e12, 64, 358.4 / 4, 180e9, source="NVIDIA HGX B200 data sheet; "
                    "Intel Xeon 8570, 8 channels DDR5-5600"),
 }  # fmt: skip
-"""Published rates. The share of them that is reached, launches and boundary are assumed until rows of such a device
-say more: 2 us a launch; the boundary as measured on a CPU (docs/results/boundary.jsonl)."""
+"""Published rates. The reached share, launch and boundary times are assumptions until such a device is measured: 2 us
+per launch; the boundary as measured on a CPU (docs/results/boundary.jsonl)."""
 
 
 def find_device(name: str) -> Device:

@@ -16,7 +16,7 @@ from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 ROWS, PAGES, ROUNDS = 4, 16, 30
 TOLERANCE = 1e-4
-"""Absolute, for values of order one: two fp32 summations of 512 tokens in another order."""
+"""Absolute, for values of order one: fp32 sums over 512 tokens in different orders."""
 SPEC = ArenaSpec(
     num_layers=1,
     num_pages=65,

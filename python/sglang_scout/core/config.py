@@ -20,7 +20,7 @@ PAGE_SIZE_TOKENS = 32
 
 DEFAULT_DIGEST = "rotated-2"
 DEFAULT_BUDGET_TOKENS = 1024
-"""Half of the paper's (section 4.3): with this digest it loses less (docs/results/real_model.md)."""
+"""Half of the paper's (section 4.3), at a smaller loss with the default digest (docs/results/real_model.md)."""
 
 DEFAULT_HOST_SHARE = 0.5
 """Share of the available memory that KV pages take when --kv-offload-host-gb is not given."""
@@ -86,46 +86,46 @@ class OffloadConfig:
     )
     digest: str = _key(
         DEFAULT_DIGEST,
-        "What is kept of each page to choose by. Give it to both servers",
+        "Per-page digest used for selection. Give it to both servers",
         choices=DIGESTS,
     )
     mass: float = _key(
         1.0,
-        "Below 1, a layer chooses no more pages of a request longer than the budget than hold this share of the "
-        "attention, times values where the digest knows their norms, as it estimates them",
+        "Below 1, for a request longer than the budget a layer selects no more pages than hold this share of the "
+        "attention mass, as the digest estimates it; weighted by value norms where the digest has them",
         (0.01, 1.0),
         needs=("head_reduce", "mass"),
     )
     attend: str = _key(
         "selected",
-        "What the device attends to: the selected pages alone, or all that is resident, which reads more",
+        "What the device attends to: selected pages only, or all resident ones, which reads more",
         choices=("resident", "selected"),
     )
     exact_layers: tuple[int, ...] = _key(
         (),
-        "Layers that choose with the real query and wait for the worker, where predicted ones are poor",
+        "Layers that select with the real query and wait for the worker, for layers whose predicted queries are poor",
         needs=("precompute", True),
     )
-    recall: str = _key("adaptive", "When a layer recalls what it misses", choices=RECALL_MODES)
+    recall: str = _key("adaptive", "When a layer recalls its missing pages", choices=RECALL_MODES)
     recall_interval: int = _key(
         8,  # the paper's profiled mean is 8.7
-        "Steps between two recalls of a layer: always with `fixed`, at first with `adaptive`",
+        "Steps between two recalls of a layer: always with `fixed`, initially with `adaptive`",
         (1, 2**31),
     )
     recall_threshold: float | None = _key(
         None,
-        "β, the CPU compute ratio that `adaptive` holds each layer under. None: the profile's, or 0.12 without one",
+        "β, the CPU compute ratio that `adaptive` keeps each layer below. None: the profile's, or 0.12 without one",
         (0.0, 1.0),
     )
     recall_step_mib: float = _key(
         256.0,  # half of the paper's 20 ms at 25 GB/s
-        "What `adaptive` copies in a step at most: half of a step's time times the link's speed",
+        "Most that `adaptive` copies per step; choose half of a step's time times the link's bandwidth",
         (0.001, 2**30),
     )
     prefill_digests: bool = _key(
         True, "False on the prefill server: the decode server computes the digests"
     )
-    trace: str | None = _key(None, "File for a timeline in Chrome's format", is_written=True)
+    trace: str | None = _key(None, "File for a timeline in Chrome's trace format", is_written=True)
     step_log: str | None = _key(
         None,
         "File for one JSON line per decode step: pages left to the CPU by layer and request, waits, recalls, how well "
@@ -135,8 +135,8 @@ class OffloadConfig:
 
     paper: bool = _key(
         False,
-        "The paper's choices: digests of minimum and maximum, the CPU's part weighed by the predicted query, recall at "
-        "intervals. Give it to both servers; the paper's budget is 2048",
+        "The paper's choices: digests of minimum and maximum, the CPU's part weighted by the predicted query, recall "
+        "at intervals. Give it to both servers; the paper's budget is 2048",
         is_general=False,
     )
     page_checksums: bool = _key(
@@ -147,22 +147,22 @@ class OffloadConfig:
     )
     hgca_beta: float = _key(
         1.0,
-        "A token is kept if its attention weight is above this share of the mean one; less keeps more",
+        "A token is kept if its attention weight exceeds this multiple of the mean weight; lower values keep more",
         (0.0, math.inf),
         is_general=False,
     )
     hgca_alpha: float = _key(
-        0.1, "Share of a step's weight in its moving average", (0.0, 1.0), is_general=False
+        0.1, "Share of the newest step in the moving average", (0.0, 1.0), is_general=False
     )
     context_cap_tokens: int | None = _key(
         None,
-        "Most tokens kept of a request in a layer and head. None: as many as there is room for",
+        "Maximum kept tokens per request, layer and head. None: as many as fit",
         (1, 2**31),
         is_general=False,
     )
     forecast_file: str | None = _key(
         None,
-        "Weights that choose pages a layer ahead: `scripts/train_forecast.py --kind forecast`",
+        "Weights that select pages one layer ahead: `scripts/train_forecast.py --kind forecast`",
         is_general=False,
     )
     pilot_file: str | None = _key(
@@ -172,16 +172,16 @@ class OffloadConfig:
     )
 
     context_share: float = _for_tests(
-        0.0, "Host pages' memory for kept tokens, as a share of theirs", (0.0, 1.0)
+        0.0, "Memory for kept tokens, as a share of the host pages'", (0.0, 1.0)
     )
     grain: str = _for_tests(
-        "layer", "Who chooses pages: all heads of a layer, or each", choices=("layer", "head")
+        "layer", "Who selects pages: all heads of a layer, or each", choices=("layer", "head")
     )
     sink_pages: int = _for_tests(1, "First pages that are always selected", (0, 2**20))
     recent_pages: int = _for_tests(1, "Newest full pages that are always selected", (0, 2**20))
-    head_reduce: str = _for_tests("mass", "How heads' scores become one", choices=("mass", "max"))
+    head_reduce: str = _for_tests("mass", "Reduction of heads' scores", choices=("mass", "max"))
     reweigh: bool = _for_tests(
-        True, "Weigh the CPU's part by the digests' estimate for the real query"
+        True, "Re-weight the CPU's part by the digests' estimate for the real query"
     )
     precompute: bool = _for_tests(True, "False: missing pages wait for the real query")
     transport: str = _for_tests(
@@ -197,7 +197,7 @@ class OffloadConfig:
     worker_threads_per_group: int = _for_tests(0, "Per sequence; 0: as is fastest", (0, 16))
     worker_ready_timeout_s: float = _for_tests(60.0, "For a worker to start", (0.1, 3600))
     # A heartbeat is sent every 0.2 s.
-    worker_heartbeat_timeout_s: float = _for_tests(0.8, "Silence that ends it", (0.4, 3600))
+    worker_heartbeat_timeout_s: float = _for_tests(0.8, "Silence before it is killed", (0.4, 3600))
     worker_wait_timeout_s: float = _for_tests(10.0, "For an answer", (0.01, 3600))
 
     @property
@@ -238,4 +238,4 @@ FLAGS = {
     "cpus": "--kv-offload-cpus",
     "config": "--kv-offload-config",
 }
-"""How refusals name the arguments of `parse_config`; a command with flags of its own says them."""
+"""Names of the arguments of `parse_config` in error messages; a command with its own flags passes its own."""

@@ -26,7 +26,7 @@ FIELDS: dict[str, tuple[Any, Any, str]] = {
         float | None,
         None,
         "Host memory for KV pages, in GiB, over all ranks. Default: half of the memory that is available when the "
-        "server starts, but no more than a GPU has room for digests of, beside resident pages.",
+        "server starts, limited to the pages whose digests fit on the GPU in addition to resident pages.",
     ),
     "kv_offload_recall_profile": (
         str | None,
@@ -36,14 +36,14 @@ FIELDS: dict[str, tuple[Any, Any, str]] = {
     "kv_offload_cpus": (
         str | None,
         None,
-        "CPUs of the attention worker, for example 0-35; where they are of one NUMA node, the KV pages lie on it. With "
-        "--tp-size they are dealt out to the workers of the ranks. Default: those near the GPU, else every CPU of this "
-        "process.",
+        "CPUs of the attention worker, for example 0-35; if all belong to one NUMA node, KV pages are allocated on "
+        "it. With --tp-size they are divided among the ranks' workers. Default: those near the GPU, else every CPU "
+        "of this process.",
     ),
     "kv_offload_config": (
         str | None,
         None,
-        "Rarer settings as a JSON object, or @FILE: "
+        "Further settings as a JSON object, or @FILE: "
         f"{', '.join(name for name, key in KEYS.items() if key.is_public)}; see docs/operations.md.",
     ),
 }
