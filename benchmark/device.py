@@ -65,7 +65,7 @@ def run(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--out", type=Path, help="JSON lines; more are appended")
+    parser.add_argument("--out", type=Path, help="JSON lines file, appended to")
     parser.add_argument("--check-only", action="store_true")
     arguments = parser.parse_args()
     if why := refusal(check_only=arguments.check_only, needs_worker=needs_worker):

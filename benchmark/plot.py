@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
-    parser.add_argument("--name", help="of the picture (default: of the benchmark)")
+    parser.add_argument("--name", help="name of the picture (default: that of the benchmark)")
     args = parser.parse_args(argv)
     rows = [row for row in read_rows(args.file) if row["status"] == "ok"]
     if not rows or rows[0]["benchmark"] not in PLOTS:

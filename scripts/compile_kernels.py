@@ -62,7 +62,7 @@ from sglang_scout.worker.ring import layout_of
 from sglang_scout.worker.spec import ArenaSpec
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
-"""Shared memory that a program may have, by architecture: A100, A40, L40S, H100, B200, B300, RTX PRO 6000."""
+"""Maximum shared memory per program, by architecture: A100, A40, L40S, H100, B200, B300, RTX PRO 6000."""
 FEW_SPILLED_BYTES = 32  # some words that ptxas trades for occupancy
 PROCESSORS = 132  # SMs of an H100, which determine the splits of attention
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -91,7 +91,7 @@ def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 Case = tuple[str, Callable[..., object], tuple]
-"""A name, and an op or function with arguments of the shapes of a model, which launches kernels."""
+"""A name, and an op or function that launches kernels, with arguments in the shapes of a model."""
 
 MODELS = {  # H, G, D, dtype of KV, batch, pages
     "Qwen3-14B": (8, 5, 128, BF16, 16, 2048),
@@ -282,7 +282,7 @@ def main() -> int:
     parser.add_argument(
         "--arch", type=int, default=90, choices=SHARED_KIB, help="90: H100 (default), 80: A100, ..."
     )
-    parser.add_argument("--ptx", type=Path, help="also write the code of each kernel here")
+    parser.add_argument("--ptx", type=Path, help="also write the PTX of each kernel to this folder")
     arguments = parser.parse_args()
     if arguments.ptx:
         arguments.ptx.mkdir(parents=True, exist_ok=True)

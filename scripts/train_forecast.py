@@ -108,18 +108,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--kind", choices=("forecast", "pilot"), default="forecast")
     parser.add_argument(
-        "--model", type=Path, help="folder in Hugging Face form (default: SmolLM2-135M)"
+        "--model", type=Path, help="folder in Hugging Face format (default: SmolLM2-135M)"
     )
     parser.add_argument("--out", type=Path, help="file (default: .cache/weights/MODEL-KIND.npz)")
-    parser.add_argument("--steps", type=int, default=400, help="of one text each (%(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="each on one text (%(default)s)")
     parser.add_argument(
-        "--tokens", type=int, default=2048, help="of a text, whole pages of 32 (%(default)s)"
+        "--tokens", type=int, default=2048, help="tokens per text, a multiple of 32 (%(default)s)"
     )
-    parser.add_argument("--texts", type=int, default=40, help="different ones (%(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="falls to 0 in a line (%(default)s)")
-    parser.add_argument("--rank", type=int, default=32, help="of a pilot (%(default)s)")
+    parser.add_argument("--texts", type=int, default=40, help="distinct texts (%(default)s)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="decays linearly to 0 (%(default)s)")
+    parser.add_argument("--rank", type=int, default=32, help="rank of a pilot (%(default)s)")
     parser.add_argument(
-        "--top-pages", type=int, default=16, help="that the loss tells apart (%(default)s)"
+        "--top-pages", type=int, default=16, help="pages that the loss distinguishes (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

@@ -35,11 +35,11 @@ from sglang_scout.cli.table import columns
 
 FULL_SETTING = Setting(FULL)
 HELD_OUT = 21
-"""First document of the gate; the suite's and the study's come before it."""
+"""First document of the gate; those of the suite and the study precede it."""
 
 ALLOWED_POINTS = {512: 2.5, 1024: 1.0, 2048: 0.3}
-"""Points that may be lost by budget: at 2048 and 1024 the goals of docs/results/accuracy.md; at 512 what the paper
-loses at 1024."""
+"""Allowed loss in points by budget: at 2048 and 1024 the goals of docs/results/accuracy.md; at 512 the loss of the
+paper at 1024."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--short", action="store_true", help="one budget and length, few samples; for tests")
-    add("--models", nargs="+", choices=JUDGES, default=list(JUDGES), help="that judge")
-    add("--margin-points", type=float, metavar="X", help="may be lost at every budget")
+    add("--models", nargs="+", choices=JUDGES, default=list(JUDGES), help="models to test with")
+    add("--margin-points", type=float, metavar="X", help="allowed loss at every budget")
     add("--json", type=Path, metavar="FILE", help="one row a line; an existing file is overwritten")
     args = parser.parse_args(argv)
     if args.json:

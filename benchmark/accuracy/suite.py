@@ -190,18 +190,16 @@ def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
     """The suite's arguments. ``given`` overrides parsed values; defaults depend on the kind of questions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add(
-        "--json", type=Path, metavar="FILE", help="one row a line; an existing file is gone on with"
-    )
+    add("--json", type=Path, metavar="FILE", help="one row per line; an existing file is continued")
     add("--policies", nargs="+", default=list(NAMES), help="see policies.py")
     add("--budgets", nargs="+", type=int, default=list(BUDGETS), metavar="TOKENS")
     add("--questions", choices=SOURCES, default="tasks")
     add("--lengths", nargs="+", type=int, metavar="TOKENS")
     add("--tasks", nargs="+", choices=[task for s in SOURCES.values() for task in s.tasks])
-    add("--samples", type=int, default=25, help="of each length and task")
-    add("--seed", type=int, help="of the first sample")
-    add("--at-once", type=int, default=6, metavar="SERVERS", help="settings started together")
-    add("--threads", type=int, default=1, help="of each server")
+    add("--samples", type=int, default=25, help="samples per length and task")
+    add("--seed", type=int, help="seed of the first sample")
+    add("--at-once", type=int, default=6, metavar="SERVERS", help="settings that run concurrently")
+    add("--threads", type=int, default=1, help="threads per server")
     default = {"resident_tokens": 32}
     text = "more keys for all policies (default: %(default)s)"
     add("--config", type=json.loads, default=default, metavar="JSON", help=text)

@@ -133,7 +133,7 @@ def add(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows to FILE")
     options = parser.parse_args()
     mine, *others = sorted(os.sched_getaffinity(0))
     torch.set_num_threads(1)

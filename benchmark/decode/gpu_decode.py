@@ -59,7 +59,7 @@ from sglang_scout.worker.host_memory import available_bytes
 
 WARM_UP_STEPS = 24
 MAPPED_S = 45.0
-"""The longest to wait until the worker has mapped the arena."""
+"""Timeout for the worker to map the arena."""
 DEVICE_RESERVE_BYTES = 6 * 2**30  # for graphs, activations and other server state
 
 

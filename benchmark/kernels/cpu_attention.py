@@ -236,8 +236,8 @@ def main(argv: list[str] | None = None) -> int:
         description=(__doc__ or "").split("\n\n")[0],
         epilog="Rows are described at the top of this file and of rows.py.",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--quick", action="store_true", help="one small size")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows to FILE")
+    parser.add_argument("--quick", action="store_true", help="only one small size")
     parser.add_argument("--without", default="", metavar="IMPL,...", help="leave these out")
     args = parser.parse_args(argv)
     cpus = sorted(os.sched_getaffinity(0))

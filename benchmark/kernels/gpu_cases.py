@@ -33,7 +33,7 @@ HIDDEN = 5120
 REPEATS = 8
 DTYPE, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 SCORES = {0: score_pages, 1: rotated.score_rotated, 2: rotated.score_rotated}
-"""By the bits of a key element; with 0 a page has bounds."""
+"""By bits per key element; 0: per-channel bounds."""
 BUILDS = {
     "bounds": build_layer_digests, "1 bit": rotated.build_layer_rotated, "2 bits": rotated.build_layer_rotated,
     "means": build_layer_means, "pilots": build_layer_pilots,

@@ -96,8 +96,8 @@ def run(writer: Writer, batch: int, columns: int, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--quick", action="store_true", help="one small size")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows to FILE")
+    parser.add_argument("--quick", action="store_true", help="only one small size")
     args = parser.parse_args()
     writer = Writer(args.json, environment("page_scores", ("sglang-scout", "torch")))
     run(writer, *((2, 64, 3) if args.quick else (16, 2048, 15)))

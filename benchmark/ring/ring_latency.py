@@ -189,8 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], epilog="Rows: see the top of this file."
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--quick", action="store_true", help="hardly any samples")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows to FILE")
+    parser.add_argument("--quick", action="store_true", help="only a few samples")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING)
     before = os.sched_getaffinity(0)

@@ -18,7 +18,7 @@ from servers.sglang_http import RequestFailed, generate_payload, http_json, sse_
 from servers.single_server import SingleServer
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-"""SGLang's mark of requests whose KV nobody sends; without an address a batch ends the server."""
+"""SGLang's marker of requests whose KV is never sent; a batch without an address ends the server."""
 
 FAILURES = (RequestFailed, ServerFailed, RuntimeError, OSError)
 

@@ -45,9 +45,9 @@ BUDGET_TOKENS = 128
 VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """Largest relative error; bfloat16 outputs alone are off by 0.4 %."""
 LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
-"""Where captured and eager steps choose different tokens, these were as good as equal."""
+"""Where captured and eager steps choose different tokens, these were nearly equally likely."""
 START_S, REQUEST_S = 300.0, {"cuda": 180.0, "cpu": 600.0}
-"""The longest that a server may take to start, which compiles kernels, and to answer one batch."""
+"""Timeouts for a server to start, including kernel compilation, and to answer one batch."""
 
 
 def differences(eager: Answers, graph: Answers, tolerance: float) -> tuple[list[str], int]:
@@ -249,22 +249,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="JSON lines; more are appended")
+    add("--out", type=Path, required=True, help="JSON lines file, appended to")
     add("--logs", type=Path, help="folder for the servers' logs; default: that of --out")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--batch", type=lambda s: [int(x) for x in s.split(",")], default=[1, 3, 16])
-    add("--context", type=int, default=1500, help="of the checks, tokens")
-    add("--tokens", type=int, default=24, help="of each answer in the checks")
-    add("--kill-tokens", type=int, default=500, help="where the worker is killed")
+    add("--context", type=int, default=1500, help="prompt tokens in the checks")
+    add("--tokens", type=int, default=24, help="output tokens in the checks")
+    add("--kill-tokens", type=int, default=500, help="output tokens with a killed worker")
     add("--check-host-gb", type=float, default=2.0)
-    add("--speed", action="store_true", help="instead of the checks")
-    add("--model", choices=SHAPES, default="qwen3-8b", help="of --speed")
-    add("--servers", nargs="+", choices=SERVERS, default=list(SERVERS), help="of --speed")
+    add("--speed", action="store_true", help="measure speed instead of the checks")
+    add("--model", choices=SHAPES, default="qwen3-8b", help="for --speed")
+    add("--servers", nargs="+", choices=SERVERS, default=list(SERVERS), help="for --speed")
     add("--speed-context", nargs="+", type=int, default=[32768, 16384, 65536])
     add("--speed-tokens", type=int, default=256)
     host_gb = min(96.0, round(0.8 * available_bytes() / 2**30, 1))
-    add("--host-gb", type=float, default=host_gb, help="host pages of --speed")
-    add("--budget", type=int, default=DEFAULT_BUDGET_TOKENS, help="of --speed")
+    add("--host-gb", type=float, default=host_gb, help="host pages for --speed")
+    add("--budget", type=int, default=DEFAULT_BUDGET_TOKENS, help="for --speed")
     options = parser.parse_args(argv)
     if options.speed and options.device == "cpu":
         parser.error("--speed needs --device cuda")

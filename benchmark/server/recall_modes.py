@@ -243,21 +243,21 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         default=[],
         metavar="FILE",
-        help="texts, in turn; without: tasks.py's",
+        help="texts, used in turn (default: those of tasks.py)",
     )
-    add("--profile", type=Path, metavar="FILE", help="recall intervals, of `sglang-scout profile`")
+    add("--profile", type=Path, metavar="FILE", help="intervals from `sglang-scout profile`")
     add(
         "--logs",
         type=Path,
         metavar="FOLDER",
-        help="of servers and steps (default: a temporary one)",
+        help="server and step logs (default: a temporary folder)",
     )
     add("--budget", type=int, default=512, metavar="TOKENS")
     add("--resident-tokens", type=int, metavar="TOKENS", help="default: budget x requests")
     add("--requests", type=int, default=16)
     add("--input-len", type=int, default=4096, metavar="TOKENS")
     add("--steps", type=int, default=256)
-    add("--skip", type=int, default=128, help="steps before those that count")
+    add("--skip", type=int, default=128, help="warm-up steps, not counted")
     add("--rounds", type=int, default=3)
     add("--dtype", default="bfloat16")
     add("--modes", nargs="+", default=list(MODES), choices=MODES)

@@ -31,7 +31,7 @@ NUM_RESERVED_DECODE_TOKENS = 512
 """SGLang's default of ``--num-reserved-decode-tokens``."""
 MOST_REQUESTS = 64
 SKIPPED_STEPS = 50
-"""Of the window, at its begin: the cache fills, and the recall finds its pace."""
+"""At the start of the window, while the cache fills and recall settles."""
 START_S, MAPPED_S, RUN_S = 300.0, 45.0, 300.0
 
 SERVERS = {  # most important first: the time limit may cut off the last
@@ -44,8 +44,8 @@ SERVERS = {  # most important first: the time limit may cut off the last
     "scout-budget": {"cache": "budget"},
 }
 MAY_BE_ABSENT = ("stock-flashinfer", "stock-fa3")
-"""FlashInfer is compiled when the server starts, which not every machine can do; FlashAttention-3 is 1.7 GB of
-sglang-kernel that a bundle leaves out."""
+"""FlashInfer is compiled at server start, which not every machine can do; FlashAttention-3 is 1.7 GB of sglang-kernel,
+omitted from bundles."""
 
 
 def write_config(shape: str, folder: Path, context: int) -> Path:

@@ -143,9 +143,9 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--json", type=Path, required=True, metavar="FILE", help="one row a line")
-    add("--model", type=Path, help="folder; default: SmolLM2, made if need be")
-    add("--tokens", type=int, default=2048, help="of a text; the second half is decoded")
+    add("--json", type=Path, required=True, metavar="FILE", help="one row per line")
+    add("--model", type=Path, help="folder; default: SmolLM2, created if needed")
+    add("--tokens", type=int, default=2048, help="tokens per text; the second half is decoded")
     add("--texts", type=int, default=3, choices=range(1, 4))
     args = parser.parse_args(argv)
     from smollm2 import smollm2

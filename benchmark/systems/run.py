@@ -24,7 +24,7 @@ from servers.server_process import ends_orderly
 OURS = ("scout-rotated", "scout")
 QUESTIONS = {"smollm2": "planted", "recall": "tasks"}
 CONFIG = {"smollm2": {}, "recall": {"exact_layers": [1]}}
-"""Of all policies that predict queries: in the retrieval model's layer 1 a prediction says nothing."""
+"""For all policies that predict queries: predictions are uninformative in layer 1 of the retrieval model."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,12 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--model", choices=QUESTIONS, default="smollm2")
-    add("--json", type=Path, required=True, metavar="FILE", help="one row a line")
+    add("--json", type=Path, required=True, metavar="FILE", help="one row per line")
     add("--policies", nargs="+", default=[*OURS, *SYSTEMS], help="see accuracy/policies.py")
     add("--budgets", nargs="+", type=int, default=[512], metavar="TOKENS")
     add("--lengths", nargs="+", type=int, default=[4096], metavar="TOKENS")
-    add("--samples", type=int, default=12, help="of each length and task")
-    add("--at-once", type=int, default=2, metavar="SERVERS", help="settings started together")
+    add("--samples", type=int, default=12, help="samples per length and task")
+    add("--at-once", type=int, default=2, metavar="SERVERS", help="settings that run concurrently")
     given = parser.parse_args(argv)
     args = suite_arguments(
         ["--samples", str(given.samples), "--at-once", str(given.at_once)],

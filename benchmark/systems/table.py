@@ -16,7 +16,7 @@ from benchmark.accuracy.policies import FULL, plain
 from benchmark.rows import Row, markdown_table, read_rows
 
 BY_HEAD = ("sparda",)
-"""Systems that fetch a KV head's part of a page."""
+"""Systems that fetch pages per KV head."""
 
 
 def line(rows: list[Row], layers: int, page_bytes: int, kv_heads: int) -> list[str]:
@@ -54,7 +54,7 @@ def table(rows: list[Row], *sizes: int) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("rows", type=Path, nargs="+")
-    parser.add_argument("--layers", type=int, default=30, help="of the model")
+    parser.add_argument("--layers", type=int, default=30, help="layers of the model")
     parser.add_argument("--page-bytes", type=int, default=2 * 32 * 3 * 64 * 4, help="K and V")
     parser.add_argument("--kv-heads", type=int, default=3)
     args = parser.parse_args(argv)

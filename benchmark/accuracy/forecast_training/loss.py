@@ -11,7 +11,7 @@ from torch import Tensor
 
 PAGE_TOKENS = 32
 SINK_PAGES = RECENT_PAGES = 1
-"""Chosen whatever their score, so neither target nor prediction has them."""
+"""Always selected, so excluded from both targets and predictions."""
 # The logit of a page that is not a candidate; finite, so that its gradient is 0 and not NaN.
 _NONE = -1e9
 

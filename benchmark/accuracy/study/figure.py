@@ -23,7 +23,7 @@ LABELS = {
     ("minmax-32", "layer", "predicted-missing", "mass"): ("the paper: bounds, predicted queries", "tab:orange", "--"),
     ("rotated-2", "layer", "reweighed-missing", "value"): ("scout: these, predicted, re-weighted", "tab:green", "--"),
 }  # fmt: skip
-"""Digest, grain, who attends and the reduction, of a line: name, colour, style."""
+"""By digest, grain, attending query and reduction: label, colour and style of a line."""
 
 
 def digest_bytes(name: str, page_tokens: int, head_dim: int = HEAD_DIM) -> float:

@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="rows; an existing file is gone on with")
+    add("--json", type=Path, metavar="FILE", help="rows; an existing file is continued")
     add(
         "--model",
         choices=("real", "recall"),
@@ -191,13 +191,13 @@ def main(argv: list[str] | None = None) -> int:
         "--model-path",
         type=Path,
         default=ROOT / ".cache" / "models" / "smollm2-135m",
-        help="of the real one",
+        help="folder of the real model",
     )
-    add("--set", choices=tuple(SETS), default="main", help="of settings, see settings.py")
+    add("--set", choices=tuple(SETS), default="main", help="set of settings, see settings.py")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--documents", type=int, default=10)
     add("--first", type=int, default=0, help="number of the first document")
-    add("--length", type=int, default=4096, metavar="TOKENS", help="of the retrieval model's texts")
+    add("--length", type=int, default=4096, metavar="TOKENS", help="length of --model recall texts")
     add("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

@@ -24,7 +24,7 @@ DIGESTS = [
     *(Setting(1024, x) for x in (TWO_BITS, BOUNDS)),
     Setting(2048, BOUNDS),
 ]
-"""One choice for all heads, by the real query."""
+"""One selection for all heads, by the real query."""
 
 QUERIES = [
     _ahead(),
@@ -65,10 +65,10 @@ SHARES = [
         for x in ("predicted", "reweighed")
     ),
 ]
-"""So much of what is chosen is computed with predicted queries, as if the CPU had it."""
+"""Share of the selection computed with predicted queries, as if on the CPU."""
 
 WEIGHTS = [_ahead(attends=f"{x}-missing") for x in ("predicted", "corrected", "reweighed")]
-"""How what predicted queries attend to is weighed."""
+"""How the results of predicted queries are weighted in the merge."""
 
 
 def _system(budget: int, mass: float = 1.0, **more: object) -> Setting:
@@ -82,7 +82,7 @@ MASS = [
     *(_system(1024, mass) for mass in (0.9, 0.95, 0.98)),
     _system(2048, 0.95),
 ]
-"""Budgets, and pages for each layer and token by the mass that the digests tell."""
+"""Budgets, and page counts per layer and token limited by the mass that digests estimate."""
 
 BYTES = [
     setting
@@ -96,7 +96,7 @@ BYTES = [
         _system(budget),
     )
 ]
-"""Loss against bytes: the oracle, digests of 32 and 16 tokens a page, choices by head as SparDA's, two systems."""
+"""Loss against bytes: the oracle, digests of 32 and 16 tokens a page, selection per head as in SparDA, two systems."""
 
 LIMITS = [
     *(Setting(512, "keys", **how) for how in ({}, {"grain": "head"}, {"page_tokens": 16})),  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ LIMITS = [
     Setting(1024, "keys"),
     *(_system(1024, grain=grain) for grain in ("layer", "head")),
 ]
-"""What any choice of whole pages loses, of a layer or of each KV head, and what ours does."""
+"""Loss of the best selection of whole pages, per layer or per KV head, and of ours."""
 
 VALUES = [
     setting
@@ -114,7 +114,7 @@ VALUES = [
         *(_system(budget, **how) for budget in (512, 1024)),
     )
 ]
-"""Pages by their mass, and by that times the norms of values."""
+"""Pages ranked by mass, and by mass times value norms."""
 
 LENGTHS = [_system(budget, exact_layers=(1,)) for budget in (512, 1024)]
 """For the retrieval model, by ``--length``."""
@@ -132,20 +132,12 @@ SYSTEMS = [
         Setting(budget, "pilot", grain="head"),
     )
 ]
-"""scout, scout as in the paper, InfiniGen with either digest, SparDA with its forecast and with the next layer's
-projection in its place, RheoServe."""
+"""scout, scout as in the paper, InfiniGen with either digest, SparDA with its forecast or with the next layer's
+projection instead, RheoServe."""
 
-KV = [
-    Setting(kv=x)
-    for x in (
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "rotated float8_e4m3fn",
-        "rotated float8_e5m2",
-    )
-]
-"""Full attention to rounded keys and values."""
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+KV = [Setting(kv=x) for x in ("bfloat16", *FP8, *(f"rotated {x}" for x in FP8))]
+"""Full attention over rounded keys and values."""
 
 SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "main": {"facts": [*DIGESTS, *QUERIES, *HEADS, *PAGES], "prompt": PROMPT, "text": TEXT},

@@ -134,7 +134,7 @@ def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("rows", type=Path, metavar="FILE")
-    parser.add_argument("--layers", metavar="SETTING", help="its cosine and mass by layer")
+    parser.add_argument("--layers", metavar="SETTING", help="setting to show by layer")
     args = parser.parse_args(argv)
     try:
         rows = [row for row in read_rows(args.rows) if row["benchmark"] == "study"]
