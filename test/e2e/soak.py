@@ -202,7 +202,7 @@ def _after(servers: PDCluster, before: Holdings, report: Report) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/soak.sh", description=__doc__)
     parser.add_argument(
-        "--minutes", type=float, required=True, help="of load; a start takes one more"
+        "--minutes", type=float, required=True, help="minutes of load; startup takes one more"
     )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     parser.add_argument("--case", choices=CASES, default="tokens", help="default: tokens")

@@ -15,7 +15,7 @@ from servers.pd_cluster import HOST
 
 JSON = "application/json"
 ANSWER_S = 20
-"""The longest that one request may take, on a busy machine."""
+"""Timeout of one request, on a busy machine."""
 CONTEXT = 32768  # of the tiny model
 IDS = [5, 6, 7, 8]
 

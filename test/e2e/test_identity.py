@@ -29,11 +29,11 @@ LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 257, 300, 415, 511, 512, 513, 700)
 NEW_TOKENS = 40  # crosses a page boundary for every prompt
 BUDGET_TOKENS = 1024
 LOGPROB_ATOL = 1e-3
-"""Two fp32 implementations of attention, each summing in its own order, through four layers."""
+"""Two fp32 attention implementations with different summation orders, over four layers."""
 
 FP8_LOGPROB_ATOL = 0.2
-"""Keys that differ in their last digits may be rounded to neighbouring numbers of eight bits, an eighth or a quarter
-apart, which a request of a few tokens shows: 0.04 was seen."""
+"""Keys that differ in their last digits may be rounded to adjacent fp8 values, an eighth or a quarter apart, which is
+visible in a request of a few tokens: 0.04 was seen."""
 
 SCOUT = ("--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS))
 SLOW = pytest.mark.slow

@@ -39,8 +39,8 @@ LONG = 400
 # Requests that a newer SGLang retracts for a pause are recomputed by the prefill server, with full attention.
 PAUSE_KEEPS_KV = version("sglang") == "0.5.15.post1"
 OUTAGE_S = 60
-"""The longest that a request may take to end when a server is gone: heartbeats find out in about 10 s. A request of
-which a killed decode server had not told the prefill server yet waits there for BOOTSTRAP_S, and the router for it."""
+"""Timeout for a request to end after a server is gone: heartbeats detect it in about 10 s. A request that a killed
+decode server had not yet announced to the prefill server waits there for BOOTSTRAP_S, and so does the router."""
 BOOTSTRAP_S = 40
 SERVED_AGAIN_S = 60
 

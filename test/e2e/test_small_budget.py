@@ -10,7 +10,7 @@ from sglang_scout.cli import main
 from sglang_scout.core.profile import config_digest, load_profile
 
 BUDGET_TOKENS = 128
-"""Traced requests all exceed it: any of them may be the first to arrive, and alone for the trace's steps."""
+"""All traced requests exceed it, as any of them may arrive first and be alone during the traced steps."""
 
 
 def check_timeline(path, steps):

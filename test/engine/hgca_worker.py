@@ -19,7 +19,7 @@ from sglang_scout.worker.client import WorkerClient
 
 WINDOW = 96
 LANDS_AFTER = 3
-"""Steps, where each boundary finds what it can: queries sent for, evaluation begun, lists exchanged."""
+"""Steps if no boundary finds its work unfinished: queries requested, evaluation started, lists exchanged."""
 
 
 class PlainLists(HereInstead):

@@ -12,7 +12,7 @@ from mini_worker import SIZE, Heard, MiniWorker
 from sglang_scout.engine.offered import Offered
 
 FP32_TOLERANCE = 1e-5
-"""Relative; two online softmaxes and a merge in fp32 against one softmax."""
+"""Relative; two online softmaxes and a merge against one softmax, in fp32."""
 BF16_TOLERANCE = 1e-2
 
 

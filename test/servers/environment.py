@@ -11,7 +11,7 @@ from sglang_scout.cli.machine import has_rdma
 
 NO_NCCL = "no-gpu"
 NO_DRIVER = Path(sys.prefix) / "lib" / "no-driver"
-"""Where ``scripts/setup.sh`` has put a library that stands in for the GPU's driver, if there is none."""
+"""Where ``scripts/setup.sh`` installs a stub of the GPU driver library, if there is no driver."""
 
 
 def _with_defaults(defaults: dict[str, str]) -> dict[str, str]:

@@ -20,14 +20,14 @@ from sglang_scout.worker import die_with_parent
 
 _POLL_S = 0.25
 SETTLE_S = 8.0
-"""What a server's children have to notice its end and to end themselves."""
+"""Time for a server's children to notice its exit and to exit themselves."""
 LOCKED_SETTLE_S = 40.0
-"""The same of servers that have page-locked memory: hundreds of GiB are given back slowly."""
+"""The same for servers with page-locked memory: releasing hundreds of GiB is slow."""
 KILLED_S = 60.0
-"""The longest that a killed process may take to end. Much page-locked memory is given back slowly."""
+"""Timeout for a killed process to exit. Releasing much page-locked memory is slow."""
 
 MOONCAKE_PORTS = range(15000, 17001)
-"""Where mooncake's transfer engine listens, unless MC_MIN_PRC_PORT and MC_MAX_PRC_PORT say otherwise."""
+"""Ports of mooncake's transfer engine, unless MC_MIN_PRC_PORT and MC_MAX_PRC_PORT say otherwise."""
 
 
 class ServerFailed(RuntimeError):

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 DIGESTS = ("minmax", "rotated-1", "rotated-2")
-"""What may be kept of a page to choose it by, for all heads of a layer; see ``engine/digest_kinds.py``."""
+"""Page digests for selection by all heads of a layer; see ``engine/digest_kinds.py``."""
 
 EMBEDDINGS = ("mean16", "pilot")
-"""What is kept of a page to choose it by for each KV head by itself."""
+"""Page digests for selection per KV head."""
 
 PILOT_RANK = 32
-"""Elements of an embedding ``pilot``, unless its weights say another number."""
+"""Elements of a ``pilot`` embedding, unless its weights have another rank."""
 
 MARK_BYTES = 4
-"""The second part of an embedding, zero: that it is there says that it was written. And as the ratio of the parts'
-sizes is what tells a kind from another when they are sent, no two kinds may have the same."""
+"""Second part of an embedding: zeros that mark it as written. A transfer identifies kinds by the ratio of their parts'
+sizes, so no two kinds may have the same ratio."""
 
 ROTATED_STATS_BYTES = 112
-"""Of a rotated digest, beside its bits and the D bytes of its mean: scales, norms and steps, see ``ops/rotated.py``."""
+"""Of a rotated digest, besides its bits and D bytes of mean: scales, norms and step sizes, see ``ops/rotated.py``."""
 
 _WORD_BYTES = 8
 _INPUT_WORDS = 6
-"""Of a token, in the buffers that SGLang's eager runner makes as long as all tokens of the KV pool: its id, position,
-place and three positions of multimodal models (``build_decode_registry``)."""
+"""Per token, in the buffers of SGLang's eager runner, sized for all tokens of the KV pool: id, position, cache location
+and three positions of multimodal models (``build_decode_registry``)."""
 
 
 def digest_parts(

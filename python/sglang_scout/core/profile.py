@@ -21,7 +21,7 @@ MAX_INTERVAL = 2**31
 REMAKE = "make one for this server with `sglang-scout profile`"
 
 NEIGHBOURS = 4
-"""Steps on each side of a step that tell where a noisy curve is there."""
+"""Steps on each side over which a noisy curve is smoothed."""
 
 # Keys of config.json about its writer, not about the model.
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version"}
@@ -78,7 +78,7 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
 
 SELECTION_KEYS = ("digest", "head_reduce", "mass", "sink_pages", "recent_pages")
-"""Configuration that decides which pages a given query selects, and so how fast a selection drifts."""
+"""Configuration that determines which pages a query selects, and so how fast the selection drifts."""
 
 
 def selection_of(config: OffloadConfig) -> dict[str, str | int | float]:

@@ -18,7 +18,7 @@ WINDOWED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Cohe
 HEAD_SIZES = (64, 96, 128, 256)
 DTYPES = ("float32", "bfloat16", "float16")
 FP8_KV = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-"""By the value of --kv-cache-dtype, where it is not auto: what K and V are stored in."""
+"""Storage dtype of K and V by the value of --kv-cache-dtype, unless it is auto."""
 
 
 def check_architecture(what: str, architecture: str) -> None:

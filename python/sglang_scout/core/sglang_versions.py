@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_scout.core.errors import ConfigError
 
 ADAPTERS = {"0.5.23": "sglang_0_5_23", "0.5.15.post1": "sglang_0_5_15"}
-"""By version, the default first: the module of ``plugin/`` that has what differs."""
+"""Adapter module of ``plugin/`` by SGLang version, the default first."""
 
 
 def check_version(found: str) -> None:

@@ -19,8 +19,8 @@ from sglang_scout.core.profile import ModelIdentity
 FORMAT, VERSION = "sglang-scout-steps", 2
 
 COLD_STEPS = 3
-"""First steps of a request, which without a hint find none of its pages on the device: what the first one selects is
-known two boundaries later, and resident one boundary after that."""
+"""First steps of a request, in which without a hint none of its pages are resident: the first selection is known two
+boundaries later, and resident one boundary after that."""
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

@@ -124,4 +124,4 @@ def graph_time_us(runs: Sequence[Callable[[], Any]]) -> float:
 
 
 _TIMES = {"cuda": graph_time_us}
-"""By the type of device: how calls are timed; on others the first that can run is taken."""
+"""Timing function by device type; on other types the first usable implementation is taken."""

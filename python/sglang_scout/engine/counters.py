@@ -19,7 +19,7 @@ class StepTimes(NamedTuple):
 
 
 MOST_TIMES = 4096
-"""Steps that are kept until someone takes them."""
+"""Most step times kept until they are read."""
 
 
 @dataclass

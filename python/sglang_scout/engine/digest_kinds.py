@@ -25,7 +25,7 @@ from sglang_scout.ops.rotated import (
 from sglang_scout.ops.score import score_pages
 
 _UNSET = 0x7FC0
-"""A NaN in bfloat16, and for any kind two bytes that hardly any page has in both places."""
+"""Sentinel: a NaN in bfloat16, and in any kind two bytes that hardly any page has in both marks."""
 
 
 @dataclass(frozen=True)

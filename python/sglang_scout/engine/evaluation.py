@@ -21,7 +21,7 @@ from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.policy.feedback import Feedback
 
 Result = tuple[Kept, npt.NDArray[np.bool_]]
-"""What is kept, and which lists ``[L, H]`` had no room for all of it."""
+"""Kept tokens, and ``[L, H]`` lists that had no room for all of them."""
 
 
 class Evaluator:

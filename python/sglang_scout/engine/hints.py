@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang_scout.engine.digest_pool import DigestPool
 
 HINT_PAGES = 64
-"""Pages that a hint names in a layer, best first. Not the budget, which the prefill server need not know."""
+"""Pages per layer in a hint, best first. Independent of the budget, which the prefill server need not know."""
 
 _MOST_PAGES = 2**16 - 2  # a position takes 16 bits
 

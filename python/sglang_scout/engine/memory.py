@@ -17,7 +17,7 @@ from sglang_scout.worker.arena import ArenaSpec
 from sglang_scout.worker.ring import WorkerMemory, worker_memory
 
 HEADROOM_BYTES = 256 * 2**20
-"""What the step's buffers and the interpreters may still need."""
+"""Reserve for step buffers and the interpreters."""
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ class Transport:
 
     def __init__(self, waited_ns: torch.Tensor) -> None:
         self.waited_ns = waited_ns
-        """``[L]`` int64, time that merges of each layer have waited since the start."""
+        """``[L]`` int64, total wait time of merges per layer since start."""
         self.stamps: DeviceClock | None = None
-        """Times post and merge where the host only launches them and a timeline is recorded."""
+        """Timestamps of post and merge where the host only launches them and a timeline is recorded."""
 
     def pause(self) -> None:
         """Launches until the next step belong to no request: warm-up or capture.

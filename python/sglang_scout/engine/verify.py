@@ -15,7 +15,7 @@ from sglang_scout.ops.layers import resident_slots
 from sglang_scout.policy.base import Route
 
 NOT_FINITE = float(np.finfo(np.float32).max)
-"""The deviation of a NaN or infinity: larger than any other, and a number in JSON too."""
+"""Deviation reported for NaN or infinity: larger than any other, and valid in JSON."""
 
 
 class Verifier:

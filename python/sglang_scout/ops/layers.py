@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 KV_DTYPE_NAMES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-"""What K and V may be stored in."""
+"""Storage dtypes of K and V."""
 
 
 def is_fp8(dtype: torch.dtype) -> bool:

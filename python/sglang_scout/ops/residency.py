@@ -31,8 +31,8 @@ Floats = npt.NDArray[np.float32]
 
 DEFAULT_HALF_LIFE_STEPS = 8.0
 SWAP_MARGIN = 1.5
-"""How many times as frequent as another a page must be to take its slot. Without a margin two pages
-of equal use change places for ever; measured, it halves the copies for the same misses."""
+"""Factor by which a page must be more frequent than another to evict it. Without a margin two pages of equal frequency
+evict each other endlessly; measured, it halves the copies for the same misses."""
 
 
 class Reservation(NamedTuple):

@@ -40,7 +40,7 @@ from .score import REDUCTIONS, reduce_heads
 PAGE_TOKENS = 32
 ONE_BIT, FIRST, SECOND = 0.79788, 0.98160, 0.52880
 LARGEST = 2.0**50
-"""Larger elements of K and V count as this, and those that are no number as 0: digests and scores stay finite."""
+"""Elements of K and V are clamped to this and NaN becomes 0, so that digests and scores stay finite."""
 
 FLIP = 0x9E3779B1
 """Channel d is negated where bit 31 of (d + 1) times this is set."""

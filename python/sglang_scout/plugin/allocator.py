@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang_scout.engine.digest_pool import DigestPool
 
 NODE_RUN_PAGES = 8
-"""Neighbouring pages that a request gets of one NUMA node before it gets some of the next: 256 tokens."""
+"""Consecutive pages that a request gets from one NUMA node before the next node: 256 tokens."""
 
 _NO_PAGES = torch.empty(0, dtype=torch.int64)
 

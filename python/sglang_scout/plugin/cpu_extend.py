@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 MASK_ELEMENTS = 1 << 24
-"""Largest mask that is made, rows x KV tokens; rows are taken in parts."""
+"""Maximum mask size, rows x KV tokens; rows are processed in chunks."""
 
 
 def around_extend(

@@ -21,7 +21,7 @@ from sglang_scout.worker.host_memory import available_bytes
 logger = logging.getLogger(__name__)
 
 LEAST_PAGES = 2
-"""SGLang's padding page, and one of a request."""
+"""SGLang's padding page, and one page for a request."""
 
 
 def host_bytes(

@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_scout.plugin.shutdown import refuse_new
 
 MAX_TOP_LOGPROBS = 128
-"""What SGLang's ``MetadataBuffers`` have room for."""
+"""Capacity of SGLang's ``MetadataBuffers``."""
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import torch
 from sglang_scout.engine.device import upload
 
 KEPT_BATCHES = 3
-"""SGLang sends a batch's KV while the next one runs."""
+"""More than one, as SGLang sends a batch's KV while the next one runs."""
 
 
 @dataclass

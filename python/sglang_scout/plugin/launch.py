@@ -39,5 +39,5 @@ def launched_as() -> Launched | None:
 
 _LAUNCHED = launched_as()
 PROCESS_CPUS = _LAUNCHED.cpus if _LAUNCHED else frozenset(os.sched_getaffinity(0))
-"""As the server was started; SGLang may bind a scheduler process to a NUMA node, and the thread that runs the model
-to one CPU."""
+"""CPU affinity at server start; SGLang may later bind a scheduler process to a NUMA node, and the model thread to one
+CPU."""

@@ -11,4 +11,4 @@ from sglang_scout.core.sglang_versions import ADAPTERS, check_version
 VERSION = version("sglang")
 check_version(VERSION)
 adapter: Any = import_module(f"sglang_scout.plugin.{ADAPTERS[VERSION]}")
-"""Of the release that is installed."""
+"""Module for the installed release."""

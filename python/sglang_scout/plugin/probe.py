@@ -13,7 +13,7 @@ import torch
 from sglang_scout.ops.predict import QueryProjector
 
 MAX_ERROR = 0.1
-"""Of a layer's queries together, relative. Roundings make up to 0.01, the residual stream left out about 1."""
+"""Relative, over all queries of a layer. Rounding causes up to 0.01, omitting the residual stream about 1."""
 
 
 class UnexpectedQueryError(RuntimeError):

@@ -16,9 +16,9 @@ from sglang_scout.core.served_models import FP8_KV
 from sglang_scout.plugin.fields import FIELDS
 
 POOLS_MODULE = model_runner_kv_cache_mixin
-"""Whose classes SGLang builds its pools from."""
+"""Module from which SGLang takes its pool classes."""
 FP8_ON_CPU = tuple(FP8_KV)
-"""Of KV, with the attention backend ``torch_native``."""
+"""KV dtypes supported with the attention backend ``torch_native``."""
 
 
 def add_fields() -> None:

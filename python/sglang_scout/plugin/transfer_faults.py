@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _PROBE_S = 2.0
 HOLD_S = 2.0
-"""Longer than the prefill server writes to a request's pages after it has heard of its end: one chunk of a prompt."""
+"""Longer than the prefill server may still write to the pages of an ended request: one chunk of a prompt."""
 
 
 def around_connect(

@@ -23,8 +23,8 @@ from sglang_scout.ops.page_uses import PageUses
 from sglang_scout.policy.feedback import Feedback
 
 Route = Literal["cpu", "fetch", "drop"]
-"""What becomes of chosen pages that are not resident: attended to by the CPU worker where they lie; copied to the
-device ahead of the layer and attended to there with the real query; or left out."""
+"""How missing pages are handled: attended to by the CPU worker in place; copied to the device ahead of the layer and
+attended to there with the real query; or left out."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def query_source(config: OffloadConfig) -> QuerySource:
 
 
 KNOWN_AFTER = 2
-"""Boundaries until the host has what a step selected."""
+"""Boundaries until the host knows a step's selections."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Feedback(Protocol):
     """
 
     cap_tokens: int | None
-    """Most tokens that are kept of a request in a layer and head."""
+    """Maximum kept tokens per request, layer and head."""
 
     def allocate(
         self, layers: int, requests: int, heads: int, page_tokens: int, device: torch.device

@@ -26,9 +26,9 @@ Floats = npt.NDArray[np.float64]
 
 WARM_UP_STEPS = 4
 LINK_SHARE = 0.5
-"""Share of a step's time that copies may take once the link has been late."""
+"""Share of a step's time that copies may take once a copy has been late."""
 MAX_INTERVAL_STEPS = 64
-"""A layer that misses anything recalls it at the latest after so many steps."""
+"""Maximum steps until a layer recalls its missing pages."""
 
 # Gains of an alpha-beta filter for a layer's ratio and its growth. The second is lower, so that a single outlier does
 # not look like a trend.

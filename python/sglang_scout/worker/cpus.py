@@ -20,9 +20,9 @@ def core_of(cpu: int) -> int:
 
 
 LEFT_CPUS = 2
-"""A server's own threads, at the least: the one that decides between steps, and those of transfers."""
+"""Minimum CPUs left to the server's own threads: the scheduler thread, and those of transfers."""
 ROOMY_CORES = 8
-"""Of so many cores two are left, so that what a step waits for has one of its own."""
+"""From this many cores on, two are left, so that the thread that a step waits for has its own core."""
 
 
 def reserve_server_cores(

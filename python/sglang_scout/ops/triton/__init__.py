@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KV_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 HEAD_DIMS = range(16, 257, 16)
 PAGE_TOKENS = range(1, 129)
-"""Where a kernel holds a page of one head at a time."""
+"""For kernels that hold a page of one head at a time."""
 
 
 @functools.cache
