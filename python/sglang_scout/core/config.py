@@ -119,7 +119,7 @@ class OffloadConfig:
     )
     recall_step_mib: float = _key(
         256.0,  # half of the paper's 20 ms at 25 GB/s
-        "Most that `adaptive` copies per step; choose half of a step's time times the link's bandwidth",
+        "Most that `adaptive` copies per step, best half of a step's time times the link's bandwidth",
         (0.001, 2**30),
     )
     prefill_digests: bool = _key(
