@@ -14,8 +14,8 @@
 # 2 without a CUDA device.
 #
 # There is one limit of time: SECONDS_LIMIT (570) for the whole call. A step is ended after its own limit or when the call's
-# time is over. Those of a day leave 30 s to unpack and build; the last one of day-2 and day-3 takes what is left. Steps that
-# check but do not time, most of whose time goes into compiling kernels, run while the small model's server does.
+# time is over. Those of a day leave 30 s to unpack and build; the last one of day-2 and day-3 takes what is left. kernels-check,
+# decode-check and tests, which time nothing and mostly compile kernels, run while the small model's server does.
 # Variables: PYTHON (default: the .venv of this repository, or python3), SECONDS_LIMIT, ONLY (names of steps), DECODE_ARGS
 # (options of benchmark/decode/gpu_decode.py), SERVER_ARGS (of benchmark/server/gpu_server.py).
 set -euo pipefail
@@ -74,6 +74,13 @@ pack_logs() { # two steps may end at once
     tar -C "$LOGS" --ignore-failed-read --warning=no-file-changed -czf "$part" . || [ "$?" = 1 ]
     mv "$part" "$OUT/logs.tar.gz"
 }
+end_jobs() { # timeout passes the signal on to its command
+    # shellcheck disable=SC2046  # one word a process
+    kill $(jobs -p) 2>/dev/null || :
+    wait || :
+    pack_logs
+    exit 143
+}
 count_ended() { grep -c '"exit_status"' "$OUT/steps.jsonl" 2>/dev/null || true; }
 
 skip() { # NAME REASON
@@ -93,7 +100,7 @@ step() {
     [ "$limit_s" -le "$left_s" ] || limit_s="$left_s"
     echo "gpu_check: $name"
     timeout -k 5 "$limit_s" "$@" >"$LOGS/$name.log" 2>&1 &
-    trap 'kill $(jobs -p) 2>/dev/null || :; pack_logs; exit 143' TERM INT HUP # timeout passes it on
+    trap end_jobs TERM INT HUP # a subshell does not inherit it
     wait "$!" || status=$?
     tail -n 25 "$LOGS/$name.log" | sed 's/^/    /'
     row "$name" "\"exit_status\": $status, \"seconds\": $((SECONDS - begin_s)), \"limit_s\": $limit_s"
@@ -117,6 +124,7 @@ SANITIZER='import shutil; assert shutil.which("compute-sanitizer")'
 PATH="$PATH:/usr/local/cuda/bin"
 
 BEFORE="$(count_ended)"
+trap end_jobs TERM INT HUP
 # shellcheck disable=SC2086  # options, split on purpose
 (
     step server 260 "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" ${SERVER_ARGS:-}
@@ -129,6 +137,7 @@ step decode-check 120 "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --check
 step tests 150 "$ANY" env TRITON_INTERPRET=0 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops \
     -k "triton or doorbell" --deselect test/ops/test_triton_compile.py
 wait "$SERVER" || FAILED=1
+pack_logs # of two that ended at once the older may have been the last
 step ring 40 "$NATIVE" "$PYTHON" -m benchmark.ring.gpu_ring --out "$ROWS"
 step ring-memcheck 60 "$SANITIZER; $NATIVE" compute-sanitizer --tool memcheck --error-exitcode 9 \
     "$PYTHON" -m benchmark.ring.gpu_ring --check-only
