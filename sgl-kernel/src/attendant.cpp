@@ -47,7 +47,8 @@ void Attendant::run() {
       busy_ns = now;
     }
     answer_orphans(head);
-    // Back off in proportion to the idle time: a record is delayed by at most 1 / kIdleShare of it.
+    // Back off in proportion to the idle time: a record is delayed by at most poll_us, or if longer
+    // by 1 / kIdleShare of it, up to kIdlePollUs.
     const int64_t pause_us =
         std::max(poll_us_, std::min((now - busy_ns) / 1000 / kIdleShare, kIdlePollUs));
     const timespec pause{pause_us / 1000000, (pause_us % 1000000) * 1000};

@@ -56,7 +56,7 @@ class Setting:
             device: the real one; the predicted one for all of them, or for those that the previous token had not
             selected ("-missing"); "corrected": with each page's log mass corrected by the digest, + est(q) -
             est(predicted q); "reweighed": the same correction for their joint mass.
-        far: number of the pages that ``attends`` names, sampled for each token.
+        far: share, 0 to 1, of the pages that ``attends`` names, sampled for each token.
         kv: torch dtype that keys and values are rounded to for attention; none: "". Digests are not rounded. With
             "rotated " before it, keys are rounded after a Hadamard transform, queries taking the same.
     """

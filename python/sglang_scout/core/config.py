@@ -103,7 +103,7 @@ class OffloadConfig:
     )
     exact_layers: tuple[int, ...] = _key(
         (),
-        "Layers that select with the real query and wait for the worker, for layers whose predicted queries are poor",
+        "Layers that select with the real query and wait for the worker: those whose predicted queries are poor",
         needs=("precompute", True),
     )
     recall: str = _key("adaptive", "When a layer recalls its missing pages", choices=RECALL_MODES)

@@ -1,4 +1,4 @@
-"""`copy_layer_pages` from the host by the copy engines, which leaves all SMs to the step.
+"""`copy_layer_pages` from the host by the copy engines, which leave all SMs to the step.
 
 One CUDA runtime call copies all pages. It is made through ctypes: `cuda.bindings` creates an object per address, which
 takes ms for 2,000 copies. The kernel copies instead during graph capture, which would drop the copies, and for small

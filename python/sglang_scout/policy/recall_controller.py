@@ -6,7 +6,7 @@ step by step, and the layer recalls when its ratio would exceed β one step late
 does not copy; one that drifts fast copies as often as needed.
 
 The controller is a deterministic function of its inputs. It reads no clock: times are inputs, used only while the link
-is late. The pages that a step may copy are a configured constant, so that two runs of the same requests recall the same
+is late. The number of pages that a step may copy is configured, so that two runs of the same requests recall the same
 pages as long as every copy ends within its step.
 """
 
