@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmark.accuracy.study import figure, run, table
-from benchmark.accuracy.study.decode import Text, decode_window
+from benchmark.accuracy.study.decode import Text, decode_window, rounded
 from benchmark.accuracy.study.model import Model
 from benchmark.accuracy.study.selection import Digest, Setting, choose, reduced
 from sglang_scout.ops.embed import half_means, pooled, score_embeddings
@@ -245,6 +245,16 @@ def test_better_digests_estimate_the_page_mass_better():
     )
     order("keys", "rotated-2", "rotated-1", "mean-32", "minmax-32")
     order("pca-64", "pca-16")
+
+
+def test_keys_with_a_large_channel_lose_less_when_rounded_rotated():
+    torch.manual_seed(0)
+    outlier = 30 * torch.eye(64)[5]
+    keys, query = torch.randn(2, 50, 64) + outlier, torch.randn(64) + outlier
+    plain, rotated = (rounded(keys, keys, f"{kind}float8_e4m3fn") for kind in ("", "rotated "))
+    lost = [((x - keys) @ query).square().mean() for x in (plain[0], rotated[0])]
+    assert 0 < 4 * lost[1] < lost[0]
+    assert torch.equal(plain[1], rotated[1])  # values as they were
 
 
 def test_the_command_resumes_and_its_rows_make_tables(tmp_path, capsys, monkeypatch):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmark.accuracy.study.model import KV, Model
 from benchmark.accuracy.study.selection import Digest, Setting, choose
+from sglang_scout.ops.rotated import hadamard
 
 ROWS = 64  # queries per block
 CARRY = 0.5  # share of the previous token's change across the layer that extrapolation adds to the input
@@ -233,14 +234,6 @@ def rounded(keys: Tensor, values: Tensor, kv: str) -> tuple[Tensor, Tensor]:
         return keys.to(dtype).float(), values
     turn = hadamard(keys.shape[-1])
     return (keys @ turn).to(dtype).float() @ turn, values
-
-
-def hadamard(D: int) -> Tensor:
-    """[D, D], symmetric and orthogonal."""
-    turn = torch.ones(1, 1)
-    while len(turn) < D:
-        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
-    return turn / D**0.5
 
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:

@@ -55,15 +55,20 @@ _REASON = (
 TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(2e-2, 6e-3, _REASON))
 
 
+def hadamard(D: int) -> torch.Tensor:
+    """[D, D] float32, symmetric and orthogonal. D is a power of two."""
+    turn = torch.ones(1, 1)
+    while len(turn) < D:
+        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+    return turn * D**-0.5
+
+
 @functools.cache
 def _rotation(D: int, device: torch.device) -> torch.Tensor:
     """[D, D] float32, R transposed. Block-diagonal Hadamard transforms of the largest power of two that divides D."""
     width = D & -D
-    block = torch.ones(1, 1)
-    while len(block) < width:
-        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
     flips = 1 - 2 * (((torch.arange(D) + 1) * FLIP >> 31) & 1)
-    whole = torch.block_diag(*[block * width**-0.5] * (D // width)) * flips
+    whole = torch.block_diag(*[hadamard(width)] * (D // width)) * flips
     return whole.T.contiguous().to(device)
 
 
