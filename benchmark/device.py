@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sglang_scout.ops import triton
+
+COPY_BYTES = 1 << 30
 
 
 def device() -> str:
@@ -18,8 +22,8 @@ def device() -> str:
     return "cpu" if triton.interpreted() else "cuda"
 
 
-def refusal(*, check_only: bool, needs_worker: bool = False) -> str:
-    """Why it cannot run here, "" if it can. The interpreter supports only checks, no timing."""
+def refusal(*, untimed: bool, needs_worker: bool = False) -> str:
+    """Why it cannot run here, "" if it can. In the interpreter only what is ``untimed`` can: checks, rehearsals."""
     if needs_worker:
         try:
             from sglang_scout import _native  # noqa: F401
@@ -27,13 +31,23 @@ def refusal(*, check_only: bool, needs_worker: bool = False) -> str:
             return f"the native module is absent ({error}): no worker could answer"
     if device() == "cuda" and not torch.cuda.is_available():
         return "no CUDA device: nothing can be measured here"
-    if device() == "cpu" and not check_only:
+    if device() == "cpu" and not untimed:
         return "TRITON_INTERPRET is set: unset it to measure"
     return ""
 
 
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+class Called:
+    """Replaces a graph in the interpreter."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.replay = call
+
+
+def captured(call: Callable[[], object]) -> Any:
     """A captured graph of a call, after one warm-up run that compiles and loads its kernels."""
+    if device() == "cpu":
+        call()
+        return Called(call)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # it may still be writing the arguments
     with torch.cuda.stream(side):
@@ -44,6 +58,45 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         call()
     return graph
+
+
+def times_us(call: Callable[[], object], count: int) -> list[float]:
+    """Times of back-to-back calls: between events, or in the interpreter by the host's clock."""
+    if device() == "cpu":
+        at = [time.perf_counter()]
+        for _ in range(count):
+            call()
+            at.append(time.perf_counter())
+        return [1e6 * (end - begin) for begin, end in zip(at, at[1:], strict=False)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    pairs = zip(events, events[1:], strict=False)
+    return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
+
+
+def copy_bytes_per_us() -> float:
+    """Bandwidth of the device: of a copy larger than its caches, reads and writes counted."""
+    source = torch.empty(
+        COPY_BYTES if device() == "cuda" else 1 << 20, dtype=torch.uint8, device=device()
+    )
+    to = torch.empty_like(source)
+    return 2 * source.nbytes / sorted(times_us(lambda: to.copy_(source), 9))[4]
+
+
+def name() -> str:
+    """Of the device, for rows."""
+    return torch.cuda.get_device_name() if device() == "cuda" else "cpu, interpreted"
+
+
+def free() -> None:
+    """Frees device memory of objects in reference cycles, as engines are."""
+    gc.collect()
+    if device() == "cuda":
+        torch.cuda.empty_cache()
 
 
 def run(
@@ -68,7 +121,8 @@ def run(
     parser.add_argument("--out", type=Path, help="JSON lines file, appended to")
     parser.add_argument("--check-only", action="store_true")
     arguments = parser.parse_args()
-    if why := refusal(check_only=arguments.check_only, needs_worker=needs_worker):
+    untimed = arguments.check_only or getattr(arguments, "rehearse", False)
+    if why := refusal(untimed=untimed, needs_worker=needs_worker):
         print(why, file=sys.stderr)
         return 2
     if arguments.check_only:

@@ -1,9 +1,7 @@
-"""Decode steps with all KV on the device: the baseline for co-attention."""
+"""Decode steps with all KV on the device: the baselines of co-attention."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -11,68 +9,84 @@ import torch
 from benchmark import device
 from benchmark.decode.harness import PAGE
 from benchmark.decode.model import DummyModel, ModelSize
+from sglang_scout.ops.attend import attend_pages
+
+KINDS = ("flashinfer", "ours")
+Attend = Callable[..., torch.Tensor]
+
+
+class DeviceKV:
+    """Random K and V in device memory, for as many requests of any length as it has pages for."""
+
+    def __init__(self, size: ModelSize, pages: int, dtype: torch.dtype) -> None:
+        self.size, self.num_pages, where = size, pages, device.device()
+        shape = (size.layers, pages, PAGE, size.kv_heads, size.head_dim)
+        self.k, self.v = (torch.empty(shape, dtype=dtype, device=where) for _ in range(2))
+        for layer in (*self.k, *self.v):
+            layer.copy_(torch.randn(layer.shape, dtype=torch.bfloat16, device=where))
 
 
 class FullAttention:
-    """All KV on the device, attended to by FlashInfer, as in stock SGLang."""
+    """A step of ``batch`` requests of ``context`` tokens with attention to all of them.
 
-    def __init__(self, model: DummyModel, size: ModelSize, batch: int, context: int) -> None:
-        self.size, self.batch = size, batch
-        each = context // PAGE
-        shape = (size.layers, batch * each, PAGE, size.kv_heads, size.head_dim)
-        self.k, self.v = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        for plane in (self.k, self.v):
-            plane.normal_()
-        self.table = torch.arange(batch * each, dtype=torch.int32, device="cuda").view(batch, each)
-        self.x = torch.randn(batch, size.hidden, device="cuda").to(torch.bfloat16)
-        self.out = torch.empty_like(self.x)
-        self.model = model
-        self._attend = self._flashinfer(each)
-        self.graph = device.captured(self._layers)
+    Args:
+        kind: "flashinfer", as in stock SGLang; "ours": the attention kernel of co-attention, given every page.
+    Raises:
+        ImportError: FlashInfer is not installed, or there is no CUDA device.
+    """
 
-    def _layers(self) -> None:
-        self.out.copy_(self.model.forward(self.x, lambda *_: None, self._attend))
+    def __init__(
+        self, kind: str, model: DummyModel, kv: DeviceKV, batch: int, context: int
+    ) -> None:
+        size, self.batch, self.context, self._kv = kv.size, batch, context, kv
+        each, where = context // PAGE, kv.k.device
+        self._table = torch.arange(batch * each, dtype=torch.int32, device=where).view(batch, each)
+        attend = {"flashinfer": self._flashinfer, "ours": self._ours}[kind]()
+        x = torch.randn(batch, size.hidden, device=where).to(model.norm.dtype)
+        out = torch.empty_like(x)
+        q = torch.randn(batch, size.q_heads, size.head_dim, device=where).to(x.dtype)
+        self.step = device.captured(lambda: out.copy_(model.forward(x, lambda *_: None, attend)))
+        self.attention = device.captured(
+            lambda: [attend(layer, q, None, None) for layer in range(size.layers)]
+        )
 
-    def _flashinfer(self, each: int) -> Callable[..., torch.Tensor]:
-        import flashinfer
+    @property
+    def attention_bytes(self) -> int:
+        """K and V that a step reads."""
+        return 2 * self._table.numel() * self._kv.k[0, 0].nbytes * self._kv.size.layers
 
-        size = self.size
-        work = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-        starts = torch.arange(self.batch + 1, dtype=torch.int32, device="cuda") * each
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            work, "NHD", use_cuda_graph=True, use_tensor_cores=True,
-            paged_kv_indptr_buffer=starts.clone(),
-            paged_kv_indices_buffer=self.table.flatten().clone(),
-            paged_kv_last_page_len_buffer=torch.full(
-                (self.batch,), PAGE, dtype=torch.int32, device="cuda"
-            ),
-        )  # fmt: skip
-        wrapper.plan(
-            starts, self.table.flatten(),
-            torch.full((self.batch,), PAGE, dtype=torch.int32, device="cuda"),
-            size.q_heads, size.kv_heads, size.head_dim, PAGE, q_data_type=torch.bfloat16,
-            kv_data_type=torch.bfloat16,
-        )  # fmt: skip
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return wrapper.run(q.contiguous(), (self.k[layer], self.v[layer]))
+    def _ours(self) -> Attend:
+        def attend(layer: int, q: torch.Tensor, *_: object) -> torch.Tensor:
+            k, v = self._kv.k[layer], self._kv.v[layer]
+            return attend_pages(q.contiguous(), k, v, self._table, None, None, q.shape[-1] ** -0.5)[
+                0
+            ]
 
         return attend
 
+    def _flashinfer(self) -> Attend:
+        import flashinfer
 
-def main() -> int:
-    """Compile FlashInfer's kernels for the sizes of Qwen3, as used by ``decode`` and a stock server, or wait for a
-    process that is already doing so."""
-    begin = time.monotonic()
-    size = ModelSize(1, 256, 32, 8, 128, 512)
-    model = DummyModel(size, torch.bfloat16, "cuda")
-    harness = FullAttention(model, size, 1, 2 * PAGE)
-    harness.graph.replay()
-    torch.cuda.synchronize()
-    finite = bool(torch.isfinite(harness.out).all())
-    print(f"FlashInfer: {'ready' if finite else 'wrong'} after {time.monotonic() - begin:.0f} s")
-    return 0 if finite else 1
+        if device.device() == "cpu":
+            raise ImportError("FlashInfer needs a CUDA device")
+        size, where = self._kv.size, self._table.device
+        work = torch.empty(256 * 2**20, dtype=torch.uint8, device=where)
+        starts = (
+            torch.arange(self.batch + 1, dtype=torch.int32, device=where) * self._table.shape[1]
+        )
+        last = torch.full((self.batch,), PAGE, dtype=torch.int32, device=where)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            work, "NHD", use_cuda_graph=True, use_tensor_cores=True,
+            paged_kv_indptr_buffer=starts.clone(),
+            paged_kv_indices_buffer=self._table.flatten().clone(),
+            paged_kv_last_page_len_buffer=last.clone(),
+        )  # fmt: skip
+        wrapper.plan(
+            starts, self._table.flatten(), last, size.q_heads, size.kv_heads, size.head_dim, PAGE,
+            q_data_type=torch.bfloat16, kv_data_type=self._kv.k.dtype,
+        )  # fmt: skip
 
+        def attend(layer: int, q: torch.Tensor, *_: object) -> torch.Tensor:
+            return wrapper.run(q.contiguous(), (self._kv.k[layer], self._kv.v[layer]))
 
-if __name__ == "__main__":
-    sys.exit(main())
+        return attend

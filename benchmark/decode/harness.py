@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -19,10 +20,11 @@ import torch
 from benchmark.decode.model import DummyModel, ModelSize, QueryDrift
 from benchmark.device import captured
 from benchmark.mapped import wait_mapped
-from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.build import build_engine, device_ring
 from sglang_scout.engine.device import lock_memory
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
@@ -34,6 +36,11 @@ from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 PAGE = 32
 SPIN_US = 20_000
+PIECE_BYTES = 2**28  # divides the chunks of lock_memory
+
+
+def _say(locked_bytes: int) -> None:
+    print(f"{locked_bytes / 2**30:.0f} GiB of host pages are locked", flush=True)
 
 
 @contextlib.contextmanager
@@ -55,9 +62,12 @@ def no_waiting(device: str) -> Iterator[None]:
 
 
 class Store:
-    """Host pages of random keys and values in a pinned arena, with a worker process on it.
+    """Host pages of random keys and values in a pinned arena, with a worker process on it. Any number of engines may
+    use it, one after the other: those that share ``digests`` do not compute them again.
 
     Args:
+        pages: of the host, including page 0, which is padding.
+        batch: most requests in a step.
         from_device: steps post by the ring's kernels; else from the host, as on the CPU device, without spinning.
         checksums: of the pages, as with `page_checksums`.
     """
@@ -91,18 +101,14 @@ class Store:
                 checksums=checksums,
             )
         )  # fmt: skip
+        # Locked first, which also allocates it, by many threads: copies into it then run at the link's rate.
+        self._unlock = (
+            lock_memory(self.arena.address, self.arena.nbytes, _say) if device == "cuda" else None
+        )
+        self._fill(kv_dtype, torch.Generator(device).manual_seed(seed))
         planes = (self.arena.k_pages, self.arena.v_pages)
         kv = [[torch.from_numpy(plane(i)).view(kv_dtype) for i in range(size.layers)]
               for plane in planes]  # fmt: skip
-        source = torch.Generator(device).manual_seed(seed)
-        for plane in (*kv[0], *kv[1]):
-            for some in plane.split(4096):
-                noise = torch.randn(some.shape, generator=source, device=device, dtype=dtype)
-                some.copy_(noise.to(kv_dtype))
-        # Pinned after it is filled: a copy by the driver must not span two pinned ranges.
-        self._unlock = (
-            lock_memory(self.arena.address, self.arena.nbytes) if device == "cuda" else None
-        )
         flat = ([t.flatten(0, 1) for t in half] for half in kv)
         words = PageChecksums(self.arena) if checksums else None
         self.host = HostPages(self.shape, *flat, checksums=words)
@@ -118,6 +124,26 @@ class Store:
             self.ring = device_ring(self.arena, self.worker, device, timeout_s=10.0)
         self.worker.start()
         self.steps = 0  # across all engines: step numbers of a ring must increase
+
+    def _fill(self, dtype: torch.dtype, source: torch.Generator) -> None:
+        """Noise in all pages, in pieces: a copy by the driver must not span two locked chunks."""
+        begin = self.arena.layout().kv_offset
+        ends = [*range(PIECE_BYTES, self.arena.nbytes, PIECE_BYTES), self.arena.nbytes]
+        for end in (end for end in ends if end > begin):
+            piece = torch.from_numpy(self.arena.bytes_at(begin, end - begin)).view(dtype)
+            noise = torch.randn(
+                piece.shape, generator=source, device=self.device, dtype=self.shape.dtype
+            )
+            piece.copy_(noise.to(dtype))
+            begin = end
+
+    @functools.cached_property
+    def digests(self) -> DigestPool:
+        """The digests of all pages, built from the host pages at first use."""
+        pages = self.arena.spec.num_pages
+        pool = DigestPool(self.shape, pages, self.device, DEFAULT_DIGEST)
+        pool.build(np.arange(pages, dtype=np.int64), self.host)
+        return pool
 
     def wait_mapped(self, most_s: float) -> float:
         """Wait until the worker has mapped the arena's pages; returns the mapped share."""
@@ -141,6 +167,9 @@ class Harness:
         policy, settings: of ``--kv-offload`` and ``--kv-offload-config``.
         slots: resident pages per layer, in addition to tails and in-flight copies; None: the budget of all
             rows, as in the paper.
+        shared_pages: the full pages of all requests are drawn from the store's first ``shared_pages``, so that more
+            requests fit than the store has pages for; each has distinct ones, in random order. 0: own pages.
+        digests: of the store's pages, already built; None: the engine builds them in its first step.
         graph: capture the layers once and replay them. Without it, and without ``verify``, which checks
             every layer, a step fails if its layers make the host synchronize.
         strict: the same for the work before the layers.
@@ -162,6 +191,8 @@ class Harness:
         policy: str = "scout",
         settings: str = "{}",
         slots: int | None = None,
+        shared_pages: int = 0,
+        digests: DigestPool | None = None,
         graph: bool,
         verify: bool = False,
         strict: bool = False,
@@ -180,22 +211,30 @@ class Harness:
             dataclasses.replace(self.config, verify=verify),
             make_policy(Context(self.config, shape.num_layers, 2 * shape.page_bytes)),
             shape,
-            Sizes(budget, slots, store.batch, each),
+            Sizes(budget, slots, batch, each),
             store.host,
             [self._projector(layer) for layer in range(shape.num_layers)],
             store.worker if store.ring is None
             else GraphTransport(store.ring, lambda: store.worker.device_epoch),
-            device=store.device,
+            device=store.device, digests=digests,
         )  # fmt: skip
         self.engine._step = store.steps  # the ring's slots alternate across engines
-        self.pages = 1 + np.arange(batch * each, dtype=np.int32).reshape(batch, each)
+        of_context = context // PAGE
+        own = each - of_context if shared_pages else each
+        self.pages = 1 + shared_pages + np.arange(batch * own, dtype=np.int32).reshape(batch, own)
         if self.pages.max() >= pages:
-            raise ValueError(f"{batch} requests of {each} pages; the store has {pages}")
+            raise ValueError(
+                f"{batch} requests of {own} pages after {shared_pages}; the store has {pages}"
+            )
+        if shared_pages:
+            draw = np.random.default_rng(4)
+            drawn = [1 + draw.permutation(shared_pages)[:of_context] for _ in range(batch)]
+            self.pages = np.concatenate([drawn, self.pages], axis=1, dtype=np.int32)
         # Pages fill at different steps, as with requests that arrived at different times.
         self.lengths = context + 5 * np.arange(batch, dtype=np.int64) % PAGE
-        self.engine.pages.allocate_pages(self.pages.flatten().astype(np.int64))
-        full = [row[: length // PAGE] for row, length in zip(self.pages, self.lengths, strict=True)]
-        self.engine.boundary.admit(range(batch), np.concatenate(full))
+        known = of_context if digests is not None else 0
+        self.engine.pages.allocate_pages(self.pages[:, known:].flatten().astype(np.int64))
+        self.engine.boundary.admit(range(batch), np.unique(self.pages[:, :of_context]))
         source = torch.Generator(store.device).manual_seed(3)
         self.x = torch.randn(batch, model.size.hidden, generator=source, device=store.device).to(
             shape.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class ModelSize(NamedTuple):
 SIZES = {
     "qwen3-8b": ModelSize(36, 4096, 32, 8, 128, 12288),
     "qwen3-14b": ModelSize(40, 5120, 40, 8, 128, 17408),
+    "few-layers": ModelSize(4, 5120, 40, 8, 128, 17408),  # of qwen3-14b, for rehearsals on a device
     "cpu": ModelSize(3, 1024, 16, 8, 128, 3072),  # three of Qwen3-0.6B's layers
     "tiny": ModelSize(3, 64, 4, 2, 32, 96),
 }
@@ -114,6 +116,10 @@ class QueryDrift:
         self._device, self.rho = device, rho
         shape = (size.layers, batch, size.q_heads, size.head_dim)
         self.q = torch.randn(shape, generator=self._source, device=device)
+
+    def turn(self, factor: float) -> None:
+        """Let queries turn by ``factor`` times the angle per step."""
+        self.rho = math.cos(min(factor * math.acos(self.rho), math.pi / 2))
 
     def advance(self) -> None:
         noise = torch.randn(self.q.shape, generator=self._source, device=self._device)

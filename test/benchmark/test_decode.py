@@ -7,9 +7,11 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
+from benchmark import device, rows
 from benchmark.decode import check, gpu_decode, harness
 from benchmark.decode.launches import of_layer
 from benchmark.decode.model import SIZES
@@ -69,37 +71,60 @@ def test_steps_of_the_cpu_device(tmp_path):
         assert device.in_order and offload_step(work, device, 1, row["missing_share"]).us > 0
 
 
-class HalfAStore:
-    """The parts of a store that the variants need; ``one`` is a stand-in."""
-
-    def __init__(self, size, *, pages, **_):
-        self.pages = pages
-
-    def wait_mapped(self, most_s):
-        return 0.995
-
-    def close(self):
-        pass
+def options_of(monkeypatch, **changes):
+    """The measurement at its size in the interpreter, which is faked here where there is none."""
+    monkeypatch.setattr(device, "device", lambda: "cpu")
+    parser = argparse.ArgumentParser()
+    gpu_decode.add_options(parser)
+    options = parser.parse_args([])
+    vars(options).update(gpu_decode.REHEARSAL | gpu_decode.INTERPRETED | changes)
+    return options
 
 
-@pytest.mark.parametrize(("host_gb", "batch"), [(48.0, 10), (96.0, 21)])
-def test_rows_say_whether_the_batch_is_larger_than_that_of_full_attention(
-    monkeypatch, capsys, host_gb, batch
-):
-    found = []
-    monkeypatch.setattr(gpu_decode, "Store", HalfAStore)
-    monkeypatch.setattr(gpu_decode, "calibrated_rho", lambda *_: 0.99)
+def measurement(monkeypatch, **changes):
+    writer = rows.Writer(None, rows.environment("gpu_decode"))
+    return gpu_decode.Measurement(writer, options_of(monkeypatch, **changes))
+
+
+def test_nothing_is_measured_where_the_device_holds_as_many_requests(monkeypatch, capsys):
+    found = measurement(monkeypatch, full_gb=0.006)
+    assert found.run() == 1
+    (row,) = found.writer.rows
+    assert row["status"] == "skipped" and "holds 8 by itself" in row["reason"]
+    assert "ABORTED" in capsys.readouterr().out
+
+
+@interpreted
+def test_more_requests_than_the_host_holds_share_its_pages(monkeypatch):
+    """Each has pages of its own for what it decodes, and the drift brings the missing ones to Figure 6's share."""
+    pytest.importorskip("sglang_scout._native")
+    found = measurement(monkeypatch, requests=8, warm_up=12)
+    size, page = found.size, harness.PAGE
+    store = harness.Store(
+        size, pages=found.host_pages, batch=8, budget_pages=4, dtype=torch.float32, device="cpu",
+        cpus=sorted(os.sched_getaffinity(0))[:1],
+    )  # fmt: skip
+    tables = []
+    step = harness.Harness.step
     monkeypatch.setattr(
-        gpu_decode, "one", lambda writer, store, model, about, *_: found.append(about)
+        harness.Harness, "step", lambda self: (step(self), tables.append(self.pages))
     )
-    monkeypatch.setattr(gpu_decode, "free_device", lambda: None)
-    options = argparse.Namespace(budget=2048, steps=64, host_gb=host_gb)
-    gpu_decode.scout_rows(None, None, "qwen3-8b", 32768, options, 13)
-    assert {about["batch"] for about in found} == {batch}
-    assert {(about["full_batch"], about["beyond_full"]) for about in found} == {(13, batch > 13)}
-    assert ("WARNING" in capsys.readouterr().out) == (batch < 13)
-    first, *_, last = found  # the first variant again, as the last
-    assert {**first, "repeat": 1} == last
+    try:
+        found.rho = gpu_decode.calibrated_rho(store, 512, 4)
+        found.simulated_row(store, 512)
+    finally:
+        store.close()
+    (row,) = found.writer.rows
+    assert row["status"] == "ok", row["reason"]
+    assert row["impl"] == "scout-simulated" and row["batch"] == 8 > found.batch(512)
+    assert (
+        row["simulated"].endswith("8 requests over the pages of 6") and row["cpu_compute_ratio"] > 0
+    )
+    pages, of_context = tables[0], 512 // page
+    context, own = pages[:, :of_context], pages[:, of_context:]
+    assert len(np.unique(own)) == own.size and not np.isin(own, context).any()
+    assert all(len(set(row)) == of_context for row in context.tolist())
+    assert len(np.unique(context)) < context.size, "some pages are of several requests"
 
 
 def test_the_drift_is_calibrated_with_the_stores_digests():
@@ -110,7 +135,7 @@ def test_the_drift_is_calibrated_with_the_stores_digests():
         cpus=sorted(os.sched_getaffinity(0))[:1], from_device=False,
     )  # fmt: skip
     try:
-        assert 0.9 < gpu_decode.calibrated_rho(store, size, 64 * harness.PAGE, 8) < 1.0
+        assert 0.9 < gpu_decode.calibrated_rho(store, 64 * harness.PAGE, 8) < 1.0
     finally:
         store.close()
 
