@@ -10,8 +10,9 @@ budget far below the context, a row each:
     tokens      are the same with and without captured graphs: for single requests, except where the two best tokens
                 are closer than rounding; for several at once, most first tokens must agree (`count_apart`)
     state       of /server_info: pages that the CPU computed, none in use after the last request
-    fallback    the worker is killed in mid-decode; all requests finish, with the same tokens as before
     graphs      were replayed in every step, and in none of the other server
+
+On a CUDA device both servers run at the same time, each with CPUs of its own for the attention process.
 
 --device cpu runs the checks with the ring's kernels in Triton's interpreter.
 """
@@ -21,20 +22,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmark import nvidia_smi, rows
+from benchmark import rows
 from benchmark.server.decode_server import FAILURES, DecodeServer, make_prompts, offload_flags
-from benchmark.server.speed import SERVERS, SHAPES, measure_speed
+from benchmark.server.speed import MEASURED, REHEARSAL, SERVERS, SHAPES, measure_speed
 from make_tiny_model import TinyModelSpec, make_tiny_model
 from servers.server_process import ends_orderly
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
@@ -46,8 +44,9 @@ VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """Largest relative error; bfloat16 outputs alone are off by 0.4 %."""
 LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 """Where captured and eager steps choose different tokens, these were nearly equally likely."""
-START_S, REQUEST_S = 300.0, {"cuda": 180.0, "cpu": 600.0}
+START_S, REQUEST_S = {"cuda": 75.0, "cpu": 300.0}, {"cuda": 25.0, "cpu": 600.0}
 """Timeouts for a server to start, including kernel compilation, and to answer one batch."""
+PAGE, WORKER_CPUS = 32, 4
 
 
 def differences(eager: Answers, graph: Answers, tolerance: float) -> tuple[list[str], int]:
@@ -104,7 +103,7 @@ def token_problems(
     return wrong, {"ties": ties, "apart": apart, "requests": sum(eager)}
 
 
-def state_problems(state: dict[str, Any], *, fallback: bool) -> list[str]:
+def state_problems(state: dict[str, Any]) -> list[str]:
     """Problems with the state of a server after its last request."""
     worker = state["worker"]
     expected = {
@@ -114,8 +113,8 @@ def state_problems(state: dict[str, Any], *, fallback: bool) -> list[str]:
         "cpu_pages": state["cpu_pages"] > 0,
         "recalled_pages": state["recalled_pages"] > 0,
         "host_pages_used": state["host_pages_used"] == 0,
-        "fallback_pages": (state["fallback_pages"] > 0) == fallback,
-        "worker.restarts": worker["restarts"] == int(fallback),
+        "fallback_pages": state["fallback_pages"] == 0,
+        "worker.restarts": worker["restarts"] == 0,
     }
     shown = {**state, "worker.restarts": worker["restarts"]}
     return [f"{name} = {shown[name]!r}" for name, fine in expected.items() if not fine]
@@ -137,40 +136,10 @@ def ask_all(server: DecodeServer, options: argparse.Namespace) -> dict[int, Answ
     return answers
 
 
-def kill_worker(server: DecodeServer, options: argparse.Namespace) -> list[str]:
-    """Kill the worker in mid-decode; returns the problems. Every request has to finish."""
-    count, tokens = max(options.batch), options.kill_tokens
-    prompts = make_prompts([options.context] * count, 500, seed=99)
-    answers: list[Answers] = []
-    errors: list[str] = []
-
-    def ask() -> None:
-        try:
-            answers.append(server.generate(prompts, tokens, REQUEST_S[options.device]))
-        except FAILURES as error:
-            errors.append(f"{type(error).__name__}: {error}")
-
-    before = server.kv_offload()
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    while server.kv_offload()["steps"] <= before["steps"] + 4 and thread.is_alive():
-        time.sleep(0.02)
-    if not thread.is_alive():
-        return ["all requests ended before the worker was killed", *errors]
-    os.kill(before["worker"]["pid"], signal.SIGKILL)
-    thread.join(REQUEST_S[options.device])
-    if not answers or [len(answer) for answer in answers[0]] != [tokens] * count:
-        return [f"{len(answers)} of {count} requests ended after the worker was killed", *errors]
-    deadline = time.monotonic() + 120.0
-    while server.kv_offload()["host_pages_used"] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return state_problems(server.kv_offload(), fallback=True)
-
-
 def server_flags(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Flags common to both servers of the checks."""
     most = max(options.batch)
-    total = 2 * most * (options.context + options.kill_tokens)
+    total = 2 * most * (options.context + options.tokens + PAGE)
     common = {"dtype": dtype, "max_running_requests": most, "max_total_tokens": total}
     if options.device != "cpu":
         # Not disable_cuda_graph_padding: with it this SGLang looks up graphs by a key that none has.
@@ -179,21 +148,33 @@ def server_flags(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     return common
 
 
+def worker_cpus(name: str) -> str | None:
+    """CPUs of a server's attention process where both run at once; None: the default."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 4 * WORKER_CPUS:
+        return None
+    end = len(cpus) - WORKER_CPUS * (name == "eager")
+    return ",".join(map(str, cpus[end - WORKER_CPUS : end]))
+
+
 class Checks:
-    """Rows of the checks, and the two servers that they need: first without graphs, then with them."""
+    """Rows of the checks, and the two servers that they need: one without graphs, one with them."""
 
     def __init__(self, writer: rows.Writer, options: argparse.Namespace, logs: Path, model: Path):
         self.failed = 0
         self._writer, self._options, self._logs, self._model = writer, options, logs, model
         self._dtype = "float32" if options.device == "cpu" else "bfloat16"
-        self._eager: dict[int, Answers] = {}
 
     def run(self) -> None:
         on_cpu = self._options.device == "cpu"
         spec = TinyModelSpec(dtype=self._dtype, head_dim=64 if on_cpu else 128)
         make_tiny_model(spec, self._model)
-        self._serve("eager", self._check_eager, verify=True)
-        self._serve("graph", self._check_graph)
+        with ThreadPoolExecutor(1 if on_cpu else 2) as pool:
+            eager, graph = pool.map(self._serve, ("eager", "graph"))
+        if eager and graph:
+            tolerance = LOGPROB_TOLERANCE[self._dtype]
+            wrong, found = token_problems(eager, graph, self._options.device, tolerance)
+            self._row("tokens", wrong, **found)
 
     def _row(self, name: str, wrong: list[str], **more: Any) -> None:
         self.failed += bool(wrong)
@@ -201,47 +182,45 @@ class Checks:
         self._writer.add("scout", status, reason, check=name, untimed=True, **more)
         print(f"{name}: {reason or 'ok'} {more or ''}", flush=True)
 
-    def _serve(self, name: str, check: Callable[[DecodeServer], None], **config: Any) -> None:
+    def _serve(self, name: str) -> dict[int, Answers]:
+        """The answers of a server, and rows about its state; no answers if it fails."""
         options, log = self._options, self._logs / f"server-{name}.log"
+        is_eager, on_cpu = name == "eager", options.device == "cpu"
         flags = server_flags(options, self._dtype) | offload_flags(
             options.device, budget=BUDGET_TOKENS, host_gb=options.check_host_gb, recall="fixed",
-            resident_tokens=BUDGET_TOKENS * max(options.batch), **config,
+            resident_tokens=BUDGET_TOKENS * max(options.batch), verify=is_eager,
         )  # fmt: skip
-        if name == "eager":
-            flags["disable_cuda_graph"] = True
-        free_mib = nvidia_smi.used_mib()
+        flags |= {"disable_cuda_graph": True} if is_eager else {}
+        if not on_cpu and (cpus := worker_cpus(name)):
+            flags["kv_offload_cpus"] = cpus
         try:
             with DecodeServer(
-                self._model, flags, device=options.device, log=log, ready_timeout_s=START_S
-            ) as server:
-                check(server)
+                self._model, flags, device=options.device, log=log,
+                ready_timeout_s=START_S[options.device],
+            ) as server:  # fmt: skip
+                answers, state = ask_all(server, options), server.kv_offload()
         except FAILURES as error:
             self._row(f"server-{name}", [f"{type(error).__name__}: {error}"[-1000:]])
-            return
-        finally:  # the next server sizes itself by free memory
-            nvidia_smi.wait_free(free_mib, 15.0)  # other checks may run beside it
-        if options.device != "cpu":
-            wrong = graph_problems(log.read_text(errors="replace"), name == "graph")
-            self._row("graphs", wrong, server=name)
-
-    def _check_eager(self, server: DecodeServer) -> None:
-        self._eager = ask_all(server, self._options)
-        state = server.kv_offload()
-        error, checks = state["verify_max_rel_error"], state["verify_checks"]
-        wrong = state_problems(state, fallback=False)
-        if not (checks > 0 and 0 < error <= VERIFY_TOLERANCE[self._dtype]):
-            wrong.append(f"verify_max_rel_error = {error}, of {checks} checks")
-        self._row("verify", wrong, max_rel_error=error, checks=checks)
-
-    def _check_graph(self, server: DecodeServer) -> None:
-        answers, tolerance = ask_all(server, self._options), LOGPROB_TOLERANCE[self._dtype]
-        if self._eager:
-            wrong, found = token_problems(self._eager, answers, self._options.device, tolerance)
-            self._row("tokens", wrong, **found)
-        state = server.kv_offload()
+            return {}
+        wrong = state_problems(state)
         counts = {name: state[name] for name in ("steps", "cpu_pages", "recalled_pages")}
-        self._row("state", state_problems(state, fallback=False), **counts)
-        self._row("fallback", kill_worker(server, self._options))
+        if is_eager:
+            counts = {
+                "max_rel_error": state["verify_max_rel_error"],
+                "checks": state["verify_checks"],
+            }
+            if not (
+                counts["checks"] > 0
+                and 0 < counts["max_rel_error"] <= VERIFY_TOLERANCE[self._dtype]
+            ):
+                wrong.append(
+                    f"verify_max_rel_error = {counts['max_rel_error']}, of {counts['checks']} checks"
+                )
+        self._row("verify" if is_eager else "state", wrong, **counts)
+        if not on_cpu:
+            wrong = graph_problems(log.read_text(errors="replace"), not is_eager)
+            self._row("graphs", wrong, server=name)
+        return answers
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -255,17 +234,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=lambda s: [int(x) for x in s.split(",")], default=[1, 3, 16])
     add("--context", type=int, default=1500, help="prompt tokens in the checks")
     add("--tokens", type=int, default=24, help="output tokens in the checks")
-    add("--kill-tokens", type=int, default=500, help="output tokens with a killed worker")
     add("--check-host-gb", type=float, default=2.0)
     add("--speed", action="store_true", help="measure speed instead of the checks")
-    add("--model", choices=SHAPES, default="qwen3-8b", help="for --speed")
-    add("--servers", nargs="+", choices=SERVERS, default=list(SERVERS), help="for --speed")
-    add("--speed-context", nargs="+", type=int, default=[32768, 16384, 65536])
+    add("--rehearse", action="store_true", help="the same as --speed, at small sizes")
+    add("--model", choices=SHAPES, default="qwen3-14b", help="for --speed")
+    add("--servers", nargs="+", choices=SERVERS, default=MEASURED, help="for --speed")
+    add("--speed-context", nargs="+", type=int, default=[32768])
     add("--speed-tokens", type=int, default=256)
-    host_gb = min(96.0, round(0.8 * available_bytes() / 2**30, 1))
+    host_gb = round(0.8 * available_bytes() / 2**30, 1)
     add("--host-gb", type=float, default=host_gb, help="host pages for --speed")
     add("--budget", type=int, default=DEFAULT_BUDGET_TOKENS, help="for --speed")
     options = parser.parse_args(argv)
+    if options.rehearse:
+        vars(options).update(REHEARSAL)
     if options.speed and options.device == "cpu":
         parser.error("--speed needs --device cuda")
     if min(options.context - 37 * max(options.batch), options.tokens - 2) <= 0:
@@ -282,6 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     packages = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
     shared = rows.environment("gpu_server", packages, cuda=cuda)
     shared["device"] = torch.cuda.get_device_name() if cuda else "cpu"
+    shared |= {"rehearsal": True} if options.rehearse else {}
     writer = rows.Writer(options.out, shared, append=True)
     logs = options.logs or options.out.parent
     logs.mkdir(parents=True, exist_ok=True)

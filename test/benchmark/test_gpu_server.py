@@ -62,12 +62,12 @@ def test_single_requests_must_agree_and_of_several_most():
 
 
 def test_a_state_names_what_is_wrong():
-    assert gpu_server.state_problems(STATE, fallback=False) == []
-    after = {**STATE, "fallback_pages": 5, "worker": {"restarts": 1}}
-    assert gpu_server.state_problems(after, fallback=True) == []
+    assert gpu_server.state_problems(STATE) == []
+    assert gpu_server.state_problems({**STATE, "worker": {"restarts": 1}}) == [
+        "worker.restarts = 1"
+    ]
     for name, value in (("cpu_pages", 0), ("host_pages_used", 2), ("fallback_pages", 1)):
-        wrong = gpu_server.state_problems({**STATE, name: value}, fallback=False)
-        assert wrong == [f"{name} = {value}"]
+        assert gpu_server.state_problems({**STATE, name: value}) == [f"{name} = {value}"]
 
 
 def test_whether_graphs_ran_is_read_from_decode_steps_alone():
@@ -108,7 +108,18 @@ def test_counters_are_of_the_window_alone():
 
 
 OPTIONS = gpu_server.parse(
-    ["--out", "x", "--speed", "--host-gb", "96", "--speed-context", "32768", "65536"]
+    [
+        "--out",
+        "x",
+        "--speed",
+        "--model",
+        "qwen3-8b",
+        "--host-gb",
+        "96",
+        "--speed-context",
+        "32768",
+        "65536",
+    ]
 )
 
 
@@ -118,7 +129,7 @@ def test_ours_has_the_batch_of_the_host_and_stock_that_of_the_device():
         config = json.loads(flags["kv_offload_config"])
         assert flags["max_running_requests"] == 20 and config["attend"] == "selected"
         assert config.get("resident_tokens") == resident
-    for name in ("triton", "flashinfer", "fa3"):
+    for name in ("triton", "flashinfer"):
         flags = speed.flags_of(f"stock-{name}", OPTIONS, 80 << 30)
         assert flags["attention_backend"] == name and flags["disable_prefill_cuda_graph"]
         assert flags["max_running_requests"] == 17  # more than fit in 80 GiB with the weights
@@ -138,7 +149,8 @@ class Server:
 
     def info(self):
         batch = self.flags["max_running_requests"]
-        return {"max_total_num_tokens": 667_000, "max_running_requests": batch,
+        tokens = 400_000 if "attention_backend" in self.flags else 667_000
+        return {"max_total_num_tokens": tokens, "max_running_requests": batch,
                 "internal_states": [{}]}  # fmt: skip
 
     def token_times(self, prompts, tokens, timeout_s, meanwhile):
@@ -146,21 +158,65 @@ class Server:
         return [[0.01 * i for i in range(tokens)] for _ in prompts]
 
 
-@pytest.mark.parametrize(("fails", "failed"), [("", 0), ("triton", 1), ("fa3", 0)])
-def test_every_server_has_a_row_for_each_context_or_one_that_says_why(
-    monkeypatch, tmp_path, fails, failed
-):
-    monkeypatch.setattr(speed, "DecodeServer", Server)
-    monkeypatch.setattr(Server, "fails", fails)
-    about = type("About", (), {"total_memory": 80 << 30})
-    monkeypatch.setattr(speed.torch.cuda, "get_device_properties", lambda _: about)
-    writer = rows.Writer(None, rows.environment("gpu_server"))
-    assert speed.measure_speed(writer, OPTIONS, tmp_path, tmp_path / "model") == failed
-    assert (tmp_path / "model" / "qwen3-8b" / "config.json").exists()
-    by_server = {name: [r for r in writer.rows if r["server"] == name] for name in speed.SERVERS}
-    for name, found in by_server.items():
-        if fails and name.endswith(fails):
-            assert [row["status"] for row in found] == ["failed"]
-            continue
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """measured(options, fails) -> status and rows of all default servers, one of which fails to start."""
+
+    def run(options, fails=""):
+        monkeypatch.setattr(speed, "DecodeServer", Server)
+        monkeypatch.setattr(Server, "fails", fails)
+        about = type("About", (), {"total_memory": 80 << 30})
+        monkeypatch.setattr(speed.torch.cuda, "get_device_properties", lambda _: about)
+        writer = rows.Writer(None, rows.environment("gpu_server"))
+        failed = speed.measure_speed(writer, options, tmp_path, tmp_path / "model")
+        assert (tmp_path / "model" / "qwen3-8b" / "config.json").exists()
+        return failed, {
+            name: [r for r in writer.rows if r["server"] == name] for name in speed.SERVERS
+        }
+
+    return run
+
+
+def test_stock_is_first_and_every_server_has_a_row_for_each_context(measured):
+    failed, by_server = measured(OPTIONS)
+    assert failed == 0 and not by_server["stock-triton"], "only where FlashInfer fails"
+    for name in ("stock-flashinfer", "scout-device"):
+        found = by_server[name]
         assert [row["context"] for row in found] == OPTIONS.speed_context
         assert found[0]["tokens_per_s"] == pytest.approx(100 * found[0]["batch"], rel=0.01)
+
+
+def test_a_stock_server_that_cannot_start_is_replaced(measured):
+    failed, by_server = measured(OPTIONS, "flashinfer")
+    assert failed == 0 and [row["status"] for row in by_server["stock-flashinfer"]] == ["failed"]
+    assert [row["status"] for row in by_server["stock-triton"]] == ["ok", "ok"]
+
+
+def test_a_server_of_ours_that_cannot_start_is_a_failure(measured):
+    assert measured(OPTIONS, "scout")[0] == 1
+
+
+def test_nothing_is_measured_where_stock_holds_as_many_requests(measured, capsys):
+    options = gpu_server.parse(
+        [
+            "--out",
+            "x",
+            "--speed",
+            "--model",
+            "qwen3-8b",
+            "--host-gb",
+            "24",
+            "--speed-context",
+            "32768",
+        ]
+    )
+    failed, by_server = measured(options)
+    assert failed == 1 and [row["status"] for row in by_server["scout-device"]] == ["skipped"]
+    assert "ABORTED: stock SGLang holds 11 requests of 32768 tokens" in capsys.readouterr().out
+
+
+def test_attention_processes_of_servers_that_run_at_once_have_cpus_of_their_own(monkeypatch):
+    monkeypatch.setattr(gpu_server.os, "sched_getaffinity", lambda _: set(range(16)))
+    assert [gpu_server.worker_cpus(x) for x in ("eager", "graph")] == ["8,9,10,11", "12,13,14,15"]
+    monkeypatch.setattr(gpu_server.os, "sched_getaffinity", lambda _: {0, 1})
+    assert gpu_server.worker_cpus("eager") is None
