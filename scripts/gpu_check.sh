@@ -1,32 +1,28 @@
 #!/usr/bin/env bash
-# On a machine with a CUDA device, with or without a network: every kernel and whole decode steps equal their references,
-# then kernels, ring, decode steps and servers are measured.
+# On a machine with a CUDA device, with or without a network: is it right, and how fast is it?
 #
-#   scripts/gpu_check.sh OUTDIR [day-1|day-2|day-3]
+#   scripts/gpu_check.sh OUTDIR first      at most 230 s. What the host can do; every kernel, whole decode steps and a
+#                                          small model's server, with graphs and without, equal their references; the
+#                                          second call at small sizes; the ring's round trip, with nothing beside it
+#   scripts/gpu_check.sh OUTDIR figures    at most 440 s. Tokens per second of decode steps at 64k, 32k and 16k beside
+#                                          full attention, of a server beside stock SGLang at 32k; fp8; kernels
 #
-# The days are calls in the order of what matters: is it right (every kernel, whole steps, the sanitizer on the ring, a small
-# model's tokens on a server with graphs, its worker killed; the ring's round trip; 390 s at most), how fast is a server beside
-# stock SGLang, and what each part of a decode step costs (kernel times, ablation, launches by the profiler).
+# OUTDIR gets rows.jsonl (each row names its benchmark and device; format: benchmark/rows.py), steps.jsonl (a row per
+# step: exit status, or why it was skipped) and logs.tar.gz. Rows are written as soon as they are measured, behind those
+# of earlier calls. The last thing printed is a table of this call. Exit status 0 if all steps passed, 1 if one failed or
+# did not run, 2 without a CUDA device. A measurement that its time cut short keeps the rows that it has, and passes.
 #
-# OUTDIR gets rows.jsonl (each row names its benchmark; format: benchmark/rows.py), steps.jsonl (a row per step: exit
-# status, or why it was skipped) and logs.tar.gz. Rows are written as soon as they are measured, behind those of earlier
-# calls. Exit status 0 if all steps that ran passed, 1 if one failed, none ran, or one that ONLY names was skipped,
-# 2 without a CUDA device.
-#
-# There is one limit of time: SECONDS_LIMIT (570) for the whole call. A step is ended after its own limit or when the call's
-# time is over. Those of a day leave 30 s to unpack and build; the last one of day-2 and day-3 takes what is left. kernels-check,
-# decode-check and tests, which time nothing and mostly compile kernels, run while the small model's server does.
-# Variables: PYTHON (default: the .venv of this repository, or python3), SECONDS_LIMIT, ONLY (names of steps), DECODE_ARGS
-# (options of benchmark/decode/gpu_decode.py), SERVER_ARGS (of benchmark/server/gpu_server.py).
+# Variables: SECONDS_LIMIT (230, 440), HOST_GB (host pages of the figures; the first call says what to give; 100), ONLY
+# (names of steps), PYTHON (default: the .venv of this repository, or python3), REHEARSE (1: without a device, in Triton's
+# interpreter, at small sizes; nothing is measured).
 set -euo pipefail
 
 case "$#:${2:-}" in
-    1:) ;;
-    2:day-1) ONLY="server kernels-check decode-check ring ring-memcheck" ;;
-    2:day-2) ONLY="flashinfer speed" ;;
-    2:day-3) ONLY="kernels decode" ;;
+    2:first) LIMIT_S=230 ;;
+    2:figures) LIMIT_S=440 ;;
     *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64 ;;
 esac
+LIMIT_S="${SECONDS_LIMIT:-$LIMIT_S}" HOST_GB="${HOST_GB:-100}"
 mkdir -p "$1"
 OUT="$(cd "$1" && pwd)"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -35,11 +31,16 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
 fi
-export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET # the kernels shall run on the device
+MEASURE=(--out "$OUT/rows.jsonl") CHECK=() # what a step is given that measures, and one of small sizes
+if [ -n "${REHEARSE:-}" ]; then
+    export TRITON_INTERPRET=1
+    MEASURE=(--check-only) CHECK=(--device cpu)
+fi
 
 # FlashInfer links what it compiles with -lcuda, and images often have libcuda.so.1 alone: link the one that torch loaded.
-"$PYTHON" - "$LOGS/driver" <<'PYTHON' || exit 2
+[ -n "${REHEARSE:-}" ] || "$PYTHON" - "$LOGS/driver" <<'PYTHON' || exit 2
 import re
 import sys
 from pathlib import Path
@@ -62,99 +63,103 @@ if loaded and not (folder / "libcuda.so").exists():
     (folder / "libcuda.so").symlink_to(loaded[1])
 PYTHON
 export LIBRARY_PATH="$LOGS/driver${LIBRARY_PATH:+:$LIBRARY_PATH}"
+PATH="$PATH:/usr/local/cuda/bin"
+# /proc may show less memory than there is, where a machine gets it as it uses it. Refusals would be wrong; taking it
+# in steps finds out.
+export SGLANG_SCOUT_HOST_MEMORY_GB="${SGLANG_SCOUT_HOST_MEMORY_GB:-$((${HOST_GB%.*} + 18))}"
 
-LIMIT_S="${SECONDS_LIMIT:-570}"
-FAILED=0 KNOWN=""
-INFORMATION=" flashinfer memcheck ring-memcheck " # may fail: what they need is not in every image
+SINCE="$(date -u +%FT%TZ)" FAILED=0
 
 row() { printf '{"time_utc": "%s", "step": "%s", %s}\n' "$(date -u +%FT%TZ)" "$1" "$2" >>"$OUT/steps.jsonl"; }
-has() { "$PYTHON" -c "$1" 2>/dev/null; }
-pack_logs() { # two steps may end at once
-    local part="$OUT/logs.$BASHPID"
-    tar -C "$LOGS" --ignore-failed-read --warning=no-file-changed -czf "$part" . || [ "$?" = 1 ]
-    mv "$part" "$OUT/logs.tar.gz"
+pack_logs() {
+    tar -C "$LOGS" --ignore-failed-read --warning=no-file-changed -czf "$OUT/logs.part" . || [ "$?" = 1 ]
+    mv "$OUT/logs.part" "$OUT/logs.tar.gz"
 }
-end_jobs() { # timeout passes the signal on to its command
+table() { "$PYTHON" -m benchmark.gpu_table "$OUT" --since "$SINCE" || :; }
+stop() { # timeout passes the signal on to its command
     # shellcheck disable=SC2046  # one word a process
     kill $(jobs -p) 2>/dev/null || :
     wait || :
-    pack_logs
+    [ "$BASHPID" != "$$" ] || { pack_logs; table; }
     exit 143
 }
-count_ended() { grep -c '"exit_status"' "$OUT/steps.jsonl" 2>/dev/null || true; }
+trap stop TERM INT HUP
 
-skip() { # NAME REASON
-    echo "gpu_check: $1: skipped: $2"
-    row "$1" "\"skipped\": \"$2\""
-    [ -z "${ONLY:-}" ] || FAILED=1 # whoever names a step wants to know what it finds
-}
-
-# step NAME SECONDS NEEDS COMMAND...: not begun where the Python line NEEDS fails, or with less than 10 s left.
+# step NAME SECONDS COMMAND...: ended after its own limit or when the call's time is over; 124 is what timeout says then.
 step() {
-    local name="$1" limit_s="$2" needs="$3" status=0 begin_s=$SECONDS left_s=$((LIMIT_S - SECONDS))
-    shift 3
-    KNOWN="$KNOWN $name"
+    local name="$1" limit_s="$2" status=0 begin_s=$SECONDS left_s=$((LIMIT_S - RESERVED_S - SECONDS))
+    shift 2
     [ -z "${ONLY:-}" ] || case " $ONLY " in *" $name "*) ;; *) return 0 ;; esac
-    has "$needs" || { skip "$name" "this fails: ${needs//\"/}"; return; }
-    [ "$left_s" -ge 10 ] || { skip "$name" "no time left"; return; }
+    if [ "$left_s" -lt 10 ]; then
+        row "$name" '"skipped": "no time left"'
+        return 1
+    fi
     [ "$limit_s" -le "$left_s" ] || limit_s="$left_s"
-    echo "gpu_check: $name"
+    echo "gpu_check: $name ($SECONDS s)"
     timeout -k 5 "$limit_s" "$@" >"$LOGS/$name.log" 2>&1 &
-    trap end_jobs TERM INT HUP # a subshell does not inherit it
+    trap stop TERM INT HUP # a subshell does not inherit it
     wait "$!" || status=$?
-    tail -n 25 "$LOGS/$name.log" | sed 's/^/    /'
     row "$name" "\"exit_status\": $status, \"seconds\": $((SECONDS - begin_s)), \"limit_s\": $limit_s"
-    pack_logs
     [ "$status" != 0 ] || return 0
-    case "$INFORMATION" in *" $name "*) echo "gpu_check: $name: status $status, which is no failure"; return ;; esac
-    # A measurement that its time cut short has left the rows that it had.
-    case "$status:$name" in 124:decode | 124:speed) echo "gpu_check: $name: cut short after $limit_s s"; return ;; esac
-    FAILED=1
-    echo "gpu_check: $name FAILED with status $status"
+    tail -n 15 "$LOGS/$name.log" | cut -c1-300 | sed "s/^/    $name: /"
+    echo "gpu_check: $name: status $status after $((SECONDS - begin_s)) s"
+    [ "$status$MAY_BE_CUT" = 124yes ]
+}
+MAY_BE_CUT=no RESERVED_S=0
+
+benchmark() { step "$1" "$2" "$PYTHON" -m "benchmark.$3" "${@:4}"; }
+
+# The checks of servers, which mostly wait for other programs, beside those of kernels and steps.
+servers() {
+    local failed=0
+    benchmark prewarm 60 server.prewarm || failed=1
+    benchmark servers 110 server.gpu_server --out "$OUT/rows.jsonl" --logs "$LOGS" "${CHECK[@]}" || failed=1
+    [ -n "${REHEARSE:-}" ] ||
+        benchmark speed-rehearsal 110 server.gpu_server --out "$OUT/rows.jsonl" --logs "$LOGS" --rehearse || failed=1
+    return "$failed"
+}
+kernels() {
+    local share failed=0
+    local -a jobs=()
+    for share in 0 1 2 3; do
+        benchmark "kernels-$share" 100 kernels.gpu_kernels --check-only --share "$share/4" &
+        jobs+=($!)
+    done
+    for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+    benchmark steps 90 decode.gpu_decode --check-only || failed=1
+    benchmark rehearsal 60 decode.gpu_decode --out "$OUT/rows.jsonl" --rehearse || failed=1
+    return "$failed"
 }
 
-ANY='pass'
-NATIVE='import sglang_scout._native'
-SERVERS='import sglang_scout._native; from importlib.metadata import version; version("sglang"); version("sglang-scout")'
-ROWS="$OUT/rows.jsonl"
-PARALLEL=()
-! has 'import xdist' || PARALLEL=(-n 8) # most of the time goes into compiling kernels
+first() {
+    benchmark probe 45 host_probe --out "$OUT/rows.jsonl" || FAILED=1
+    RESERVED_S=25 # for what runs alone
+    servers &
+    local others=$!
+    kernels || FAILED=1
+    wait "$others" || FAILED=1
+    RESERVED_S=0
+    benchmark ring 30 ring.gpu_ring "${MEASURE[@]}" || FAILED=1
+    [ ! -s "$LOGS/probe.log" ] || echo "gpu_check: for the second call: HOST_GB=$(tail -n 1 "$LOGS/probe.log")"
+}
 
-SANITIZER='import shutil; assert shutil.which("compute-sanitizer")'
-PATH="$PATH:/usr/local/cuda/bin"
+figures() {
+    local -a decode=(decode.gpu_decode --out "$OUT/rows.jsonl" --host-gb "$HOST_GB")
+    local -a server=(server.gpu_server --out "$OUT/rows.jsonl" --logs "$LOGS" --speed --host-gb "$HOST_GB")
+    [ -z "${REHEARSE:-}" ] || decode+=(--rehearse)
+    benchmark prewarm 45 server.prewarm || FAILED=1
+    MAY_BE_CUT=yes
+    benchmark decode 230 "${decode[@]}" || FAILED=1
+    [ -n "${REHEARSE:-}" ] || benchmark speed 190 "${server[@]}" || FAILED=1
+    benchmark kernels 45 kernels.gpu_kernels "${MEASURE[@]}" || FAILED=1
+    benchmark fp8 "$LIMIT_S" "${decode[@]}" --kv fp8_e4m3 --context 65536 || FAILED=1
+}
 
-BEFORE="$(count_ended)"
-trap end_jobs TERM INT HUP
-# shellcheck disable=SC2086  # options, split on purpose
-(
-    step server 260 "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" ${SERVER_ARGS:-}
-    exit "$FAILED"
-) &
-SERVER=$! KNOWN=" server"
-step kernels-check 100 "$ANY" "$PYTHON" -m benchmark.kernels.gpu_kernels --check-only
-step decode-check 120 "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --check-only
-# 0, not unset: without the driver's usual device file the tests would choose the interpreter.
-step tests 150 "$ANY" env TRITON_INTERPRET=0 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops \
-    -k "triton or doorbell" --deselect test/ops/test_triton_compile.py
-wait "$SERVER" || FAILED=1
-pack_logs # of two that ended at once the older may have been the last
-step ring 40 "$NATIVE" "$PYTHON" -m benchmark.ring.gpu_ring --out "$ROWS"
-step ring-memcheck 60 "$SANITIZER; $NATIVE" compute-sanitizer --tool memcheck --error-exitcode 9 \
-    "$PYTHON" -m benchmark.ring.gpu_ring --check-only
-step flashinfer 150 'import flashinfer' "$PYTHON" -m benchmark.decode.full_attention
-# shellcheck disable=SC2086
-step speed "$LIMIT_S" "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" --speed ${SERVER_ARGS:-}
-step kernels 120 "$ANY" "$PYTHON" -m benchmark.kernels.gpu_kernels --out "$ROWS"
-# shellcheck disable=SC2086
-step decode "$LIMIT_S" "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --out "$ROWS" ${DECODE_ARGS:-}
-step memcheck 90 "$SANITIZER" compute-sanitizer --tool memcheck \
-    --error-exitcode 9 "$PYTHON" -m benchmark.kernels.gpu_kernels --check-only
-
+"$2"
+pack_logs
 for name in ${ONLY:-}; do
-    case " $KNOWN " in *" $name "*) ;; *) echo "gpu_check: ONLY: there is no step $name; there are:$KNOWN"; FAILED=1 ;; esac
+    grep -q "\"step\": \"$name\"" "$OUT/steps.jsonl" 2>/dev/null || { echo "gpu_check: ONLY: no step $name in $2"; FAILED=1; }
 done
-ENDED=$(($(count_ended) - BEFORE))
-[ "$ENDED" != 0 ] || { echo "gpu_check: no step ran"; FAILED=1; }
 [ "$FAILED" = 0 ] || echo "gpu_check: FAILED"
-echo "gpu_check: $ENDED steps ran, rows are in $OUT"
+table
 exit "$FAILED"

@@ -7,13 +7,16 @@ import pkgutil
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmark import rows
 from benchmark.kernels import gpu_kernels
 from benchmark.kernels.gpu_cases import Pools, cases
+from benchmark.server import gpu_server, speed
 from sglang_scout.ops import triton
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,82 +97,132 @@ def test_benchmarks_refuse_to_measure_without_a_device(tmp_path, module):
 
 @without_a_device
 def test_the_check_refuses_without_a_device_and_says_what_to_do(tmp_path):
-    done = run(CHECK, tmp_path / "out", PYTHON=sys.executable)
+    done = run(CHECK, tmp_path / "out", "first", PYTHON=sys.executable)
     assert done.returncode == 2 and "gpu_check: no CUDA device (torch 2" in done.stderr
     assert "scripts/test.sh test/ops" in done.stderr and list((tmp_path / "out").iterdir()) == []
 
 
-def steps_of(tmp_path, does, *day, **variables):
-    """The check's status and output, and its rows, with a fake Python whose steps do ``does``."""
+def steps_of(tmp_path, does, call="first", **variables):
+    """The check's status and output, and its steps, with a fake Python whose steps do ``does``."""
     python = tmp_path / "python"
-    # "-": the device check; "-c": a step's requirements; anything else is a step.
+    # "-": the device check; anything else is a step, or the table.
     python.write_text(
-        f'#!/bin/sh\ncase "$1" in -) mkdir -p "$2"; cat >/dev/null ;; -c) {variables.pop("needs", ":")} ;; '
-        f"*) {does} ;; esac\n"
+        f'#!/bin/sh\ncase "$1 $*" in "- "*) mkdir -p "$2"; cat >/dev/null ;; '
+        f'*gpu_table*) exec {sys.executable} "$@" ;; *) {does} ;; esac\n'
     )
     python.chmod(0o755)
-    done = run(CHECK, tmp_path / "out", *day, PYTHON=python, **variables)
+    done = run(CHECK, tmp_path / "out", call, PYTHON=python, **variables)
     lines = (tmp_path / "out" / "steps.jsonl").read_text().splitlines()
     return done, {row["step"]: row for row in map(json.loads, lines)}
 
 
+FIRST = {"probe", "prewarm", "servers", "speed-rehearsal", "kernels-0", "kernels-1", "kernels-2", "kernels-3",
+         "steps", "rehearsal", "ring"}  # fmt: skip
+
+
+def test_the_first_call_checks_side_by_side_and_measures_the_ring_alone(tmp_path):
+    does = (
+        f'echo "begin $*" >>{tmp_path}/order; sleep 0.3; echo "end $*" >>{tmp_path}/order; echo 96'
+    )
+    done, steps = steps_of(tmp_path, does)
+    assert done.returncode == 0 and set(steps) == FIRST, done.stdout
+    order = (tmp_path / "order").read_text().splitlines()
+    assert "host_probe" in order[0] and "host_probe" in order[1]
+    assert "gpu_ring" in order[-2] and "gpu_ring" in order[-1]
+    begun = [line.split()[0] for line in order[2:7]]
+    assert begun == ["begin"] * 5, "four shares of the kernels, and what servers need"
+    shares = sorted(
+        line.rpartition(" ")[2] for line in order if "begin" in line and "--share" in line
+    )
+    assert shares == ["0/4", "1/4", "2/4", "3/4"]
+    assert "for the second call: HOST_GB=96" in done.stdout
+    *_, last = done.stdout.splitlines()
+    assert last.startswith("step ring")
+
+
+def test_figures_are_of_the_host_pages_that_were_asked_for(tmp_path):
+    done, steps = steps_of(tmp_path, f'echo "$*" >>{tmp_path}/order', "figures", HOST_GB="64")
+    assert done.returncode == 0 and list(steps) == ["prewarm", "decode", "speed", "kernels", "fp8"]
+    order = (tmp_path / "order").read_text().splitlines()
+    assert ["--host-gb 64" in line for line in order] == [False, True, True, False, True]
+
+
 def test_a_call_ends_with_its_time_and_says_what_it_did_not_come_to(tmp_path):
-    done, steps = steps_of(tmp_path, "exec sleep 60", SECONDS_LIMIT="11", ONLY="decode speed ring")
-    assert steps["ring"]["exit_status"] == 124 and steps["ring"]["seconds"] <= 13
-    assert done.returncode == 1 and steps["decode"]["skipped"] == "no time left"
+    limits = {"SECONDS_LIMIT": "11", "ONLY": "kernels fp8"}
+    done, steps = steps_of(tmp_path, "exec sleep 60", "figures", **limits)
+    assert steps["kernels"]["exit_status"] == 124 and steps["kernels"]["seconds"] <= 13
+    assert done.returncode == 1 and steps["fp8"]["skipped"] == "no time left"
 
 
 @pytest.mark.parametrize(
-    ("step", "status", "failed"),
-    [("server", 3, True), ("decode", 124, False), ("flashinfer", 1, False), ("ring", 0, False)],
-)
-def test_which_steps_fail_the_check(tmp_path, step, status, failed):
-    done, steps = steps_of(tmp_path, f"exit {status}", ONLY=step)
+    ("call", "step", "status", "failed"),
+    [("first", "servers", 3, True), ("first", "steps", 124, True), ("figures", "decode", 124, False),
+     ("figures", "decode", 1, True), ("first", "ring", 0, False)],
+)  # fmt: skip
+def test_which_steps_fail_the_check(tmp_path, call, step, status, failed):
+    done, steps = steps_of(tmp_path, f"exit {status}", call, ONLY=step)
     assert done.returncode == failed and steps[step]["exit_status"] == status
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"steps.jsonl", "logs.tar.gz"}
 
 
-def test_a_step_that_was_asked_for_and_cannot_run_fails_the_check(tmp_path):
-    needs = 'case "$2" in *_native*) exit 1 ;; esac'
-    done, steps = steps_of(tmp_path, ":", needs=needs, ONLY="speed kernels")
-    assert done.returncode == 1 and "_native" in steps["speed"]["skipped"]
-    assert steps["kernels"]["exit_status"] == 0
+def test_a_step_that_there_is_not_fails_the_check(tmp_path):
     done, _ = steps_of(tmp_path, ":", ONLY="ring sever")
-    assert done.returncode == 1 and "there is no step sever" in done.stdout
-
-
-def test_the_days_fit_half_an_hour_and_name_steps_that_there_are():
-    text = CHECK.read_text()
-    days = re.findall(r'2:(day-\d)\) ONLY="([\w -]+)"', text)
-    limits = dict(re.findall(r'^ *step (\S+) "?(\d+|\$LIMIT_S)"? ', text, re.MULTILINE))
-    assert [day for day, _ in days] == ["day-1", "day-2", "day-3"]
-    # 30 s are for the bundle. Two checks run while the server does.
-    assert days[0][1].startswith("server kernels-check decode-check ")
-    assert int(limits["kernels-check"]) + int(limits["decode-check"]) <= int(limits["server"])
-    assert (
-        sum(
-            int(limits[x]) for x in days[0][1].split() if x not in ("kernels-check", "decode-check")
-        )
-        <= 360
-    )
-    for *steps, last in (steps.split() for _, steps in days[1:]):
-        # The step with the remaining time has at least half of the call.
-        assert sum(int(limits[step]) for step in steps) + 300 <= 540 and limits[last] == "$LIMIT_S"
-    assert "ring-memcheck" in days[0][1]
-    assert all(f"RESULTS {day}" in (ROOT / "docs" / "gpu.md").read_text() for day, _ in days)
-    limit_s = int(re.findall(r"SECONDS_LIMIT:-(\d+)", text)[0])
-    assert len(days) * (limit_s + 30) <= 1800
-
-
-def test_checks_run_while_the_server_does_and_each_failure_counts(tmp_path):
-    does = 'case "$*" in *gpu_server*) sleep 2; exit 5 ;; esac'
-    done, steps = steps_of(tmp_path, does, ONLY="ring server kernels-check")
-    assert list(steps) == ["kernels-check", "server", "ring"]
-    assert done.returncode == 1 and steps["server"]["exit_status"] == 5
-    assert "gpu_check: 3 steps ran" in done.stdout
-
-
-def test_a_day_is_its_steps_and_no_other_word_is_taken(tmp_path):
-    done, steps = steps_of(tmp_path, ":", "day-3")
-    assert done.returncode == 0 and list(steps) == ["kernels", "decode"]
+    assert done.returncode == 1 and "no step sever in first" in done.stdout
     assert run(CHECK, tmp_path / "out", "day-4").returncode == 64
+
+
+def test_a_call_that_is_ended_ends_its_steps_and_still_prints_its_table(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in "- "*) cat >/dev/null ;; *gpu_table*) exec {sys.executable} "$@" ;; '
+        f"*) echo $$ >>{tmp_path}/pids; exec sleep 60 ;; esac\n"
+    )
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python), "ONLY": "servers kernels-1"}
+    command = [CHECK, tmp_path / "out", "first"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as check:
+        pids = tmp_path / "pids"
+        while not pids.exists() or len(pids.read_text().split()) < 2:
+            time.sleep(0.05)
+        check.terminate()
+        said = check.communicate(timeout=20)[0]
+    assert check.returncode == 143 and "every figure is of this call" in said
+    deadline = time.monotonic() + 10
+    while (
+        left := [p for p in pids.read_text().split() if Path(f"/proc/{p}").exists()]
+    ) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, "a step outlived the call"
+
+
+def test_time_limits_agree_with_each_other():
+    text = CHECK.read_text()
+    limits = {name: int(s) for name, s in re.findall(r"benchmark ([\w-]+) (\d+) ", text)}
+    answers = len(gpu_server.parse(["--out", "x"]).batch)
+    assert gpu_server.START_S["cuda"] + answers * 10 <= limits["servers"], "both start at once"
+    calls = dict(re.findall(r"2:(\w+)\) LIMIT_S=(\d+)", text))
+    assert calls == {"first": "230", "figures": "440"}
+    # What must not be cut by what runs before it.
+    reserved = int(re.findall(r"RESERVED_S=(\d+) #", text)[0])
+    assert (
+        limits["probe"] + max(limits["servers"] + limits["prewarm"], limits["steps"])
+        <= 230 - reserved + 10
+    )
+    assert limits["decode"] + limits["speed"] <= 440 - 20, "preparation"
+    host_gb = 100
+    both = speed.start_s("stock", host_gb) + speed.start_s("scout", host_gb)
+    assert speed.start_s("scout", host_gb) < limits["speed"] <= both
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("call", ["first", "figures"])
+def test_both_calls_in_the_interpreter(tmp_path, call):
+    done = run(CHECK, tmp_path, call, PYTHON=sys.executable, REHEARSE="1", SECONDS_LIMIT="800")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows.read_rows(tmp_path / "rows.jsonl")
+    kinds = {row["impl"] for row in found if row["benchmark"] == "gpu_decode"}
+    assert kinds == {"full-flashinfer", "full-ours", "scout", "scout-simulated"}
+    assert all(row["rehearsal"] for row in found if row["benchmark"] == "gpu_decode")
+    table = done.stdout.partition("every figure is of this call")[2]
+    assert "SIMULATED: a host that holds 8 requests" in table and " x full" in table
