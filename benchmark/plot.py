@@ -11,6 +11,7 @@ Captions contain command, commit and machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import textwrap
 from pathlib import Path
@@ -155,30 +156,34 @@ def _corners(ax: Any, runs: dict[str, list[Row]], colors: dict[str, Any]) -> Non
 
 
 def draw_predictions(rows: list[Row]) -> Any:
-    """Speed-up over stock by context, a panel for each model, a line for each host memory and KV type."""
+    """Range of the speed-up over stock by context: a column for each model, a row for each KV type, a band for each
+    host memory."""
     rows = [r for r in rows if r["impl"] == "h100"]
-    models = list(dict.fromkeys(r["model"] for r in rows))
-    fig, axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 3.8), sharey=True)
-    for ax, model in zip(axes, models, strict=True):
-        for host, kv in dict.fromkeys((r["host_gib"], r["kv_cache_dtype"]) for r in rows):
-            key, first = (model, host, kv), kv == rows[0]["kv_cache_dtype"]
-            mine = [r for r in rows if (r["model"], r["host_gib"], r["kv_cache_dtype"]) == key]
-            own = [r for r in mine if r["speed_up"]]
-            ax.plot([r["context"] // 1024 for r in own], [r["speed_up"] for r in own], "o-" if first else "o--",
-                    color=f"C{sorted({r['host_gib'] for r in rows}).index(host)}",
-                    label=f"{host} GiB of host pages" if first else None)  # fmt: skip
+    keys = "model", "kv_cache_dtype", "host_gib"
+    models, kinds, hosts = (list(dict.fromkeys(r[key] for r in rows)) for key in keys)
+    sizes = 4.2 * len(models), 3.2 * len(kinds) + 0.6
+    fig, axes = plt.subplots(len(kinds), len(models), figsize=sizes, sharey="row", squeeze=False)
+    for (kv, model), ax in zip(itertools.product(kinds, models), axes.flat, strict=True):
+        for i, host in enumerate(hosts):
+            own = [r for r in rows if tuple(r[key] for key in keys) == (model, kv, host)
+                   and r["speed_up"][0]]  # fmt: skip
+            ticks = [r["context"] // 1024 for r in own]
+            low, high = zip(*(r["speed_up"] for r in own), strict=True)
+            ax.fill_between(
+                ticks, low, high, color=f"C{i}", alpha=0.2, label=f"{host} GiB of host pages"
+            )
+            for end in (low, high):
+                ax.plot(ticks, end, "o-", color=f"C{i}", markersize=3)
         ax.axhline(1, color=FULL_COLOR, linewidth=0.8)
         ax.set_xscale("log", base=2)
-        ax.set_xticks(ticks := [r["context"] // 1024 for r in own], [f"{x}k" for x in ticks])
+        ax.set_xticks(ticks, [f"{x}k" for x in ticks])
         ax.minorticks_off()
-        ax.set_xlabel("context, tokens")
-        ax.set_title(f"{model}, H100", fontsize=10)
+        ax.set_title(f"{model}, {'bf16' if kv == 'auto' else kv}, H100", fontsize=10)
         ax.grid(alpha=0.3)
-    axes[0].set_ylabel("tokens per second over stock's")
-    axes[0].legend(fontsize=8)
-    fig.suptitle(
-        "Predicted by bytes and bandwidths, not measured; dashed: both with KV in fp8", fontsize=11
-    )
+    fig.supxlabel("context, tokens", fontsize=10)
+    fig.supylabel("tokens per second over stock's, low to high end", fontsize=10)
+    axes[0][0].legend(fontsize=8)
+    fig.suptitle("\n".join(textwrap.wrap(rows[0]["note"], 110)), fontsize=10)
     return fig
 
 

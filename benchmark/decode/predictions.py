@@ -1,9 +1,11 @@
-"""Predictions of the step model (sglang_scout/cli/step_model.py) by model, KV type, device, context, host memory.
+"""Predictions of the step model (sglang_scout/cli/step_model.py) by model, KV type, device, context, host pages.
 
     python -m benchmark.decode.predictions --out docs/results/predictions.jsonl     # prints tables for the H100
 
-Nothing is measured. Rows (format: rows.py, untimed): `tokens_per_s`, `batch` and `bound` of both, `speed_up`,
-`wins_from` and `wins_host_gib`: the batch and host memory from which ours is faster.
+Nothing is measured; `note` says what a prediction is worth. Rows (format: rows.py, untimed): `batch` and
+`stock_batch`, `stock_tokens_per_s`, and as [low end, high end] `tokens_per_s`, `step_us`, `bound`, `parts_us`,
+`speed_up`, `wins_from` and `wins_host_gib`: the batch and the GiB of pages from which on ours is faster.
+`host_gib` is pages alone: a machine of 128 GiB has about 100 GiB for them.
 """
 
 from __future__ import annotations
@@ -18,11 +20,19 @@ from typing import Any
 from benchmark import rows
 from benchmark.server.speed import SHAPES, write_config
 from sglang_scout.cli.sizes import GIB, make_plan
-from sglang_scout.cli.step_model import DEVICES, MISSING_SHARE, RING_VALUE_BYTES, Work, predict
+from sglang_scout.cli.step_model import (
+    CAVEAT,
+    DEVICES,
+    MISSING_SHARE,
+    RING_VALUE_BYTES,
+    Work,
+    predict,
+)
 
 CONTEXTS = (16384, 32768, 65536, 131072)
 HOST_GIB = (128, 256, 512)
 KV_TYPES = ("auto", "fp8_e4m3")
+GPUS = [name for name in DEVICES if name != "paper"]
 
 
 def add_row(
@@ -32,34 +42,40 @@ def add_row(
     plan = make_plan(
         str(folder), context_tokens=context, host_gib=host, gpu_gib=device.memory_bytes / GIB, kv_cache_dtype=kv
     )  # fmt: skip
-    found = predict(plan, device)
-    wins = found.wins_host_bytes
+    ends = predict(plan, device)
+    steps, stock = [end.offload for end in ends], ends[1].stock
     return writer.add(
-        gpu, untimed=True, model=name, kv_cache_dtype=kv, context=context, host_gib=host,
-        budget=plan.server.config.budget_tokens, batch=found.offload.batch, bound=found.offload.bound,
-        tokens_per_s=round(found.offload.tokens_per_s), step_us=round(found.offload.us),
-        parts_us={part: round(us) for part, us in found.offload.parts_us.items()},
-        stock_batch=found.stock.batch, stock_tokens_per_s=round(found.stock.tokens_per_s),
-        speed_up=found.speed_up and round(found.speed_up, 2), wins_from=found.wins_from,
-        wins_host_gib=wins and round(wins / GIB, 1),
+        gpu, untimed=True, note=CAVEAT, model=name, kv_cache_dtype=kv, context=context, host_gib=host,
+        budget=plan.server.config.budget_tokens, batch=steps[1].batch, bound=[s.bound for s in steps],
+        tokens_per_s=[round(s.tokens_per_s) for s in steps], step_us=[round(s.us) for s in steps],
+        parts_us=[{part: round(us) for part, us in s.parts_us.items()} for s in steps],
+        stock_batch=stock.batch, stock_tokens_per_s=round(stock.tokens_per_s),
+        speed_up=[end.speed_up and round(end.speed_up, 2) for end in ends],
+        wins_from=[end.wins_from for end in ends],
+        wins_host_gib=[end.wins_host_bytes and round(end.wins_host_bytes / GIB, 1) for end in ends],
     )  # fmt: skip
+
+
+def _range(ends: list[Any], form: str = ",") -> str:
+    low, high = ("-" if x is None else format(x, form) for x in ends)
+    return low if low == high else f"{low} to {high}"
 
 
 def table(found: list[rows.Row]) -> str:
     """Markdown of one device."""
-    head = ["model, KV", "context", "stock", *(f"{host} GiB" for host in HOST_GIB), "faster from"]
+    head = ["model, KV", "context", "stock", *(f"{host} GiB of pages" for host in HOST_GIB), "faster from"]  # fmt: skip
     lines = []
     for key, same in itertools.groupby(
         found, lambda r: (r["model"], r["kv_cache_dtype"], r["context"])
     ):
         (model, kv, context), of = key, list(same)
-        cells = [f"{r['tokens_per_s']:,} ({r['batch']}), {r['speed_up'] or '-'}" for r in of]
+        cells = [
+            f"{_range(r['tokens_per_s'])} ({r['batch']}), {_range(r['speed_up'], '.1f')}x"
+            for r in of
+        ]
         stock = f"{of[0]['stock_tokens_per_s']:,} ({of[0]['stock_batch']})"
-        wins = (
-            f"{of[-1]['wins_from']}, {of[-1]['wins_host_gib']} GiB" if of[-1]["wins_from"] else "-"
-        )
         name = f"{model}, {'bf16' if kv == 'auto' else 'fp8'}"
-        lines.append([name, f"{context:,}", stock, *cells, wins])
+        lines.append([name, f"{context:,}", stock, *cells, _range(of[-1]["wins_from"][::-1])])
     return rows.markdown_table(head, lines)
 
 
@@ -97,10 +113,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for name in SHAPES:
             folder = write_config(name, Path(scratch) / name, CONTEXTS[-1])
-            for kv, context, gpu, host in itertools.product(KV_TYPES, CONTEXTS, DEVICES, HOST_GIB):
+            for kv, context, gpu, host in itertools.product(KV_TYPES, CONTEXTS, GPUS, HOST_GIB):
                 add_row(writer, folder, name, kv, context, gpu, host)
         layers = layer_table(folder)
     writer.close()
+    print(f"{CAVEAT}\n")
     print(table([row for row in writer.rows if row["impl"] == "h100"]))
     print(f"\nA layer of {name}, {LAYER_BATCH} requests of {LAYER_CONTEXT} tokens:\n{layers}")
     return 0

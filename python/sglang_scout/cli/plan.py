@@ -6,10 +6,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sglang_scout.cli.step_model import DEVICES, Prediction, Step, find_device, has_model, predict
+from sglang_scout.cli.step_model import CAVEAT, DEVICES, Prediction, find_device, has_model, predict
 from sglang_scout.cli.table import GIB, columns, gb, gib
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
 from sglang_scout.core.served_models import FP8_KV
@@ -118,15 +119,15 @@ def run(args: argparse.Namespace) -> int:
         config=args.kv_offload_config,
     )
     modelled = has_model(plan.server.policy)
-    step = predict(plan, device) if device and plan.fits and modelled else None
-    print(json.dumps(as_dict(plan, step), indent=2) if args.json else as_text(plan, step))
+    steps = predict(plan, device) if device and plan.fits and modelled else None
+    print(json.dumps(as_dict(plan, steps), indent=2) if args.json else as_text(plan, steps))
     if device and not modelled and not args.json:
         print("\nSteps are predicted only where a worker attends to missing pages a layer ahead.")
     return 0 if plan.fits else 1
 
 
-def as_dict(plan: Plan, step: Prediction | None = None) -> dict[str, Any]:
-    """The plan as plain numbers; sizes in bytes, times in us."""
+def as_dict(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> dict[str, Any]:
+    """The plan as plain numbers; sizes in bytes, times in us. ``steps``: low and high end."""
     server, memory = plan.server, plan.memory
     config = server.config
     on_device = {what for what, _, _ in memory.device_rows}
@@ -153,20 +154,23 @@ def as_dict(plan: Plan, step: Prediction | None = None) -> dict[str, Any]:
     for name, fit in (("offload", plan.offload), ("stock", plan.stock)):
         if fit is not None:
             result[name] = {**asdict(fit), "requests": fit.requests, "limited_by": fit.limited_by}
-    if step is not None:
-        result["step"] = {
-            "wins_from_requests": step.wins_from,
-            "wins_with_host_bytes": step.wins_host_bytes,
-            "speed_up": step.speed_up,
-        }
-        for name, of in (("offload", step.offload), ("stock", step.stock)):
+    if steps is not None:
+        low, high = steps
+        result["step"] = {"note": CAVEAT}
+        for name, of in (("low", low.offload), ("high", high.offload), ("stock", high.stock)):
             more = {"us": of.us, "tokens_per_s": of.tokens_per_s, "bound": of.bound}
             result["step"][name] = {**asdict(of), **more}
+        for name, end in (("low", low), ("high", high)):
+            result["step"][name] |= {
+                "wins_from_requests": end.wins_from,
+                "wins_with_host_bytes": end.wins_host_bytes,
+                "speed_up": end.speed_up,
+            }
     return result
 
 
-def as_text(plan: Plan, step: Prediction | None = None) -> str:
-    """The plan as text."""
+def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> str:
+    """The plan as text. ``steps``: low and high end."""
     server = plan.server
     model, config = server.model, server.config
     experts = f", of which a token takes {gib(model.bytes_a_token)}" if model.expert_bytes else ""
@@ -189,8 +193,8 @@ def as_text(plan: Plan, step: Prediction | None = None) -> str:
         "Requests that fit at once\n" + columns(_fit_rows(plan), right=(1, 2), indent=2),
         _verdict(plan),
     ]
-    if step is not None:
-        blocks.insert(3, _step_text(step))
+    if steps is not None:
+        blocks.insert(3, _step_text(*steps))
     return "\n\n".join(blocks)
 
 
@@ -218,26 +222,32 @@ def _fit_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _step_text(step: Prediction) -> str:
-    both: tuple[Step, Step] = (step.offload, step.stock)
+def _step_text(low: Prediction, high: Prediction) -> str:
+    steps = low.offload, high.offload, high.stock
+    gains = [f"{end.speed_up:.1f}" if end.speed_up else "-" for end in (low, high)]
     rows: list[tuple[str, ...]] = [
-        ("", "offload", "stock"),
-        ("requests", *(str(s.batch) for s in both)),
-        ("ms a step", *(f"{s.us / 1e3:.1f}" if s.batch else "-" for s in both)),
-        ("tokens a second", *(f"{s.tokens_per_s:.0f}" if s.batch else "-" for s in both)),
-        ("mostly", *(s.bound if s.batch else "-" for s in both)),
+        ("", "offload, low", "high", "stock"),
+        ("requests", *(str(s.batch) for s in steps)),
+        ("ms a step", *(f"{s.us / 1e3:.1f}" if s.batch else "-" for s in steps)),
+        ("tokens a second", *(f"{s.tokens_per_s:.0f}" if s.batch else "-" for s in steps)),
+        ("times stock's", *gains, ""),
+        ("mostly", *(s.bound if s.batch else "-" for s in steps)),
     ]
-    for name in {**step.offload.parts_us, **step.offload.beside_us}:
-        values = ({**s.parts_us, **s.beside_us}.get(name) if s.batch else None for s in both)
-        beside = " (beside)" if name in step.offload.beside_us else ""
+    for name in {**low.offload.parts_us, **low.offload.beside_us}:
+        values = ({**s.parts_us, **s.beside_us}.get(name) if s.batch else None for s in steps)
+        beside = " (beside)" if name in low.offload.beside_us else ""
         shown = ("-" if x is None else f"{x / 1e3:.2f}" for x in values)
         rows.append((f"  {name}{beside}, ms", *shown))
-    if step.wins_from is None:
-        wins = "No batch that fits is faster than stock's."
-    else:
-        wins = f"Faster from {_count(step.wins_from)} on, {gib(step.wins_host_bytes or 0)} of host pages."
-    table = columns(rows, right=(1, 2), indent=2)
-    return f"A decode step, predicted (not measured)\n{table}\n{wins}"
+    lines = [f"A decode step, predicted (not measured)\n{columns(rows, right=(1, 2, 3), indent=2)}"]
+    for name, end in (("Low", low), ("High", high)):
+        if end.wins_from is None:
+            lines.append(f"{name} end: no batch that fits is faster than stock's.")
+        else:
+            pages = gib(end.wins_host_bytes or 0)
+            lines.append(
+                f"{name} end: faster from {_count(end.wins_from)} on, {pages} of host pages."
+            )
+    return "\n".join([*lines, *textwrap.wrap(CAVEAT, 100)])
 
 
 def _verdict(plan: Plan) -> str:
