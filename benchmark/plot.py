@@ -180,7 +180,7 @@ def draw_predictions(rows: list[Row]) -> Any:
         ax.minorticks_off()
         ax.set_title(f"{model}, {'bf16' if kv == 'auto' else kv}, H100", fontsize=10)
         ax.grid(alpha=0.3)
-    fig.supxlabel("context, tokens", fontsize=10)
+        ax.set_xlabel("context, tokens")
     fig.supylabel("tokens per second over stock's, low to high end", fontsize=10)
     axes[0][0].legend(fontsize=8)
     fig.suptitle("\n".join(textwrap.wrap(rows[0]["note"], 110)), fontsize=10)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.plot import draw_predictions
+from benchmark.rows import read_rows
 from sglang_scout.cli import main
 from sglang_scout.cli.model_config import read_model
 from sglang_scout.cli.plan import as_text
@@ -181,6 +183,14 @@ def test_the_command_prints_both_steps(model, tmp_path, capsys):
     step = json.loads(capsys.readouterr().out)["step"]
     assert step["low"]["us"] > step["high"]["us"] > 0 < step["stock"]["us"]
     assert 0 < step["low"]["speed_up"] < step["high"]["speed_up"] and step["note"] == CAVEAT
+
+
+def test_every_published_prediction_says_what_it_is():
+    rows = read_rows(RESULTS / "predictions.jsonl")
+    assert {row["note"] for row in rows} == {CAVEAT}
+    assert CAVEAT in " ".join(draw_predictions(rows).get_suptitle().split())
+    section = (RESULTS.parent / "gpu.md").read_text().split("## What a step should take")[1]
+    assert CAVEAT in " ".join(section.split("\n## ")[0].split())
 
 
 def test_an_unknown_device_is_refused_with_what_there_is():
