@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import re
 import signal
@@ -194,15 +195,39 @@ def test_bad_sizes_are_named(make_spec, change, text):
 
 def test_too_large_names_sizes_and_what_would_fit(make_spec, monkeypatch):
     spec = make_spec(num_pages=10_000_000)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 30)
+    monkeypatch.setenv(host_memory.OVERRIDE, "1")
     with pytest.raises(ArenaError) as caught:
         Arena.create(spec)
     text = str(caught.value)
     assert "1.000 GiB of host memory are available" in text and "3 layers x 10000000 pages" in text
-    fits = int(text.split("to at most ")[1])
+    fits = int(re.search(r"to at most (\d+)", text)[1])
     page_bytes = spec.kv_bytes // spec.num_pages
     nbytes = layout_of(make_spec(num_pages=fits)).total_bytes
     assert (1 << 30) - page_bytes - (4 << 20) < nbytes <= 1 << 30
+
+
+@pytest.mark.usefixtures("populates")
+def test_an_arena_that_relies_on_growth_is_taken_at_once_or_refused(
+    make_spec, monkeypatch, tmp_path
+):
+    """On a machine of 16 MiB that says it grows to 1 GiB."""
+    (tmp_path / "meminfo").write_text("MemTotal: 16384 kB\nMemAvailable: 16384 kB\n")
+    (tmp_path / "zoneinfo").write_text("Node 0, zone Normal\n        present 262144\n")
+    monkeypatch.setattr(host_memory, "_PROC", tmp_path)
+    monkeypatch.setattr(numa, "nodes", lambda: [])
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "GROWTH_WAIT_S", 0.2)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ArenaError, match=r"does not grow: 0\.000 GiB of 0\.\d+ GiB could be had"):
+        Arena.create(make_spec(num_pages=20_000))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.setattr(host_memory, "KEPT_BYTES", 0)
+    with Arena.create(make_spec(num_pages=20_000)) as arena:
+        assert os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes > 32 << 20
+    monkeypatch.setenv(host_memory.OVERRIDE, "1")
+    with Arena.create(make_spec(num_pages=20_000)) as arena:
+        assert os.fstat(arena.fd).st_blocks * 512 < arena.nbytes, "the user's word is not tried"
 
 
 def test_attach_refuses_foreign_files(make_spec, tmp_path):

@@ -1,5 +1,6 @@
 """Available memory, from files of /proc and of cgroups, and in a real cgroup of this machine."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -7,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang_scout.worker import host_memory
+from sglang_scout.core.errors import ArenaError, ConfigError
+from sglang_scout.worker import host_memory, numa
 
 GIB = 2**30
-MEMINFO = "MemTotal: 99 kB\nMemAvailable: {} kB\nCommitLimit: {} kB\nCommitted_AS: {} kB\n"
+MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: {} kB\nCommitLimit: {} kB\nCommitted_AS: {} kB\n"
 
 
 @pytest.fixture
@@ -84,6 +86,91 @@ def test_version_1_and_a_container_that_sees_the_host_s_paths(machine):
     )
     mounts = [("/", "h", "cgroup", "rw,memory"), ("/", "h", "cgroup", "rw,pids")]
     assert machine(whole, cgroup, mounts) == 1
+
+
+def zones(*present):
+    """/proc/zoneinfo of nodes with two zones, and so many GiB in the second."""
+    zone = "Node {}, zone {:>8}\n  pages free     5\n        present  {}\n        managed  7\n      nr_free 4\n"
+    pages = [gib * GIB // mmap.PAGESIZE for gib in present]
+    return {
+        "proc/zoneinfo": "".join(zone.format(i, "DMA32", 0) + zone.format(i, "Normal", n) for i, n in enumerate(pages))
+    }  # fmt: skip
+
+
+def test_a_machine_that_grows_has_what_is_present_but_not_yet_in_its_total(machine):
+    """Of 128 GiB all but 1/32; so 60 more than its MemTotal of 64."""
+    assert machine(zones(128)) == machine(zones(64, 64)) == 64 + 60
+    assert host_memory.bytes_now() == 64 * GIB
+    assert machine(zones(65)) == 64, "a kernel keeps 1 GiB of 65 to itself"
+    assert machine(zones(128), overcommit=2) == 30
+    assert machine(zones(128) | group("cg/a", 3, max=80, high="max"), "0::/a\n", V2) == 77
+
+
+def test_a_node_grows_by_its_own(machine, tmp_path, monkeypatch):
+    machine(zones(64, 128))
+    monkeypatch.setattr(numa, "_NODES", tmp_path)
+    for node in range(2):
+        (tmp_path / f"node{node}").mkdir()
+        text = f"Node {node} MemTotal: 65011712 kB\nNode {node} MemFree: 1048576 kB\n"
+        (tmp_path / f"node{node}/meminfo").write_text(text)
+    assert [numa.bytes_now(node) // GIB for node in range(2)] == [1, 1]
+    assert [numa.available_bytes(node) // GIB for node in range(2)] == [1, 1 + 62]
+    monkeypatch.setenv(host_memory.OVERRIDE, "100")
+    assert numa.available_bytes(1) is None
+
+
+def test_what_the_user_promises_is_taken(machine, monkeypatch):
+    monkeypatch.setenv(host_memory.OVERRIDE, "96.5")
+    assert machine(group("cg/a", 3, max=12, high="max"), "0::/a\n", V2) == 96.5
+    for wrong in ("x", "0", "-5", "nan", "inf", "1e7"):
+        monkeypatch.setenv(host_memory.OVERRIDE, wrong)
+        with pytest.raises(ConfigError, match=f"SGLANG_SCOUT_HOST_MEMORY_GB={wrong}: must be the"):
+            host_memory.available_bytes()
+
+
+class Growing:
+    """A machine with so many MiB, which gets ``grows`` more when less than ``low`` are left, up to ``most``."""
+
+    def __init__(self, mib, grows, low, most, monkeypatch):
+        self.mib, self.grows, self.low, self.most = mib, grows, low, most
+        self.used, self.steps = 0, []
+        monkeypatch.setattr(host_memory, "populate_together", self.populate)
+        monkeypatch.setattr(host_memory.time, "sleep", self.sleep)
+        monkeypatch.setattr(host_memory, "GROWTH_WAIT_S", 0.01)
+
+    def now(self):
+        return (self.mib - self.used) << 20
+
+    def sleep(self, _):
+        if self.mib - self.used <= self.low:
+            self.mib = min(self.mib + self.grows, self.most)
+
+    def populate(self, address, nbytes):
+        assert address == 4096 + (self.used << 20) and nbytes <= self.now() - (512 << 20)
+        self.steps.append(nbytes >> 20)
+        self.used += self.steps[-1]
+        return 0
+
+
+@pytest.mark.parametrize("low", [512 + 32, 512 + 1500])
+def test_memory_is_taken_in_steps_as_the_machine_grows(monkeypatch, low):
+    """Also if it grows only when less than a step is left."""
+    machine = Growing(6 << 10, 1 << 10, low, 24 << 10, monkeypatch)
+    host_memory.take_in_steps(4096, 20 * GIB, machine.now)
+    assert sum(machine.steps) == 20 << 10 and machine.steps[0] == max(machine.steps) == 2 << 10
+
+
+def test_a_machine_that_does_not_grow_in_time_is_refused(monkeypatch):
+    machine = Growing(6 << 10, 1 << 10, 1 << 10, 9 << 10, monkeypatch)
+    with pytest.raises(ArenaError) as caught:
+        host_memory.take_in_steps(4096, 20 * GIB, machine.now)
+    assert (8 << 10) < machine.used <= (9 << 10) - 512
+    for part in (
+        f"{machine.used / 1024:.3f} GiB of 20.000 GiB could be had",
+        "--kv-offload-host-gb",
+        "HOST_MEMORY_GB",
+    ):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(("overcommit", "found"), [(0, 64), (1, 64), (2, 30)])

@@ -6,31 +6,39 @@ import errno
 import gc
 import mmap
 import os
+from dataclasses import replace
 
 import pytest
 
+from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import arena as arena_module
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.arena_fits import pool_has
 from sglang_scout.worker.ring import layout_of
 
 HUGE = 2 << 20
-POOL = "hugepages/hugepages-2048kB"
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """machine(free huge pages of each node): fakes their pool, and backs an arena of it by an ordinary file."""
+    """machine(free huge pages of each node): fakes their pool, and backs an arena of it by an ordinary file.
+
+    Three more of each node are in use.
+    """
 
     def make(*free):
-        for node, pages in enumerate(free):
-            pool = tmp_path / f"node{node}" / POOL
+        of_nodes = {f"node{node}": pages for node, pages in enumerate(free)}
+        for folder, pages in (of_nodes | {"mm": sum(free)}).items():
+            pool = tmp_path / folder / host_memory.POOL
             pool.mkdir(parents=True)
-            (pool / "free_hugepages").write_text(f"{pages}\n")
+            used = 3 * len(free) if folder == "mm" else 3
+            for name, count in (("free", pages), ("nr", pages + used)):
+                (pool / f"{name}_hugepages").write_text(f"{count}\n")
+        monkeypatch.setattr(host_memory, "_SYS_MM", tmp_path / "mm")
         monkeypatch.setattr(numa, "_NODES", tmp_path)
         monkeypatch.setattr(numa, "available_bytes", lambda node: None)
         monkeypatch.setattr(numa, "_mbind", lambda *call: 0)
-        monkeypatch.setattr(host_memory, "free_pool_bytes", lambda: sum(free) * HUGE)
         monkeypatch.setattr(arena_module, "_MFD_HUGE_2MB", 0)
         monkeypatch.setattr(os, "MFD_HUGETLB", 0)
 
@@ -69,11 +77,45 @@ def test_each_node_must_have_its_share(make_spec, machine, caplog):
     machine(2 * huge_pages_of(spec), 1)
     with Arena.create(spec, numa_nodes=[0, 1]) as arena:
         assert arena.backing != "hugetlb"
-    assert "NUMA node 1 would hold" in caplog.text and "has 0.002 GiB there" in caplog.text
+    assert "huge pages of 2 MiB on NUMA node 1, and 1 are free in the pool" in caplog.text
     with Arena.create(make_spec(), numa_nodes=[0]) as arena:
         assert arena.backing == "hugetlb"
     with Arena.create(make_spec()) as arena:  # bound to no node
         assert arena.backing == "hugetlb"
+
+
+@pytest.mark.parametrize("arenas", [1, 2])
+def test_a_pool_that_lacks_some_pages_says_what_fits(make_spec, machine, arenas):
+    spec = make_spec(num_pages=200_000)  # 294 MiB
+    needed = arenas * huge_pages_of(spec)
+    machine(needed - 10)
+    with pytest.raises(ArenaError) as caught:
+        pool_has(spec, arenas=arenas)
+    text = str(caught.value)
+    assert f"takes {needed} huge pages of 2 MiB, and {needed - 10} are free in the pool" in text
+    assert f"sysctl vm.nr_hugepages={needed + 3}, or" in text
+    page_bytes = 2 * spec.num_layers * spec.page_bytes
+    pages = int(float(text.split("--kv-offload-host-gb ")[1]) * 2**30) // page_bytes // arenas + 1
+    assert pool_has(replace(spec, num_pages=pages), arenas=arenas)
+    beside = 10 * HUGE + arenas * (layout_of(spec).kv_offset + HUGE) + 2**21
+    assert needed * HUGE - pages * arenas * page_bytes < beside, "it could not be much more"
+
+
+def test_a_node_s_pool_that_lacks_some_pages_is_named(make_spec, machine, tmp_path):
+    spec = make_spec(num_nodes=2, num_pages=200_000)
+    half = huge_pages_of(spec) // 2
+    machine(2 * half, half - 9)
+    with pytest.raises(ArenaError, match=rf" on NUMA node 1, and {half - 9} are free") as caught:
+        Arena.create(spec, numa_nodes=[0, 1])
+    assert f"to {tmp_path}/node1/{host_memory.POOL}/nr_hugepages, or" in str(caught.value)
+
+
+def test_a_small_pool_is_somebody_else_s(make_spec, machine, caplog):
+    spec = make_spec(num_pages=200_000)
+    machine(huge_pages_of(spec) // 2 - 1)
+    with Arena.create(spec) as arena:
+        assert arena.backing != "hugetlb"
+    assert "not of huge pages of the pool: an arena of" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_spans_cover_everything_once(layers, pages, size, heads, dim, num_nodes,
 def test_the_system_is_asked_for_each_span(make_spec, monkeypatch):
     calls = []
     monkeypatch.setattr(numa, "nodes", lambda: [2, 5])
-    monkeypatch.setattr(numa, "available_bytes", lambda node: None)
+    monkeypatch.setattr(numa, "bytes_now", lambda *_, **__: None)
     monkeypatch.setattr(numa, "_mbind", lambda *call: calls.append(call) or 0)
     spec = make_spec(num_nodes=2, num_pages=4000)
     with Arena.create(spec, numa_nodes=[2, 5]) as arena:

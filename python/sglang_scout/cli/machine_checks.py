@@ -83,11 +83,11 @@ def check_environment() -> Check:
 
 
 def check_memory() -> Check:
-    from sglang_scout.worker.host_memory import available_bytes
+    from sglang_scout.worker.host_memory import available_bytes, bytes_now
 
-    available = available_bytes()
-    text = f"{gib(available)} available; {gib(available / 2)} for KV pages by default"
-    values = {"available_bytes": available}
+    available, now = available_bytes(), bytes_now()
+    text = f"{gib(available)} available, {gib(now)} at the moment; half for KV pages by default, or a huge page pool"
+    values = {"available_bytes": available, "available_now_bytes": now}
     if available < SMALL_MEMORY_BYTES:
         fix = "two servers need some GiB beside the KV pages; free memory"
         return Check("memory", WARNING, text, fix, values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -149,6 +148,7 @@ def as_dict(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> d
             for what, count, nbytes in memory.rows
         ],
         "device_bytes": memory.device_bytes,
+        "huge_pages": plan.huge_pages,
         "fits": plan.fits,
     }
     for name, fit in (("offload", plan.offload), ("stock", plan.stock)):
@@ -260,14 +260,13 @@ def _verdict(plan: Plan) -> str:
     else:
         lines = [f"{_count(requests)} would not fit: {binds} is too small."]
     requests = max(requests, 1)
-    # Rounded up: rounding down would be a page short.
-    host_gib = math.ceil(memory.host_bytes / GIB * 10) / 10
     place = "device memory" if plan.gpu_kv_bytes is None else "GPU memory"
     lines.append(
         f"For {_count(requests)}: --max-running-requests {requests} --context-length {server.context_tokens} "
-        f"--kv-offload-host-gb {host_gib:.1f},\n"
+        f"--kv-offload-host-gb {plan.host_gib:.1f},\n"
         f"{gib(memory.device_bytes)} of {place} beside the weights, and up to "
-        f"{gib(memory.bytes_beside_pages)} of host memory beside the pages."
+        f"{gib(memory.bytes_beside_pages)} of host memory beside the pages.\n"
+        f"In huge pages, reserved beforehand: sysctl vm.nr_hugepages={plan.huge_pages}."
     )
     if plan.gpu_kv_bytes is None:
         lines.append(

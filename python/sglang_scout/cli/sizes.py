@@ -22,7 +22,7 @@ from sglang_scout.core.page_bytes import digest_bytes
 from sglang_scout.engine.memory import MemoryPlan, plan_memory
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Context, Policy, make_policy
-from sglang_scout.worker.host_memory import available_bytes
+from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, available_bytes, free_pool_bytes
 from sglang_scout.worker.ring import MOST_THREADS_PER_GROUP
 from sglang_scout.worker.spec import MAX_BATCH
 
@@ -78,12 +78,12 @@ class Server:
         """Pages of ``requests`` requests, plus page 0, SGLang's padding."""
         return requests * self.pages_per_request + 1
 
-    def memory(self, requests: int) -> MemoryPlan:
-        """The plan for ``requests`` concurrent requests, with only the pages that they need."""
+    def memory(self, requests: int, num_pages: int | None = None) -> MemoryPlan:
+        """The plan for ``requests`` concurrent requests, by default with only the pages that they need."""
         return plan_memory(
             self.config,
             self.shape,
-            num_pages=self.host_pages(requests),
+            num_pages=num_pages or self.host_pages(requests),
             max_batch=requests,
             context_tokens=self.context_tokens,
             node_cpus=[max(requests * self.lists, MOST_THREADS_PER_GROUP)],
@@ -141,6 +141,18 @@ class Plan:
         """Whether the asked number of requests, or any at all, fits with offload."""
         return self.offload.requests >= (self.asked or 1)
 
+    @property
+    def host_gib(self) -> float:
+        """--kv-offload-host-gb for these requests. Rounded up: rounding down would be a page short."""
+        return math.ceil(self.memory.host_bytes / GIB * 10) / 10
+
+    @property
+    def huge_pages(self) -> int:
+        """Pages of 2 MiB that the arena of a server with that flag takes."""
+        num_pages = int(self.host_gib * GIB) // self.server.kv_bytes_per_page + 1
+        memory = self.server.memory(max(self.requests, 1), num_pages)
+        return -(-memory.arena_bytes // HUGE_PAGE_BYTES)
+
 
 def make_plan(
     model_path: str,
@@ -172,7 +184,10 @@ def make_plan(
     made = make_policy(Context(settings, model.num_layers, page_bytes=1))
     context = context_tokens or model.max_context_tokens
     server = Server(model, settings, made, pilot_rank(settings), context)
-    host_bytes = int(available_bytes() * DEFAULT_HOST_SHARE if host_gib is None else host_gib * GIB)
+    if host_gib is None:  # about as a server decides
+        share, pool = available_bytes() * DEFAULT_HOST_SHARE, free_pool_bytes()
+        host_gib = (pool if 2 * pool >= share else share) / GIB
+    host_bytes = int(host_gib * GIB)
     by_gpu = stock = gpu_kv_bytes = None
     host_pages = max(0, host_bytes // server.kv_bytes_per_page - 1)
     by_host = min(host_pages // server.pages_per_request, MAX_BATCH // server.lists)

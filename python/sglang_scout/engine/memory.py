@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_scout.core.config import OffloadConfig
@@ -14,10 +15,14 @@ from sglang_scout.engine.hints import hint_bytes
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Route
 from sglang_scout.worker.arena import ArenaSpec
-from sglang_scout.worker.ring import WorkerMemory, worker_memory
+from sglang_scout.worker.host_memory import LAST_RESORT, flag_gib
+from sglang_scout.worker.ring import WorkerMemory, layout_of, worker_memory
 
 HEADROOM_BYTES = 256 * 2**20
 """Reserve for step buffers and the interpreters."""
+
+LEAST_PAGES = 2
+"""SGLang's padding page, and one page for a request."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class MemoryPlan:
         context_bytes: kept tokens of older pages, in host memory.
         hint_bytes: prompts' hints, in host memory.
         checksum_bytes: of the host pages, in host memory.
+        arena: sizes of the memory that is shared with the worker.
     """
 
     num_pages: int
@@ -43,6 +49,7 @@ class MemoryPlan:
     input_bytes: int
     resident_bytes: int
     worker: WorkerMemory
+    arena: ArenaSpec = field(compare=False)
     step_bytes: int = 0
     context_bytes: int = 0
     hint_bytes: int = 0
@@ -79,6 +86,11 @@ class MemoryPlan:
         """Host memory other than the pages."""
         own = self.context_bytes + self.hint_bytes + self.checksum_bytes
         return own + self.worker.total_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """Host pages, kept tokens, checksums and ring, whole pages of 2 MiB."""
+        return layout_of(self.arena).total_bytes
 
 
 def plan_memory(
@@ -131,6 +143,12 @@ def plan_memory(
         input_bytes=on_inputs,
         resident_bytes=num_slots * page_bytes,
         worker=plan_worker(config, shape, max_batch, context_tokens, node_cpus),
+        arena=arena_of(
+            config,
+            shape,
+            num_pages,
+            arena_sizes(config, shape, max_batch, context_tokens, len(node_cpus)),
+        ),
         step_bytes=of_step,
         context_bytes=int(num_pages * config.context_share) * page_bytes,
         hint_bytes=num_pages * hint_bytes(config, shape.num_layers),
@@ -253,6 +271,14 @@ def arena_sizes(
     }
 
 
+def arena_of(
+    config: OffloadConfig, shape: ModelShape, num_pages: int, sizes: dict[str, Any]
+) -> ArenaSpec:
+    """The arena of so many host pages, with ``sizes`` as of :func:`arena_sizes`."""
+    context_pages = int(num_pages * config.context_share) * shape.num_kv_heads
+    return ArenaSpec(num_pages=num_pages, context_pages=context_pages, **sizes)
+
+
 def plan_worker(
     config: OffloadConfig,
     shape: ModelShape,
@@ -303,27 +329,47 @@ def bytes_beside_digests(
 
 
 def check_memory(
-    plan: MemoryPlan,
+    plan_of: Callable[[int], MemoryPlan],
+    num_pages: int,
     config: OffloadConfig,
     available_bytes: int,
+    *,
+    in_pool: bool = False,
     shared: bool = True,
     ranks: int = 1,
-) -> None:
-    """Refuse a plan that does not fit in host memory; ``shared``: it is the device's memory too.
+) -> MemoryPlan:
+    """The plan, unless it does not fit in host memory.
 
     Args:
-        plan: of each of the tensor-parallel ``ranks`` on this machine.
+        plan_of: the plan of so many host pages, for each of the tensor-parallel ``ranks`` on this machine.
+        in_pool: the arenas are in huge pages of the pool, which are not in ``available_bytes``.
+        shared: it is the device's memory too.
+    Raises:
+        ConfigError: with what is short, and what fits.
     """
-    of_host = plan.host_bytes + plan.bytes_beside_pages
-    needed = ranks * (of_host + (plan.device_bytes if shared else 0) + HEADROOM_BYTES)
-    if needed <= available_bytes:
-        return
+
+    def needed(pages: int) -> int:
+        plan = plan_of(pages)
+        one = plan.hint_bytes + plan.worker.partial_bytes + (plan.device_bytes if shared else 0)
+        return ranks * (one + HEADROOM_BYTES + (0 if in_pool else plan.arena_bytes))
+
+    plan, wanted = plan_of(num_pages), needed(num_pages)
+    if wanted <= available_bytes:
+        return plan
+    fitting = bisect_right(range(1, num_pages), available_bytes, key=needed)
+    if fitting > LEAST_PAGES:
+        of_pages = plan.host_bytes // num_pages * (fitting - 1)
+        fix = f"--kv-offload-host-gb {flag_gib(ranks * of_pages)} fits"
+    else:
+        what, _, nbytes = max(plan_of(LEAST_PAGES + 1).rows, key=lambda row: row[2])
+        fix = (
+            f"no --kv-offload-host-gb fits, the {what} alone take {nbytes / 2**30:.2f} GiB; lower "
+            f"--max-running-requests ({plan.worker.max_batch})"
+        )
     parts = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, _, size in plan.rows)
     raise ConfigError(
-        f"--kv-offload {config.policy}: needs {needed / 2**30:.2f} GiB ({parts}"
-        f"{f' on each of {ranks} ranks' if ranks > 1 else ''}), but "
-        f"{available_bytes / 2**30:.2f} GiB of memory are available; lower --kv-offload-host-gb "
-        f"({'not given' if config.host_gb is None else format(config.host_gb, 'g')}), "
-        f"--kv-offload-budget ({config.budget_tokens}), --max-running-requests ({plan.worker.max_batch}), or "
-        f"resident_tokens ({config.resident_tokens}) in --kv-offload-config"
+        f"--kv-offload {config.policy}: host memory is short by {(wanted - available_bytes) / 2**30:.2f} GiB; {fix}. "
+        f"{wanted / 2**30:.2f} GiB are needed{' beside huge pages of the pool' if in_pool else ''} ({parts}"
+        f"{f' on each of {ranks} ranks' if ranks > 1 else ''}), {available_bytes / 2**30:.2f} GiB are available; "
+        f"{LAST_RESORT}"
     )

@@ -23,6 +23,7 @@ from sglang_scout.plugin.pool import HostKVPool, build_pools
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.plugin.support import model_shape, rank_weights
 from sglang_scout.policy.base import Context, make_policy
+from sglang_scout.worker.arena_fits import pool_has
 from sglang_scout.worker.host_memory import available_bytes, gib
 
 logger = logging.getLogger(__name__)
@@ -54,10 +55,10 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
     num_pages, context = tokens // shape.page_size + 1, runner.model_config.context_len
     nodes, node_cpus = nodes_of_worker(runner, config)
     policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes))
-    plan = plan_memory(
+    plan_of = functools.partial(
+        plan_memory,
         config,
         shape,
-        num_pages=num_pages,
         max_batch=max_batch,
         context_tokens=context,
         node_cpus=node_cpus,
@@ -66,9 +67,18 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
         pilot_rank=pilot_rank(config),
     )
     on_cpu = torch.device(runner.device).type == "cpu"
-    # Every rank reads it before any allocates.
+    # Every rank reads both before any allocates.
+    in_pool = pool_has(plan_of(num_pages=num_pages).arena, arenas=ranks.size)
     available = ranks.least(available_bytes())
-    check_memory(plan, config, available, shared=on_cpu, ranks=ranks.size)
+    plan = check_memory(
+        lambda pages: plan_of(num_pages=pages),
+        num_pages,
+        config,
+        available,
+        in_pool=in_pool,
+        shared=on_cpu,
+        ranks=ranks.size,
+    )
     if tokens < context:
         logger.warning(
             "host memory holds %d tokens of KV, less than one context of %d: longer requests are "

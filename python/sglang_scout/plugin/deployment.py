@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import psutil
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import get_device
 
@@ -12,7 +11,7 @@ from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.served_models import FP8_KV
 from sglang_scout.plugin.line import VERSION, adapter
-from sglang_scout.worker.host_memory import available_bytes
+from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes, free_pool_bytes
 from sglang_scout.worker.settings import check_machine
 from sglang_scout.worker.spec import MAX_BATCH
 
@@ -199,17 +198,9 @@ def _check_decode(args: ServerArgs, policy: str) -> None:
 
 
 def _check_memory(config: OffloadConfig) -> None:
-    if config.host_gb is None:
-        return
-    total_gb, free_gb = psutil.virtual_memory().total / 2**30, available_bytes() / 2**30
-    flag = f"--kv-offload-host-gb {config.host_gb:g}"
-    if config.host_gb >= total_gb:
+    free_gb = max(available_bytes(), free_pool_bytes()) / 2**30
+    if config.host_gb is not None and config.host_gb > free_gb:
         raise ConfigError(
-            f"{flag}: this machine has {total_gb:.1f} GiB of memory; at most "
-            f"{max(total_gb - 1, 0.1):.1f} can hold KV pages"
-        )
-    if config.host_gb > free_gb:
-        raise ConfigError(
-            f"{flag}: only {free_gb:.1f} GiB of memory are available now; lower it or stop what "
-            "else uses memory"
+            f"--kv-offload-host-gb {config.host_gb:g}: only {free_gb:.1f} GiB of memory are available now; lower it or "
+            f"stop what else uses memory; {LAST_RESORT}"
         )

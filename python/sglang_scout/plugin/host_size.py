@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from collections import Counter
 from typing import Any
 
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import pilot_rank
-from sglang_scout.engine.memory import bytes_of_step, most_host_pages, plan_worker
+from sglang_scout.engine.memory import (
+    LEAST_PAGES,
+    arena_of,
+    arena_sizes,
+    bytes_of_step,
+    most_host_pages,
+    plan_worker,
+)
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker import numa
-from sglang_scout.worker.host_memory import available_bytes
+from sglang_scout.worker.arena_fits import pool_fits
+from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes, free_pool_bytes
 
 logger = logging.getLogger(__name__)
-
-LEAST_PAGES = 2
-"""SGLang's padding page, and one page for a request."""
 
 
 def host_bytes(
@@ -45,15 +51,19 @@ def host_bytes(
         nodes, node_cpus = nodes_of_worker(runner, config)
         context = runner.model_config.context_len
         worker = plan_worker(config, shape, most_requests, context, node_cpus).total_bytes
+        sizes = arena_sizes(config, shape, most_requests, context, len(node_cpus))
         available = min(available_bytes(), _bound_bytes(nodes, ranks) or available_bytes())
+        of_pool = ranks.least(_bytes_in_pool(config, shape, sizes, nodes, ranks.size))
         left = ranks.least(available - ranks.size * worker)
-        if left <= 0:
+        if max(left, of_pool) <= 0:
             raise ConfigError(
                 f"--max-running-requests {most_requests}: the worker's ring and partial results need "
                 f"{ranks.size * worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
-                "lower it, or give fewer --kv-offload-cpus"
+                f"lower it, or give fewer --kv-offload-cpus; {LAST_RESORT}"
             )
-        size = int(left * DEFAULT_HOST_SHARE)
+        size = int(max(left, 0) * DEFAULT_HOST_SHARE)
+        # A pool of less than half of that is somebody else's.
+        size = of_pool if 2 * of_pool >= size else size
         size = int(min(size, _room_for_digests(runner, config, shape, ranks, device_bytes, size)))
         logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
     of_pages = size // ranks.size
@@ -65,6 +75,20 @@ def host_bytes(
             f"{LEAST_PAGES} pages of {page_bytes} bytes that each rank needs at least; raise it, or free memory"
         )
     return of_pages
+
+
+def _bytes_in_pool(
+    config: OffloadConfig, shape: ModelShape, sizes: dict[str, Any], nodes: list[int], ranks: int
+) -> int:
+    """Bytes of the most pages, over all ranks, with which every rank's arena is in huge pages of the pool."""
+
+    def fits(pages: int) -> bool:
+        return pool_fits(arena_of(config, shape, pages, sizes), nodes, ranks)
+
+    page_bytes = 2 * shape.page_bytes * shape.num_layers
+    most = range(1, free_pool_bytes() // page_bytes + 1)
+    pages = bisect_left(most, True, key=lambda pages: not fits(pages))
+    return ranks * max(pages - 1, 0) * page_bytes  # minus SGLang's padding page
 
 
 def _room_for_digests(

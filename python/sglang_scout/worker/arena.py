@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
 import mmap
 import os
@@ -20,8 +21,14 @@ import numpy as np
 
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory, numa
-from sglang_scout.worker.arena_fits import check_fits, check_nodes_fit, describe, needed_of_nodes
-from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, gib, populate_together
+from sglang_scout.worker.arena_fits import (
+    bytes_now,
+    check_fits,
+    check_nodes_fit,
+    describe,
+    pool_has,
+)
+from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
 from sglang_scout.worker.ring import Layout, layout_of, node_spans, read_header, write_header
 from sglang_scout.worker.spec import ArenaSpec
 
@@ -63,7 +70,7 @@ class Arena:
         cls, spec: ArenaSpec, *, numa_nodes: Sequence[int] = (), hugepages: bool = True
     ) -> Arena:
         """Creates, seals and maps a new arena. Memory is allocated on first write, except from the hugetlb
-        pool.
+        pool, and where the machine must grow first to have it all.
 
         Args:
             spec: the sizes.
@@ -73,8 +80,9 @@ class Arena:
                 populate them immediately; otherwise request transparent huge pages.
 
         Raises:
-            ArenaError: not enough memory available on the machine or on a node, a node does not exist,
-                the number of ``numa_nodes`` does not match the spec, or a system call failed.
+            ArenaError: not enough memory available on the machine or on a node, a pool that is short though
+                half of the pages are free, a node does not exist, the number of ``numa_nodes`` does not match
+                the spec, or a system call failed.
         """
         if numa_nodes and len(numa_nodes) != spec.num_nodes:
             raise ArenaError(
@@ -91,6 +99,9 @@ class Arena:
                 raise ArenaError(f"cannot make {describe(spec, layout)}: {e.strerror}") from e
             with _closed_on_error(made[0]):
                 _bind(made[1], spec, numa_nodes, mmap.PAGESIZE)
+                now = functools.partial(bytes_now, numa_nodes)
+                if not host_memory.promised_bytes() and layout.total_bytes > now():
+                    host_memory.take_in_steps(made[1].ctypes.data, layout.total_bytes, now)
         fd, memory, backing = made
         with _closed_on_error(fd):
             write_header(memory, spec)
@@ -251,19 +262,9 @@ def _take_from_pool(
     A mapping only reserves pages of the machine-wide pool. Whether they are on the nodes that it is bound
     to, and within cgroup limits, shows only when populated: on a later access it would be a SIGBUS.
     """
-    nbytes = layout.total_bytes
-    if host_memory.free_pool_bytes() < nbytes:
+    if not pool_has(spec, numa_nodes):
         return None
-    for node, needed in needed_of_nodes(spec, layout, numa_nodes, HUGE_PAGE_BYTES).items():
-        free = numa.free_pool_bytes(node, HUGE_PAGE_BYTES)
-        if free < needed:
-            logger.warning(
-                "arena: not of huge pages of the pool: NUMA node %d would hold %s and has %s there",
-                node,
-                gib(needed),
-                gib(free),
-            )
-            return None
+    nbytes = layout.total_bytes
     try:
         fd, memory, backing = _make(nbytes, True, True)
         with _closed_on_error(fd):

@@ -1,29 +1,42 @@
-"""Host memory: how much is available, and populating it before the first write.
+"""Host memory: how much an arena can have, and populating it before the first write.
 
-Zeroing pages dominates the time, at some GB/s per thread. Where a first write would raise SIGBUS, as
-with an exhausted hugetlb pool, MADV_POPULATE_WRITE returns an error instead.
+A virtual machine may start small and get the rest of its memory as it uses it: such growth counts as available, and
+what relies on it is touched first. Zeroing pages dominates the time, at some GB/s per thread. Where a first write
+would raise SIGBUS, as with an exhausted hugetlb pool, MADV_POPULATE_WRITE returns an error instead.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import itertools
+import logging
 import mmap
 import os
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from sglang_scout.core.errors import ArenaError
+from sglang_scout.core.errors import ArenaError, ConfigError
 
+logger = logging.getLogger(__name__)
+
+OVERRIDE = "SGLANG_SCOUT_HOST_MEMORY_GB"
+LAST_RESORT = f"as a last resort {OVERRIDE}=N takes your word that N GiB can be had"
+"""Ends every refusal for want of host memory."""
+STEP_BYTES = 2 * 2**30  # of growth that is touched at once
+KEPT_BYTES = 2**29  # left to everything else meanwhile
+GROWTH_WAIT_S = 10.0
 HUGE_PAGE_BYTES = 2 * 2**20
 MOST_THREADS = 16  # enough to saturate memory bandwidth
 PIECE_BYTES = 32 * 2**20
 # Since Linux 5.14, not in the mmap module.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+POOL = "hugepages/hugepages-2048kB"
 _PROC, _SYS_MM = Path("/proc"), Path("/sys/kernel/mm")
 _SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
 # For cgroup v2 and v1: file names of limits and usage, and the memory.stat key of reclaimable cache. Above
@@ -39,13 +52,44 @@ for _call in (_libc.madvise, _libc.mprotect):
 
 
 def available_bytes() -> int:
-    """Memory available to a new arena: MemAvailable, capped by the limits of this process's cgroup and all its
-    ancestors, and by the commit limit with ``vm.overcommit_memory=2``: beyond that a first write to shared
-    memory raises SIGBUS."""
+    """Memory that a new arena can have outside of the hugetlb pool: what ``OVERRIDE`` promises if it is set, otherwise
+    :func:`bytes_now` and what the machine can grow by, within the same limits."""
+    return promised_bytes() or bytes_now(grown=True)
+
+
+def promised_bytes() -> int:
+    """What ``OVERRIDE`` says, 0 if it is not set. Raises ConfigError."""
+    if not (text := os.environ.get(OVERRIDE)):
+        return 0
+    with contextlib.suppress(ValueError):
+        if 0.001 <= float(text) <= 2**20:
+            return int(float(text) * 2**30)
+    raise ConfigError(
+        f"{OVERRIDE}={text}: must be the GiB of host memory that can be had, 0.001 to {2**20}; set it to these, or "
+        "unset it"
+    )
+
+
+def growth_bytes(total_bytes: int, node: str = r"\d+") -> int:
+    """Memory that the machine, or a node, has beyond its MemTotal and gets when it is used: its ``present`` pages, less
+    a share for what the kernel keeps to itself (page structs alone are 1/64)."""
+    found = rf"^Node {node}, zone.*?^ +present +(\d+)$"
+    zones = re.findall(found, _text(_PROC / "zoneinfo"), re.MULTILINE | re.DOTALL)
+    return max(sum(map(int, zones)) * mmap.PAGESIZE * 31 // 32 - total_bytes, 0)
+
+
+def bytes_now(grown: bool = False) -> int:
+    """MemAvailable, capped by the limits of this process's cgroup and all its ancestors, and by the commit limit with
+    ``vm.overcommit_memory=2``: beyond that a first write to shared memory raises SIGBUS.
+
+    Args:
+        grown: as if the machine had grown.
+    """
     kib = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (_PROC / "meminfo").read_text(), re.MULTILINE))
     if "MemAvailable" not in kib:
         raise ArenaError("/proc/meminfo has no MemAvailable")
-    left = [int(kib["MemAvailable"]) * 1024]
+    growth = growth_bytes(int(kib["MemTotal"]) * 1024) if grown else 0
+    left = [int(kib["MemAvailable"]) * 1024 + growth]
     if _text(_PROC / "sys/vm/overcommit_memory").strip() == "2":
         left.append((int(kib["CommitLimit"]) - int(kib["Committed_AS"])) * 1024)
     for kind, folder in _memory_groups():
@@ -90,14 +134,18 @@ def _text(file: Path) -> str:
         return ""
 
 
+def pool_pages(folder: Path | None = None) -> tuple[int, int]:
+    """Pages of 2 MiB in the hugetlb pool: (free and unreserved, all); ``folder``: of a node."""
+    pool = folder or _SYS_MM / POOL
+    free, reserved, total = (
+        int(_text(pool / f"{name}_hugepages") or 0) for name in ("free", "resv", "nr")
+    )
+    return free - reserved, total
+
+
 def free_pool_bytes() -> int:
     """Free and unreserved bytes in the hugetlb pool, on all nodes."""
-    pool = _SYS_MM / "hugepages/hugepages-2048kB"
-    try:
-        free, reserved = int(_text(pool / "free_hugepages")), int(_text(pool / "resv_hugepages"))
-    except ValueError:
-        return 0
-    return (free - reserved) * HUGE_PAGE_BYTES
+    return pool_pages()[0] * HUGE_PAGE_BYTES
 
 
 def shmem_mode() -> str:
@@ -148,6 +196,46 @@ def populate_together(address: int, nbytes: int, threads: int = 0) -> int:
     return errors[0] if errors else 0
 
 
+def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now) -> None:
+    """Allocates a range of memory that the machine gets only as it is used, each step once there is room for it.
+
+    Near the end of what is there steps become smaller: some machines grow only when little is left.
+
+    Args:
+        now: bytes available at the moment.
+
+    Raises:
+        ArenaError: the machine does not grow in time; with how far it got.
+    """
+    done, asked_s = 0, time.monotonic()
+    while done < nbytes:
+        step, room = min(STEP_BYTES, nbytes - done), now() - KEPT_BYTES
+        if room < step and (step := room // 2 // PIECE_BYTES * PIECE_BYTES) <= 0:
+            if time.monotonic() - asked_s > GROWTH_WAIT_S:
+                raise ArenaError(
+                    f"this machine's memory does not grow: {gib(done)} of {gib(nbytes)} could be had, and in "
+                    f"{GROWTH_WAIT_S:g} s no more; lower --kv-offload-host-gb, or free memory; {LAST_RESORT}"
+                )
+            time.sleep(0.1)
+            continue
+        error = populate_together(address + done, step)
+        if error == errno.EINVAL:  # before Linux 5.14
+            return
+        if error:
+            raise ArenaError(
+                f"{gib(done)} of {gib(nbytes)} of host memory could be had: {os.strerror(error)}; lower "
+                f"--kv-offload-host-gb, or free memory; {LAST_RESORT}"
+            )
+        done, asked_s = done + step, time.monotonic()
+        if done // STEP_BYTES > (done - step) // STEP_BYTES:
+            logger.info("arena: %s of %s are allocated", gib(done), gib(nbytes))
+
+
 def gib(nbytes: int) -> str:
     """Formats a size for messages."""
     return f"{nbytes / 2**30:.3f} GiB"
+
+
+def flag_gib(nbytes: int) -> str:
+    """The value of --kv-offload-host-gb that is no more than a size."""
+    return f"{nbytes * 1000 // 2**30 / 1000:.10g}"

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from sglang_scout.core.errors import ArenaError
+from sglang_scout.worker import host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,16 @@ def cpus_by_node(cpus: Collection[int]) -> dict[int, list[int]]:
 
 
 def available_bytes(node: int) -> int | None:
-    """Memory of a node that is free or reclaimable file cache; None if the kernel does not tell."""
+    """:func:`bytes_now` and what the node can grow by; None if the kernel does not tell, and where the user does."""
+    return None if host_memory.promised_bytes() else bytes_now(node, grown=True)
+
+
+def bytes_now(node: int, grown: bool = False) -> int | None:
+    """Memory of a node that is free or reclaimable file cache; None if the kernel does not tell.
+
+    Args:
+        grown: as if the machine had grown.
+    """
     try:
         text = (_NODES / f"node{node}" / "meminfo").read_text()
     except OSError:
@@ -49,16 +59,17 @@ def available_bytes(node: int) -> int | None:
     kib = dict(re.findall(r"^Node \d+ (\S+):\s+(\d+) kB$", text, re.MULTILINE))
     if "MemFree" not in kib:
         return None
-    return 1024 * (int(kib["MemFree"]) + int(kib.get("Inactive(file)", 0)))
+    growth = host_memory.growth_bytes(1024 * int(kib["MemTotal"]), str(node)) if grown else 0
+    return 1024 * (int(kib["MemFree"]) + int(kib.get("Inactive(file)", 0))) + growth
 
 
-def free_pool_bytes(node: int, page_bytes: int) -> int:
-    """Free bytes in a node's hugetlb pool of that page size. Some of it may be reserved."""
-    pool = _NODES / f"node{node}" / "hugepages" / f"hugepages-{page_bytes // 1024}kB"
-    try:
-        return int((pool / "free_hugepages").read_text()) * page_bytes
-    except (OSError, ValueError):
-        return 0
+def pool_pages(node: int | None) -> tuple[int, int]:
+    """Pages of 2 MiB in a node's hugetlb pool, or on all nodes: (free, all). Of a node's some may be reserved."""
+    return host_memory.pool_pages(None if node is None else pool_folder(node))
+
+
+def pool_folder(node: int) -> Path:
+    return _NODES / f"node{node}" / host_memory.POOL
 
 
 def bind_memory(address: int, spans: Iterable[tuple[int, int, int]]) -> bool:
