@@ -192,6 +192,19 @@ def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
         plan_of(model(), budget_tokens=2**40, context_tokens=2**40, host_gib=1)
 
 
+def test_huge_pages_are_those_of_the_flags_that_it_prints(model, capsys):
+    plan = plan_of(model(), context_tokens=65536, host_gib=400, budget_tokens=2048)
+    pages = int(390.1 * 2**30) // (5 << 20) + 1
+    ring = plan.memory.worker.ring_bytes
+    assert (plan.requests, plan.host_gib) == (39, 390.1)
+    assert plan.huge_pages == math.ceil((pages * (5 << 20) + ring) / 2**21)
+    command = ["plan", "--model-path", str(model()), "--host-gb", "400", "--context", "65536"]
+    assert main(command) == 0
+    said = int(capsys.readouterr().out.partition("sysctl vm.nr_hugepages=")[2].split(".")[0])
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["huge_pages"] == said >= 390.1 * 512
+
+
 def test_weights_from_files_from_the_index_or_estimated(model):
     folder = model()
     estimated = read_model(str(folder), "auto")

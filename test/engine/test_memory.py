@@ -1,7 +1,9 @@
 """The memory plan: limits and refusals."""
 
 import dataclasses
+import functools
 import json
+import re
 
 import pytest
 import torch
@@ -102,15 +104,52 @@ def test_no_more_slots_than_pages_and_no_more_budget_than_context():
     assert plan(config(budget_tokens=1 << 32), context_tokens=4096).budget_pages == 128
 
 
-def test_too_little_memory_is_refused_with_the_parts_and_the_flags():
-    settings = config(host_gb=20)
-    made = plan(settings, max_batch=64)
-    check_memory(made, settings, 1 << 45)
+def check(settings, available, num_pages=4097, plans=None, **kwargs):
+    """``plans``: of :func:`plan`."""
+    plan_of = functools.partial(plan, settings, **plans or {})
+    return check_memory(
+        lambda pages: plan_of(num_pages=pages), num_pages, settings, available, **kwargs
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_too_little_memory_is_refused_with_what_fits(ranks):
+    settings, available = config(host_gb=20), 30 << 30
+    large = {"plans": {"max_batch": 16}, "ranks": ranks}
+    assert check(settings, 1 << 45, **large).num_pages == 4097
     with pytest.raises(ConfigError) as caught:
-        check_memory(made, settings, 30 << 30)
-    for part in ("host pages 20.0", "resident slots", "--kv-offload-host-gb", "--kv-offload-budget",
-                 "--max-running-requests", "30.00 GiB"):  # fmt: skip
-        assert part in str(caught.value)
+        check(settings, available, num_pages=1 << 14, **large)
+    text = str(caught.value)
+    for part in ("host pages 80.0", "resident slots", "30.00 GiB are available", "HOST_MEMORY_GB=N",
+                 "on each of 2 ranks" if ranks > 1 else "short by 5"):  # fmt: skip
+        assert part in text
+    host_gb = float(re.search(r"--kv-offload-host-gb (\S+) fits", text)[1])
+    pages = int(host_gb * 2**30) // ranks // PAGE_BYTES + 1
+    check(settings, available, num_pages=pages, **large)
+    with pytest.raises(ConfigError, match="short by 0.0"):
+        check(settings, available, num_pages=pages + 2, **large)
+
+
+def test_where_no_size_fits_the_large_part_is_named():
+    with pytest.raises(ConfigError) as caught:
+        check(config(), 1 << 30, plans={"max_batch": 64, "node_cpus": [36]})
+    assert "the partial results alone take 0.79 GiB; lower --max-running-requests (64)" in str(
+        caught.value
+    )
+
+
+def test_of_an_arena_in_huge_pages_only_what_is_beside_it_is_asked():
+    """400 GiB of a host of 512, which has 100 GiB beside its pool."""
+    settings = config(host_gb=400)
+    large = {"num_pages": 81921, "shared": False}
+    made = check(settings, 100 << 30, in_pool=True, **large)
+    assert 400 << 30 < made.arena_bytes < 401 << 30
+    beside = made.hint_bytes + made.worker.partial_bytes + HEADROOM_BYTES
+    check(settings, beside, in_pool=True, **large)
+    with pytest.raises(ConfigError, match="GiB are needed beside huge pages of the pool"):
+        check(settings, beside - 1, in_pool=True, **large)
+    with pytest.raises(ConfigError, match="short by 30"):
+        check(settings, 100 << 30, **large)
 
 
 def test_a_device_gives_what_digests_leave_to_resident_pages():
@@ -182,20 +221,11 @@ def test_a_device_without_room_for_the_least_keeps_all_pages_resident():
 
 
 def test_a_device_of_its_own_does_not_take_host_memory():
-    settings = config(host_gb=20)
+    settings, shared = config(host_gb=20), {"shared": False, "plans": {"max_batch": 64}}
     made = plan(settings, max_batch=64)
-    check_memory(made, settings, made.host_bytes + (3 << 29), shared=False)
+    check(settings, made.host_bytes + (3 << 29), **shared)
     with pytest.raises(ConfigError, match="host pages 20.0"):
-        check_memory(made, settings, made.host_bytes, shared=False)
-
-
-def test_every_rank_on_the_machine_counts():
-    settings = config(host_gb=20)
-    made = plan(settings)
-    one = made.host_bytes + made.digest_bytes + made.input_bytes + made.resident_bytes
-    check_memory(made, settings, 2 * one + (1 << 30), ranks=2)
-    with pytest.raises(ConfigError, match="on each of 4 ranks"):
-        check_memory(made, settings, 2 * one + (1 << 30), ranks=4)
+        check(settings, made.host_bytes, **shared)
 
 
 def test_what_the_worker_needs_beside_the_pages_is_counted():
@@ -210,11 +240,14 @@ def test_what_the_worker_needs_beside_the_pages_is_counted():
         ("ring", 64, made.worker.ring_bytes),
         ("partial results", 8, 849_346_560),
     )
-    needed = made.host_bytes + made.hint_bytes + made.worker.total_bytes + HEADROOM_BYTES
-    check_memory(made, settings, needed, shared=False)
+    of_arena = made.host_bytes + made.worker.ring_bytes
+    assert of_arena <= made.arena_bytes < of_arena + 2**21
+    needed = made.arena_bytes + made.hint_bytes + made.worker.partial_bytes + HEADROOM_BYTES
+    sizes = {"shared": False, "plans": {"max_batch": 64, "node_cpus": [36]}}
+    check(settings, needed, **sizes)
     with pytest.raises(ConfigError) as caught:
-        check_memory(made, settings, needed - 1, shared=False)
-    for part in ("ring 0.1", "partial results 0.79 GiB", "--max-running-requests (64)"):  # fmt: skip
+        check(settings, needed - 1, **sizes)
+    for part in ("ring 0.1", "partial results 0.79 GiB"):
         assert part in str(caught.value)
 
 

@@ -19,12 +19,14 @@ from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.memory import plan_memory, plan_worker
+from sglang_scout.engine.memory import arena_of, arena_sizes, plan_memory, plan_worker
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import policies
+from sglang_scout.worker import host_memory
+from sglang_scout.worker.arena_fits import pool_fits, pool_has
 
 hooks = pytest.importorskip("sglang_scout.plugin.decode_hooks", reason="needs SGLang")
-from sglang_scout.plugin import host_size, prefill_hooks  # noqa: E402
+from sglang_scout.plugin import deployment, host_size, prefill_hooks  # noqa: E402
 from sglang_scout.plugin import ranks as ranks_module  # noqa: E402
 from sglang_scout.plugin.line import VERSION  # noqa: E402
 
@@ -92,6 +94,31 @@ def test_the_default_is_half_of_the_node_that_the_pages_are_bound_to(monkeypatch
     worker = plan_worker(config, SHAPE, 64, 40960, [PER_NODE]).total_bytes
     got = size(monkeypatch, available=100 << 30, nodes=1)
     assert got == ((40 << 30) - worker) // 2
+
+
+def fake_pool(monkeypatch, folder, gib):
+    """Of a machine on which all of it is free."""
+    pool = folder / host_memory.POOL
+    pool.mkdir(parents=True, exist_ok=True)
+    for name in ("free", "nr"):
+        (pool / f"{name}_hugepages").write_text(f"{gib * 512}\n")
+    monkeypatch.setattr(host_memory, "_SYS_MM", folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pool_of_huge_pages_is_the_default_if_it_was_made_for_that(monkeypatch, tmp_path, ranks):
+    """Of 512 GiB, 100 of which are outside of the pool of 400."""
+    page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
+    fake_pool(monkeypatch, tmp_path, 400)
+    got = size(monkeypatch, available=100 << 30, ranks=ranks)
+    config = parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048)
+    sizes = arena_sizes(config, SHAPE, 64, 40960, 2)
+    arena = arena_of(config, SHAPE, got // page_bytes + 1, sizes)
+    assert pool_has(arena, arenas=ranks)
+    more = dataclasses.replace(arena, num_pages=arena.num_pages + 1)
+    assert not pool_fits(more, arenas=ranks), "all of it"
+    fake_pool(monkeypatch, tmp_path, 10)
+    assert size(monkeypatch, available=100 << 30) > 40 << 30, "somebody else's"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -177,6 +204,15 @@ def test_no_room_for_the_worker(monkeypatch):
         assert part in str(caught.value)
 
 
+def test_a_size_that_nothing_can_hold_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(deployment, "available_bytes", lambda: 100 << 30)
+    config = parse_config(policy="scout", policies={"scout": {}}, host_gb=400)
+    with pytest.raises(ConfigError, match="--kv-offload-host-gb 400: only 100.0 GiB .*MEMORY_GB=N"):
+        deployment._check_memory(config)
+    fake_pool(monkeypatch, tmp_path, 401)
+    deployment._check_memory(config)
+
+
 @pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("policy", policies())
 def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, policy, kv):
@@ -211,3 +247,8 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
     monkeypatch.setattr(hooks.adapter, "pool_sizes", lambda runner: (8 * 8192, 8))
     hooks.around_init_pools(lambda runner: None, runner)
     assert planned == [said.memory]
+    # With the flag that it says, the arena takes the huge pages that it says.
+    pages = int(said.host_gib * 2**30) // said.server.kv_bytes_per_page
+    monkeypatch.setattr(hooks.adapter, "pool_sizes", lambda runner: (32 * pages, 8))
+    hooks.around_init_pools(lambda runner: None, runner)
+    assert planned[1].arena_bytes == said.huge_pages * host_memory.HUGE_PAGE_BYTES

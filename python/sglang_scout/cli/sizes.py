@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def huge_pages(self) -> int:
-        """Pages of 2 MiB that the arena of a server with that flag takes."""
+        """Pages of 2 MiB that the arena of a server with that flag takes on one NUMA node."""
         num_pages = int(self.host_gib * GIB) // self.server.kv_bytes_per_page + 1
         memory = self.server.memory(max(self.requests, 1), num_pages)
         return -(-memory.arena_bytes // HUGE_PAGE_BYTES)
