@@ -23,7 +23,7 @@ from sglang_scout.engine.memory import arena_of, arena_sizes, plan_memory, plan_
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import policies
 from sglang_scout.worker import host_memory
-from sglang_scout.worker.arena_fits import pool_fits, pool_has
+from sglang_scout.worker.arena_fits import pool_fits, pool_lacks
 
 hooks = pytest.importorskip("sglang_scout.plugin.decode_hooks", reason="needs SGLang")
 from sglang_scout.plugin import deployment, host_size, prefill_hooks  # noqa: E402
@@ -114,7 +114,7 @@ def test_a_pool_of_huge_pages_is_the_default_if_it_was_made_for_that(monkeypatch
     config = parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048)
     sizes = arena_sizes(config, SHAPE, 64, 40960, 2)
     arena = arena_of(config, SHAPE, got // page_bytes + 1, sizes)
-    assert pool_has(arena, arenas=ranks)
+    assert not pool_lacks(arena, arenas=ranks)
     more = dataclasses.replace(arena, num_pages=arena.num_pages + 1)
     assert not pool_fits(more, arenas=ranks), "all of it"
     fake_pool(monkeypatch, tmp_path, 10)

@@ -14,7 +14,7 @@ from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import arena as arena_module
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.arena_fits import pool_has
+from sglang_scout.worker.arena_fits import pool_fits, pool_lacks
 from sglang_scout.worker.ring import layout_of
 
 HUGE = 2 << 20
@@ -90,13 +90,13 @@ def test_a_pool_that_lacks_some_pages_says_what_fits(make_spec, machine, arenas)
     needed = arenas * huge_pages_of(spec)
     machine(needed - 10)
     with pytest.raises(ArenaError) as caught:
-        pool_has(spec, arenas=arenas)
+        pool_lacks(spec, arenas=arenas)
     text = str(caught.value)
     assert f"takes {needed} huge pages of 2 MiB, and {needed - 10} are free in the pool" in text
     assert f"sysctl vm.nr_hugepages={needed + 3}, or" in text
     page_bytes = 2 * spec.num_layers * spec.page_bytes
     pages = int(float(text.split("--kv-offload-host-gb ")[1]) * 2**30) // page_bytes // arenas + 1
-    assert pool_has(replace(spec, num_pages=pages), arenas=arenas)
+    assert pool_fits(replace(spec, num_pages=pages), arenas=arenas)
     beside = 10 * HUGE + arenas * (layout_of(spec).kv_offset + HUGE) + 2**21
     assert needed * HUGE - pages * arenas * page_bytes < beside, "it could not be much more"
 

@@ -23,7 +23,7 @@ from sglang_scout.plugin.pool import HostKVPool, build_pools
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.plugin.support import model_shape, rank_weights
 from sglang_scout.policy.base import Context, make_policy
-from sglang_scout.worker.arena_fits import pool_has
+from sglang_scout.worker.arena_fits import pool_lacks
 from sglang_scout.worker.host_memory import available_bytes, gib
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
     )
     on_cpu = torch.device(runner.device).type == "cpu"
     # Every rank reads both before any allocates.
-    in_pool = pool_has(plan_of(num_pages=num_pages).arena, arenas=ranks.size)
+    in_pool = not pool_lacks(plan_of(num_pages=num_pages).arena, arenas=ranks.size)
     available = ranks.least(available_bytes())
     plan = check_memory(
         lambda pages: plan_of(num_pages=pages),

@@ -26,7 +26,7 @@ from sglang_scout.worker.arena_fits import (
     check_fits,
     check_nodes_fit,
     describe,
-    pool_has,
+    pool_lacks,
 )
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
 from sglang_scout.worker.ring import Layout, layout_of, node_spans, read_header, write_header
@@ -262,7 +262,9 @@ def _take_from_pool(
     A mapping only reserves pages of the machine-wide pool. Whether they are on the nodes that it is bound
     to, and within cgroup limits, shows only when populated: on a later access it would be a SIGBUS.
     """
-    if not pool_has(spec, numa_nodes):
+    if short := pool_lacks(spec, numa_nodes):
+        if host_memory.free_pool_bytes():
+            logger.warning("arena: not of huge pages of the pool: %s", short)
         return None
     nbytes = layout.total_bytes
     try:

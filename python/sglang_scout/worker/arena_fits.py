@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -13,8 +12,6 @@ from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, LAST_RESORT, flag_gib, gib
 from sglang_scout.worker.ring import Layout, layout_of, node_spans
 from sglang_scout.worker.spec import ArenaSpec
-
-logger = logging.getLogger(__name__)
 
 
 def check_fits(spec: ArenaSpec, layout: Layout) -> None:
@@ -40,26 +37,24 @@ def most_pages(spec: ArenaSpec, fits: Callable[[ArenaSpec], bool]) -> int:
     return bisect_left(range(1, spec.num_pages), True, key=too_many)
 
 
-def pool_has(spec: ArenaSpec, numa_nodes: Sequence[int] = (), arenas: int = 1) -> bool:
-    """Whether the hugetlb pool has all pages of ``arenas`` such arenas, and on each of these nodes.
+def pool_lacks(spec: ArenaSpec, numa_nodes: Sequence[int] = (), arenas: int = 1) -> str:
+    """What the hugetlb pool lacks for ``arenas`` such arenas, on each of these nodes too; "" if it has all pages.
 
     Raises:
-        ArenaError: it has half of them: a pool that large was reserved for the arena.
+        ArenaError: it has half of them, not all: a pool that large was reserved for the arena.
     """
     of_pool = pool_demand(spec, numa_nodes, arenas)
     node = min(of_pool, key=lambda node: of_pool[node][1] / of_pool[node][0])
     needed, free, total = of_pool[node]
     if free >= needed:
-        return True
+        return ""
     where = "" if node is None else f" on NUMA node {node}"
     short = (
         f"{describe(spec, layout_of(spec))}{f' on each of {arenas} ranks' if arenas > 1 else ''} takes {needed} huge "
         f"pages of 2 MiB{where}, and {free} are free in the pool"
     )
     if 2 * free < needed:
-        if of_pool[None][1]:
-            logger.warning("arena: not of huge pages of the pool: %s", short)
-        return False
+        return short
     wanted = total + needed - free
     fix = f"sysctl vm.nr_hugepages={wanted}"
     if node is not None:
