@@ -188,7 +188,7 @@ def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
     assert most > 900 * of_64
     many = plan_of(model(), context_tokens=1, host_gib=2**30)
     assert many.offload.requests == 65536, "no more than the server takes"
-    with pytest.raises(ConfigError, match="--budget 1099511627776: max_pages=.*lower the budget"):
+    with pytest.raises(ConfigError, match="--budget 1099511627776: num_pages=.*lower the budget"):
         plan_of(model(), budget_tokens=2**40, context_tokens=2**40, host_gib=1)
 
 

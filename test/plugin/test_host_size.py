@@ -19,7 +19,7 @@ from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.memory import arena_of, arena_sizes, plan_memory, plan_worker
+from sglang_scout.engine.memory import arena_of, plan_memory, plan_worker
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import policies
 from sglang_scout.worker import host_memory
@@ -112,8 +112,7 @@ def test_a_pool_of_huge_pages_is_the_default_if_it_was_made_for_that(monkeypatch
     fake_pool(monkeypatch, tmp_path, 400)
     got = size(monkeypatch, available=100 << 30, ranks=ranks)
     config = parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048)
-    sizes = arena_sizes(config, SHAPE, 64, 40960, 2)
-    arena = arena_of(config, SHAPE, got // page_bytes + 1, sizes)
+    arena = arena_of(config, SHAPE, got // page_bytes + 1, 64, 40960, 2)
     assert not pool_lacks(arena, arenas=ranks)
     more = dataclasses.replace(arena, num_pages=arena.num_pages + 1)
     assert not pool_fits(more, arenas=ranks), "all of it"

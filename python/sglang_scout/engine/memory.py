@@ -117,6 +117,7 @@ def plan_memory(
         ConfigError: they do not fit; with the numbers.
     """
     size = shape.page_size
+    arena = arena_of(config, shape, num_pages, max_batch, context_tokens, len(node_cpus))
     budget_pages = most_pages(config, shape, context_tokens)
     of_step = bytes_of_step(config, shape, max_batch, context_tokens, route)
     if device_bytes is not None:
@@ -142,13 +143,8 @@ def plan_memory(
         digest_bytes=on_digests,
         input_bytes=on_inputs,
         resident_bytes=num_slots * page_bytes,
-        worker=plan_worker(config, shape, max_batch, context_tokens, node_cpus),
-        arena=arena_of(
-            config,
-            shape,
-            num_pages,
-            arena_sizes(config, shape, max_batch, context_tokens, len(node_cpus)),
-        ),
+        worker=worker_memory(arena, config.worker_threads_per_group, node_cpus),
+        arena=arena,
         step_bytes=of_step,
         context_bytes=int(num_pages * config.context_share) * page_bytes,
         hint_bytes=num_pages * hint_bytes(config, shape.num_layers),
@@ -271,12 +267,11 @@ def arena_sizes(
     }
 
 
-def arena_of(
-    config: OffloadConfig, shape: ModelShape, num_pages: int, sizes: dict[str, Any]
-) -> ArenaSpec:
-    """The arena of so many host pages, with ``sizes`` as of :func:`arena_sizes`."""
+def arena_of(config: OffloadConfig, shape: ModelShape, num_pages: int, *sizes: int) -> ArenaSpec:
+    """The arena of so many host pages; ``sizes``: the other arguments of :func:`arena_sizes`."""
     context_pages = int(num_pages * config.context_share) * shape.num_kv_heads
-    return ArenaSpec(num_pages=num_pages, context_pages=context_pages, **sizes)
+    fields = arena_sizes(config, shape, *sizes)
+    return ArenaSpec(num_pages=num_pages, context_pages=context_pages, **fields)
 
 
 def plan_worker(
@@ -287,8 +282,7 @@ def plan_worker(
     node_cpus: Sequence[int],
 ) -> WorkerMemory:
     """The worker's memory that does not depend on the number of pages; arguments as of :func:`plan_memory`."""
-    sizes = arena_sizes(config, shape, max_batch, context_tokens, len(node_cpus))
-    spec = ArenaSpec(num_pages=1, **sizes)
+    spec = arena_of(config, shape, 1, max_batch, context_tokens, len(node_cpus))
     return worker_memory(spec, config.worker_threads_per_group, node_cpus)
 
 

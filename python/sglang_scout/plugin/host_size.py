@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left
 from collections import Counter
 from typing import Any
 
@@ -14,7 +13,6 @@ from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import (
     LEAST_PAGES,
     arena_of,
-    arena_sizes,
     bytes_of_step,
     most_host_pages,
     plan_worker,
@@ -24,7 +22,7 @@ from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker import numa
-from sglang_scout.worker.arena_fits import pool_fits
+from sglang_scout.worker.arena_fits import most_pages, pool_fits
 from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes, free_pool_bytes
 
 logger = logging.getLogger(__name__)
@@ -51,7 +49,7 @@ def host_bytes(
         nodes, node_cpus = nodes_of_worker(runner, config)
         context = runner.model_config.context_len
         worker = plan_worker(config, shape, most_requests, context, node_cpus).total_bytes
-        sizes = arena_sizes(config, shape, most_requests, context, len(node_cpus))
+        sizes = most_requests, context, len(node_cpus)
         available = min(available_bytes(), _bound_bytes(nodes, ranks) or available_bytes())
         of_pool = ranks.least(_bytes_in_pool(config, shape, sizes, nodes, ranks.size))
         left = ranks.least(available - ranks.size * worker)
@@ -78,16 +76,12 @@ def host_bytes(
 
 
 def _bytes_in_pool(
-    config: OffloadConfig, shape: ModelShape, sizes: dict[str, Any], nodes: list[int], ranks: int
+    config: OffloadConfig, shape: ModelShape, sizes: tuple[int, ...], nodes: list[int], ranks: int
 ) -> int:
     """Bytes of the most pages, over all ranks, with which every rank's arena is in huge pages of the pool."""
-
-    def fits(pages: int) -> bool:
-        return pool_fits(arena_of(config, shape, pages, sizes), nodes, ranks)
-
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    most = range(1, free_pool_bytes() // page_bytes + 1)
-    pages = bisect_left(most, True, key=lambda pages: not fits(pages))
+    too_large = arena_of(config, shape, free_pool_bytes() // page_bytes + 2, *sizes)
+    pages = most_pages(too_large, lambda spec: pool_fits(spec, nodes, ranks))
     return ranks * max(pages - 1, 0) * page_bytes  # minus SGLang's padding page
 
 
