@@ -171,7 +171,9 @@ def test_metrics():
         }
 
 
-READS_VARIABLE = re.compile(r'(?:getenv\(|environ(?:ment)?(?:\.get)?[\[(]|\$\{)"?(SCOUT_\w+)')
+READS_VARIABLE = re.compile(
+    r'(?:getenv\(|environ(?:ment)?(?:\.get)?[\[(]|OVERRIDE = |\$\{)"?((?:SGLANG_)?SCOUT_(?!ROLE)\w+)'
+)
 
 
 def test_environment_variables():
