@@ -82,9 +82,11 @@ class DecodeServer(SingleServer):
     ) -> list[list[tuple[int, float]]]:
         """Greedy, all prompts in one call. Per prompt its tokens and their log-probabilities.
 
-        The first token of each is SGLang's placeholder for what a prefill server would have sent.
+        The first token of each is SGLang's placeholder for what a prefill server would have sent. What decoding begins
+        with is made of the request's id in some releases, so ids are the same in every call.
         """
-        payload = _payload(prompts, new_tokens, logprobs=True)
+        ids = [f"{len(prompts)}-{row}" for row in range(len(prompts))]
+        payload = _payload(prompts, new_tokens, logprobs=True) | {"rid": ids}
         answers = http_json(self.url + "/generate", payload, timeout_s=timeout_s)
         return [
             [(entry[1], entry[0]) for entry in answer["meta_info"]["output_token_logprobs"]]

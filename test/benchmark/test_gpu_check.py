@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import rows
+from benchmark import gpu_table, host_probe, rows
 from benchmark.kernels import gpu_kernels
 from benchmark.kernels.gpu_cases import Pools, cases
 from benchmark.server import gpu_server, speed
@@ -226,3 +226,66 @@ def test_both_calls_in_the_interpreter(tmp_path, call):
     assert all(row["rehearsal"] for row in found if row["benchmark"] == "gpu_decode")
     table = done.stdout.partition("every figure is of this call")[2]
     assert "SIMULATED: a host that holds 8 requests" in table and " x full" in table
+
+
+@pytest.mark.parametrize(
+    ("said", "refused", "host_gb"),
+    [
+        ("2.0 1\n118.0 20.0\n", False, 100.0),  # all that was asked for
+        ("2.0 1\n60.0 12.5\n", False, 100.0),  # the time was over, and there may be more
+        ("2.0 6.0\n4.0 13.0\n", False, 18.0),  # so slow that more would take too long
+        ("2.0 1\n62.0 9.0\n", True, 44.0),  # no more is there
+        ("", True, 1.0),
+    ],
+)
+def test_how_much_to_ask_for_is_what_the_machine_gave(monkeypatch, said, refused, host_gb):
+    grown = subprocess.CompletedProcess([], 0, stdout=said)
+    monkeypatch.setattr(host_probe.subprocess, "run", lambda *command, **_: grown)
+    writer = rows.Writer(None, rows.environment("host_probe"))
+    assert host_probe.host_pages_gb(writer, 118.0, 12.0) == host_gb
+    (row,) = writer.rows
+    assert row["refused"] == refused and row["after"]["MemTotal"] > 1
+
+
+@pytest.mark.usefixtures("populates")
+def test_a_process_takes_memory_in_steps_until_its_time_is_over():
+    words = "-m benchmark.host_probe --grow --most-gb 64 --seconds 0.01".split()
+    done = run(sys.executable, *words)
+    reached, seconds = map(float, done.stdout.split())
+    assert done.returncode == 0 and reached == 2.0 and seconds > 0.01
+
+
+def test_the_table_has_a_line_for_each_row_of_the_call_and_compares_rates(
+    tmp_path, capsys, monkeypatch
+):
+    shared = rows.environment("gpu_decode") | {
+        "device": "H100",
+        "model": "m",
+        "kv": "bfloat16",
+        "context": 64,
+    }
+    writer = rows.Writer(tmp_path / "rows.jsonl", shared)
+    timed = rows.summary([1000.0, 1001.0])
+    writer.add("full-ours", batch=2, tokens_per_s=100.0, bandwidth_share=0.9, **timed)
+    writer.add("full-flashinfer", batch=2, tokens_per_s=80.0, bandwidth_share=0.7, **timed)
+    shares = {"cpu_compute_ratio": 0.1, "wait_share": 0.02}
+    writer.add("scout", batch=9, tokens_per_s=450.0, cache="device", **shares, **timed)
+    writer.add(
+        "scout-simulated", batch=32, tokens_per_s=900.0, simulated="a host", **shares, **timed
+    )
+    writer.add("scout", "failed", "out of memory", batch=9, untimed=True)
+    writer.add(
+        "scout", batch=9, **{**timed, "tokens_per_s": 1.0, "time_utc": "2020-01-01T00:00:00"}
+    )
+    writer.close()
+    (tmp_path / "steps.jsonl").write_text(
+        '{"time_utc": "2999", "step": "decode", "skipped": "no time left"}\n'
+    )
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), "--since", "2026"])
+    assert gpu_table.main() == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == "H100: every figure is of this call" and len(lines) == 6
+    shown = "\n".join(lines)
+    assert "450 tok/s, 4.50 x full, cpu 10.0 %, wait 2.0 %" in shown
+    assert "9.00 x full" in shown and "SIMULATED: a host" in shown
+    assert "FAILED: out of memory" in shown and "SKIPPED: no time left" in shown
