@@ -80,6 +80,11 @@ def test_a_wait_acquires_and_is_bounded_by_the_clock(ptx):
     # In program 0 and in those that wait for it.
     assert code.count("ld.acquire.sys.global.s64") >= 4
     assert code.count("%globaltimer") >= 4
+    # Each loop sleeps before it polls again: once from its label to the branch back.
+    loops = re.findall(
+        r"^(\$L__BB\w+):(?:(?!^\$L__BB).)*?nanosleep.u32(.*?)bra(?:.uni)?\s+\1;", code, re.M | re.S
+    )
+    assert len(loops) == 2 and all("ld.acquire.sys" in rest for _, rest in loops)
     assert "ld.volatile.global.v4" in code
     assert "bar.sync" not in code  # one warp each
 

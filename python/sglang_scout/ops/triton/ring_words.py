@@ -44,6 +44,9 @@ if triton.knobs.runtime.interpret:
     def now_ns():
         return time.monotonic_ns()
 
+    def pause(ns):
+        time.sleep(ns.value * 1e-9)
+
     @triton.jit
     def load_acquire(word):
         return tl.atomic_add(word, 0, sem="acquire", scope="sys")
@@ -60,6 +63,18 @@ else:
     def now_ns():
         return tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def pause(ns):
+        """Suspend the warp for a time between 0 and twice ``ns``, a constant."""
+        tl.inline_asm_elementwise(
+            "{ nanosleep.u32 $1; mov.u32 $0, 0; }",
+            "=r,r",
+            [ns],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
     @triton.jit
