@@ -6,14 +6,17 @@ and a request's output depends on the pages' previous owners.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.stores import HostPages, as_words
+from sglang_scout.worker.host_memory import MOST_THREADS
 
 _NOISE_PAGES = 1021  # a prime: no period of a prompt's pages aligns with that of the noise
 
@@ -42,9 +45,15 @@ class DummyKV:
             torch.cuda.synchronize()  # a step of the pages' previous owner may still append to them
         seed = zlib.crc32(np.asarray(prompt, np.int64).tobytes())
         where = pages.tolist()
-        for layer, halves in enumerate(zip(self._host.k, self._host.v, strict=True)):
-            k, v = map(as_words, halves)
-            row = seed + 2 * layer
+
+        def fill_plane(job: tuple[torch.Tensor, int]) -> None:
+            plane, first = as_words(job[0]), job[1]
             for position, page in enumerate(where):
-                k[page] = self._noise[(row + position * 7) % _NOISE_PAGES]
-                v[page] = self._noise[(row + position * 7 + _NOISE_PAGES // 2) % _NOISE_PAGES]
+                plane[page] = self._noise[(first + position * 7) % _NOISE_PAGES]
+
+        first_k, first_v = seed, seed + _NOISE_PAGES // 2
+        jobs = [(plane, first_k + 2 * layer) for layer, plane in enumerate(self._host.k)]
+        jobs += [(plane, first_v + 2 * layer) for layer, plane in enumerate(self._host.v)]
+        threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+        with ThreadPoolExecutor(threads, "scout-noise") as pool:
+            list(pool.map(fill_plane, jobs))  # numpy copies a page without the GIL
