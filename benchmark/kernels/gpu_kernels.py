@@ -1,8 +1,9 @@
 """Every kernel on a CUDA device: checked against its reference, then its time and share of the bandwidth.
 
-    python -m benchmark.kernels.gpu_kernels --out FILE      check and time, a row per kernel and size
-    python -m benchmark.kernels.gpu_kernels --check-only    small sizes, nothing is timed (for sanitizers; in
-                                                    the interpreter with TRITON_INTERPRET=1 too)
+    python -m benchmark.kernels.gpu_kernels --out FILE      check and time, a row per kernel and size of a served step
+    python -m benchmark.kernels.gpu_kernels --check-only    every kernel at small sizes, nothing is timed (for
+                                                    sanitizers; with TRITON_INTERPRET=1 in the interpreter too)
+    ... --check-only --share I/N                    of these every N-th case from the I-th on, for N processes
 
 Bytes are the kernel's minimum memory traffic, as stated in its file, or, if pages come from the host, the bus
 traffic; scratch is not counted. A time is that of a CUDA graph of REPEATS calls on different pages, divided by
@@ -15,17 +16,81 @@ and write.
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
+import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from benchmark import device, rows
-from benchmark.kernels.gpu_cases import Case, D, G, Pools, S, cases
+from benchmark.kernels import gpu_cases
+from benchmark.kernels.gpu_pools import DTYPE, E4M3, E5M2, Case, D, G, Pools, S
 
-WARM_UP, SAMPLES = 5, 50
+WARM_UP, SAMPLES, ENOUGH_US, FEWEST = 2, 50, 300_000, 5
 FLUSH_BYTES, COPY_BYTES = 256 << 20, 512 << 20
+BUDGET_PAGES = 32  # the default
+SERVED = (9, 2048), (32, 2048), (1, 2048), (40, 512)
+"""Requests of a step and pages of each: as many of 64k tokens as 100 GiB of host memory hold and as 343 GB do, a single
+one, and short ones."""
+
+
+def check_cases(pools: Pools) -> Iterator[Case]:
+    """Every kernel of every policy except the ring's, which benchmark/ring runs; feasible in the interpreter too, where
+    a program takes a second."""
+    yield from (gpu_cases.scores(pools, 2, 40, bits) for bits in gpu_cases.SCORES)
+    yield from (gpu_cases.embedding_scores(pools, 2, 40, x) for x in (pools.means, pools.pilots))
+    yield gpu_cases.selection(pools, 2, 40, 8)
+    for kv in (DTYPE, E4M3, E5M2):
+        yield gpu_cases.attention(pools, 2, 3, 9, kv)
+        yield gpu_cases.appended(pools, 2, kv)
+    yield gpu_cases.attention(pools, 2, 3, 9, impl="flash")
+    yield gpu_cases.packed(pools, 2, 9)
+    on_cuda = pools.device == "cuda"
+    for source in ("device", "host") if on_cuda else ("device",):
+        yield from (gpu_cases.digests(pools, 3, source, kind) for kind in gpu_cases.BUILDS)
+        yield gpu_cases.copies(pools, 3, source)
+    if on_cuda:
+        yield gpu_cases.copies(pools, 3, "host", "memcpy")
+    yield from (gpu_cases.digests(pools, 3, "device", kind, E4M3) for kind in gpu_cases.BUILDS)
+    for heads in (pools.H, 1):
+        yield gpu_cases.staged(pools, 2 * pools.H // heads, 2, heads)
+    yield gpu_cases.merged(pools, 2)
+    yield gpu_cases.mass_changes(pools, 2, 3, 2)
+    yield from gpu_cases.predicted(pools, 2)
+    for kv in (DTYPE, E4M3):
+        yield from gpu_cases.window_weights(pools, 2, 3, kv)
+    yield gpu_cases.stamped(pools)
+
+
+def step_cases(pools: Pools, served: Sequence[tuple[int, int]]) -> Iterator[Case]:
+    """What a decode step of the default policy launches, at some numbers of requests and of pages of each, and
+    attention over every page, as stock does, where the pools have as many."""
+    for B, N in served:
+        yield gpu_cases.scores(pools, B, N, 2)
+        yield gpu_cases.selection(pools, B, N, BUDGET_PAGES)
+        for kv in (DTYPE, E4M3):
+            yield gpu_cases.attention(pools, B, BUDGET_PAGES, BUDGET_PAGES, kv)
+    B, N = max(served, key=lambda x: x[0] * x[1])
+    yield gpu_cases.scores(pools, B, N, 0)
+    yield gpu_cases.attention(pools, B, BUDGET_PAGES, BUDGET_PAGES, impl="flash")
+    for requests in (1, 4):
+        if requests * N <= pools.pages:
+            yield gpu_cases.attention(pools, requests, N, N)
+            yield gpu_cases.attention(pools, requests, N, N, impl="flash")
+    yield gpu_cases.packed(pools, B, BUDGET_PAGES)
+    yield from (gpu_cases.appended(pools, B, kv) for kv in (DTYPE, E4M3))
+    yield gpu_cases.merged(pools, B)
+    yield gpu_cases.mass_changes(pools, B, BUDGET_PAGES // 8, 2)
+    yield from gpu_cases.predicted(pools, B)
+    n = len(pools.layers("host").k[0])
+    for pages in (16, n // 2):
+        yield gpu_cases.copies(pools, pages, "host")
+        if pools.device == "cuda":
+            yield gpu_cases.copies(pools, pages, "host", "memcpy")
+    yield gpu_cases.digests(pools, n, "host", "2 bits")
 
 
 class Timer:
@@ -35,7 +100,7 @@ class Timer:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
     def samples_us(self, calls: list[Callable[[], object]], eager: bool = False) -> list[float]:
-        """Microseconds of one call, SAMPLES times."""
+        """Microseconds of one call, SAMPLES times, or fewer if they take long."""
         replay = (lambda: [call() for call in calls]) if eager else device.captured(
             lambda: [call() for call in calls]
         ).replay  # fmt: skip
@@ -49,6 +114,8 @@ class Timer:
             end.synchronize()
             if number >= WARM_UP:
                 samples.append(begin.elapsed_time(end) * 1e3 / len(calls))
+            if len(samples) >= FEWEST and sum(samples) * len(calls) > ENOUGH_US:
+                break
         return samples
 
 
@@ -79,12 +146,13 @@ def bandwidths(writer: rows.Writer, timer: Timer) -> dict[str, float]:
     return speed
 
 
-def add_row(writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Case) -> bool:
-    """Check and time a case; on failure returns False, with a row that says why."""
+def add_row(writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Case) -> list[str]:
+    """Check and time a case. Returns its line of the table."""
     fields = {"op": case.op, "bytes_moved": case.bytes_moved, **case.sizes}
+    name = [f"{case.op} {case.impl}", " ".join(f"{key}={x}" for key, x in case.sizes.items())]
     if case.absent:
         writer.add(case.impl, "absent", case.absent, **fields)
-        return True
+        return [*name, "absent", ""]
     try:
         if wrong := case.check():
             raise RuntimeError(wrong)
@@ -93,45 +161,67 @@ def add_row(writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Ca
             found["host_us"] = host_us(case.calls)
     except Exception as error:
         writer.add(case.impl, "failed", f"{type(error).__name__}: {error}", **fields)
-        print(f"{case.op:19} {case.sizes}: FAILED {error}", flush=True)
-        return False
+        print(f"{' '.join(name)}: FAILED {error}", flush=True)
+        return [*name, "FAILED", ""]
     reached = case.bytes_moved / found["median_us"]
     share = reached / speed[case.resource]
     fields |= {"resource": case.resource, "bandwidth_share": round(share, 4)}
     writer.add(case.impl, gb_per_s=round(reached / 1e3, 1), **fields, **found)
-    print(f"{case.op:19} {case.impl} {found['median_us']:9.2f} us {share:6.1%} of the {case.resource} {case.sizes}",
-          flush=True)  # fmt: skip
-    return True
+    line = [*name, f"{found['median_us']:.2f}", f"{share:.0%} of {case.resource}"]
+    print(*line, flush=True)
+    return line
 
 
 def measure(options: argparse.Namespace) -> int:
     torch.cuda.set_stream(torch.cuda.Stream())  # batched memcpy rejects the default one
-    pools = Pools("cuda", pages=16384, layers=8, heads=8)
+    pools = Pools("cuda", pages=8192, layers=4, heads=8)
     shared = rows.environment("gpu_kernels", ("torch", "triton"), cuda=True)
     shared |= {"device": torch.cuda.get_device_name(), "H": pools.H, "G": G, "D": D, "S": S}
     writer, timer = rows.Writer(options.out, shared, append=True), Timer()
+    gc.freeze()  # each capture collects garbage, among all objects of torch and Triton it takes a quarter of a second
     speed = bandwidths(writer, timer)
-    done = [add_row(writer, timer, speed, case) for case in cases(pools, small=False)]
+    lines = [add_row(writer, timer, speed, case) for case in step_cases(pools, SERVED)]
     writer.close()
-    return 0 if all(done) else 1
+    print(rows.markdown_table(("kernel", "sizes", "us", "of the bandwidth"), lines))
+    return int(any("FAILED" in line for line in lines))
 
 
-def check(device: str) -> int:
-    """Small sizes, results only."""
-    failed = 0
-    if device == "cuda":
+def check(device: str, share: tuple[int, int] = (0, 1)) -> int:
+    """Results only, at small sizes; on a device also in grids of many programs, at the sizes that `measure` compiles.
+
+    Every process makes the inputs of all cases, so that they do not depend on its share.
+    """
+    on_cuda, failed = device == "cuda", 0
+    every = check_cases(Pools(device, pages=64, layers=2, heads=8 if on_cuda else 2))
+    if on_cuda:
         torch.cuda.set_stream(torch.cuda.Stream())
-    for case in cases(
-        Pools(device, pages=64, layers=2, heads=2 if device == "cpu" else 8), small=True
-    ):
+        wide = Pools(device, pages=9 * 2048 // 8, layers=4, heads=8)
+        every = itertools.chain(every, step_cases(wide, ((1, 2048), (9, 2048))))
+    for case in itertools.islice(every, share[0], None, share[1]):
         wrong = "" if case.absent else case.check()
         failed += bool(wrong)
         said = f"absent, {case.absent}" if case.absent else wrong or "equal"
         print(f"{case.op:19} {case.impl} {case.sizes}: {said}", flush=True)
-    if device == "cuda":
+    if on_cuda:
         torch.cuda.synchronize()
     return 1 if failed else 0
 
 
+def parsed_share(text: str) -> tuple[int, int]:
+    """I and N of "I/N". Raises ArgumentTypeError."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N - 1, e.g. 0/4")
+    return int(index), int(count)
+
+
+def add_share(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--share", type=parsed_share, default=(0, 1), metavar="I/N")
+
+
 if __name__ == "__main__":
-    sys.exit(device.run(__doc__, check, measure))
+    shares = argparse.ArgumentParser(add_help=False)
+    add_share(shares)
+    share = shares.parse_known_args()[0].share
+    checked = functools.partial(check, share=share)
+    sys.exit(device.run(__doc__, checked, measure, add_options=add_share))

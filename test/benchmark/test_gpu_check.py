@@ -15,7 +15,7 @@ import torch
 
 from benchmark import gpu_table, host_probe, rows
 from benchmark.kernels import gpu_kernels
-from benchmark.kernels.gpu_cases import Pools, cases
+from benchmark.kernels.gpu_pools import Pools
 from benchmark.server import gpu_server, speed
 from sglang_scout.ops import triton
 
@@ -52,16 +52,32 @@ def test_every_kernel_has_a_case_and_equals_its_reference(monkeypatch, capsys):
         return launch(executor, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", noted)
-    assert gpu_kernels.check("cpu") == 0
+    assert [gpu_kernels.check("cpu", (i, 3)) for i in range(3)] == [0, 0, 0]
     lines = capsys.readouterr().out.splitlines()
     assert all(
         line.endswith((": equal", "absent, k is on cpu; flash supports cuda")) for line in lines
     )
     of_the_ring = {"post_kernel", "merge_answer_kernel"}
     assert launched | of_the_ring == kernels() and not launched & of_the_ring
-    for case in cases(Pools("cpu", pages=64, layers=2, heads=2), small=True):
+    every = list(gpu_kernels.check_cases(Pools("cpu", pages=64, layers=2, heads=2)))
+    assert len(lines) == len(every)
+    for case in every:
         if not case.absent:
             case.calls[-1]()  # the timed calls run too
+
+
+@without_a_device
+@pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
+def test_what_is_timed_equals_its_reference_at_sizes_that_the_interpreter_can_do(monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "BUDGET_PAGES", 8)
+    pools = Pools("cpu", pages=64, layers=2, heads=1)
+    done = [case for case in gpu_kernels.step_cases(pools, ((1, 16), (2, 16))) if not case.absent]
+    assert [case.check() for case in done] == [""] * len(done)
+    for case in done:
+        case.calls[-1]()
+    # Attention over every page of one request and of four.
+    wide = {(x.sizes["B"], x.sizes["resident"]) for x in done if x.op == "attend_pages"}
+    assert wide == {(1, 8), (2, 8), (1, 16), (4, 16)}
 
 
 @without_a_device
@@ -69,7 +85,7 @@ def test_every_kernel_has_a_case_and_equals_its_reference(monkeypatch, capsys):
 def test_cases_that_depend_on_heads_equal_theirs_with_as_many_as_on_a_device():
     of_heads = [
         case
-        for case in cases(Pools("cpu", pages=64, layers=2, heads=8), small=True)
+        for case in gpu_kernels.check_cases(Pools("cpu", pages=64, layers=2, heads=8))
         if case.op == "stage_pages"
     ]
     assert len(of_heads) == 2 and all(case.check() == "" for case in of_heads)
