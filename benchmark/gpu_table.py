@@ -32,6 +32,14 @@ def key(row: rows.Row) -> tuple[Any, ...]:
     )
 
 
+def variant(row: rows.Row) -> str:
+    """What a row of co-attention differs in from the others."""
+    words = [f"{row['cache']} cache"] if "cache" in row else []
+    words += ["no pre-computation"] if row.get("precompute") is False else []
+    words += [f"recall {row['recall']}"] if row.get("recall", "adaptive") != "adaptive" else []
+    return ", ".join([*words, *(["again"] if row.get("repeat") else [])])
+
+
 def speed(found: list[rows.Row]) -> Iterator[Line]:
     """Decode steps and servers."""
     rates = [r for r in found if "tokens_per_s" in r]
@@ -42,11 +50,7 @@ def speed(found: list[rows.Row]) -> Iterator[Line]:
     }
     for row in rates:
         what = row.get("server", row["impl"]) + (", rehearsal" if row.get("rehearsal") else "")
-        size = f"{row.get('kv', '')} {row['context']} x {row['batch']}"
-        if not row["impl"].startswith(BASELINES):
-            size += "".join(
-                f", {k}={row[k]}" for k in ("cache", "precompute", "recall", "repeat") if k in row
-            )
+        size = f"{row.get('kv', '')} {row['context']} x {row['batch']} {variant(row)}"
         parts = [f"{row['median_us'] / 1e3:.2f} ms", f"{row['tokens_per_s']:,.0f} tok/s"]
         if base := full.get(key(row)):
             parts.append(f"{row['tokens_per_s'] / base:.2f} x full")
@@ -79,7 +83,7 @@ def other(row: rows.Row) -> Line | None:
             "threads",
             "gb_per_s",
         )
-        return row["impl"], "", ", ".join(f"{k} {row[k]}" for k in named if k in row)
+        return f"host {row['impl']}", "", ", ".join(f"{k} {row[k]}" for k in named if k in row)
     if "check" in row:
         return row["check"], row.get("server", ""), "ok"
     if row["benchmark"] == "gpu_ring":
