@@ -110,10 +110,12 @@ MAY_BE_CUT=no RESERVED_S=0
 
 benchmark() { step "$1" "$2" "$PYTHON" -m "benchmark.$3" "${@:4}"; }
 
+prewarm() { [ -n "${REHEARSE:-}" ] || benchmark prewarm 60 server.prewarm; }
+
 # The checks of servers, which mostly wait for other programs, beside those of kernels and steps.
 servers() {
     local failed=0
-    benchmark prewarm 60 server.prewarm || failed=1
+    prewarm || failed=1
     benchmark servers 110 server.gpu_server --out "$OUT/rows.jsonl" --logs "$LOGS" "${SERVER[@]}" || failed=1
     [ -n "${REHEARSE:-}" ] ||
         benchmark speed-rehearsal 110 server.gpu_server --out "$OUT/rows.jsonl" --logs "$LOGS" --rehearse || failed=1
@@ -148,7 +150,7 @@ figures() {
     local -a decode=(decode.gpu_decode --out "$OUT/rows.jsonl" --host-gb "$HOST_GB")
     local -a server=(server.gpu_server --out "$OUT/rows.jsonl" --logs "$LOGS" --speed --host-gb "$HOST_GB")
     [ -z "${REHEARSE:-}" ] || decode+=(--rehearse)
-    benchmark prewarm 45 server.prewarm || FAILED=1
+    prewarm || FAILED=1
     MAY_BE_CUT=yes
     benchmark decode 230 "${decode[@]}" || FAILED=1
     [ -n "${REHEARSE:-}" ] || benchmark speed 190 "${server[@]}" || FAILED=1
