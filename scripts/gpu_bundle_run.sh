@@ -1,25 +1,38 @@
 #!/usr/bin/env bash
 # Runs scripts/gpu_check.sh of a bundle; scripts/gpu_bundle.sh packs this file as run.sh.
 #
-#   bash run.sh RESULTS [day-1|day-2|day-3]
+#   bash run.sh RESULTS first|figures
 #
-# RESULTS gets the output of gpu_check.sh. The first call unpacks and builds in ${TMPDIR:-/tmp}/scout-COMMIT-*;
-# later ones start directly there, with Triton's kernels cached.
-# Variables: PYTHON (with torch and Triton; python3) and those of gpu_check.sh. SECONDS_LIMIT (570) includes the preparation;
-# set it 30 s below the caller's time limit.
+# RESULTS gets the output of gpu_check.sh. The first call unpacks in ${TMPDIR:-/tmp}/scout-COMMIT-*; later ones start
+# directly there, with Triton's kernels cached.
+# Variables: PYTHON (with torch and Triton; python3) and those of gpu_check.sh. SECONDS_LIMIT (230 for first, 440 for
+# figures) includes the preparation; set it 30 s below the caller's time limit.
 set -euo pipefail
 shopt -s nullglob
 
-[ $# = 1 ] || [ $# = 2 ] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64; }
+case "$#:${2:-}" in
+    2:first) LIMIT_S=230 ;;
+    2:figures) LIMIT_S=440 ;;
+    *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64 ;;
+esac
 mkdir -p "$1"
 RESULTS="$(cd "$1" && pwd)"
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 COMMIT="$(cat "$HERE/commit")"
-WORK="${TMPDIR:-/tmp}/scout-$COMMIT-$(cksum <"$HERE/tree.tar.gz" | cut -d' ' -f1)"
+WORK="${TMPDIR:-/tmp}/scout-$COMMIT-$(cksum <"$HERE/tree.tar.xz" | cut -d' ' -f1)"
 export PYTHON="${PYTHON:-python3}"
 
-# Fail in the first second, not when the first kernel fails to compile.
-"$PYTHON" - "$HERE/needs" <<'PYTHON' || exit 2
+# What the host pages of a large model need. The memory of a virtual machine may start small and grow with use.
+grep -E '^(MemTotal|MemAvailable|HugePages_Total)' /proc/meminfo | sed 's/^/run: /'
+awk '/^Node/ { zone = $0 } $1 ~ /^(present|managed)$/ && $2 { print "run: " zone, $1, $2 / 256, "MiB" }' /proc/zoneinfo
+SHMEM_HUGE="${SHMEM_HUGE:-/sys/kernel/mm/transparent_hugepage/shmem_enabled}"
+{ echo advise >"$SHMEM_HUGE"; } 2>/dev/null || echo "run: $SHMEM_HUGE could not be set to advise"
+ulimit -l unlimited 2>/dev/null || true
+echo "run: huge pages for shared memory: $(cat "$SHMEM_HUGE" 2>/dev/null || true); may lock (KiB): $(ulimit -l)"
+
+# Fail in the first seconds, not when the first kernel fails to compile.
+check() {
+    "$PYTHON" - "$HERE/needs" <<'PYTHON'
 import importlib
 import platform
 import sys
@@ -40,70 +53,68 @@ wrong = [
     if there(name).split(".")[:2] != needed.split(".")[:2]
 ]
 if wrong:
-    sys.exit(
-        f"run: {sys.executable}: {'; '.join(wrong)}. Set PYTHON to another, or pack a bundle for this one "
-        "(TARGET, TORCH, TRITON of scripts/gpu_bundle.sh)"
-    )
-PYTHON
-"$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' ||
-    { echo "run: $PYTHON sees no CUDA device; set PYTHON to one that does" >&2; exit 2; }
+    wrong = f"{'; '.join(wrong)}. Set PYTHON to another, or pack a bundle from a .venv with these"
+else:
+    import torch
 
-# Unpacked by Python, as tar may lack xz; and only wheels of packages that this Python lacks.
-unpack() {
-    "$PYTHON" - "$HERE" "$WORK" <<'PYTHON'
+    wrong = "" if torch.cuda.is_available() else "sees no CUDA device; set PYTHON to one that does"
+sys.exit(f"run: {sys.executable}: {wrong}" if wrong else 0)
+PYTHON
+}
+
+# By Python, as tar may lack xz. Without bytecode the first server would compile thousands of files one by one.
+prepare() {
+    rm -rf "$WORK"
+    mkdir -p "$WORK/tree" "$WORK/site" "$WORK/logs"
+    "$PYTHON" - "$HERE" "$WORK" <<'PYTHON' &&
+import os
 import sys
 import tarfile
-from importlib.metadata import PackageNotFoundError, version
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 here, work = map(Path, sys.argv[1:])
-for pattern, folder in (("tree.tar.gz", "tree"), ("site.tar.*", "site")):
-    (work / folder).mkdir()
-    for path in here.glob(pattern):
-        with tarfile.open(path) as archive:
-            archive.extractall(work / folder, filter="data")
-for wheel in (here / "wheels").glob("*.whl"):
-    try:
-        version(wheel.name.partition("-")[0])
-    except PackageNotFoundError:
-        print(wheel)
+
+
+def unpack(path):
+    with tarfile.open(path) as archive:
+        archive.extractall(work / path.name.partition(".")[0].partition("-")[0], filter="data")
+
+
+with ProcessPoolExecutor(os.cpu_count()) as pool:
+    list(pool.map(unpack, here.glob("*.tar.xz")))
 PYTHON
+        { "$PYTHON" -m compileall -q -j 0 "$WORK/site" "$WORK/tree" >"$WORK/logs/compileall.log" 2>&1 || true; }
 }
 
-prepare() {
-    local wheels
-    rm -rf "$WORK"
-    mkdir -p "$WORK"
-    mapfile -t wheels < <(unpack)
-    [ "${#wheels[@]}" = 0 ] || "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile \
-        --target "$WORK/site" "${wheels[@]}"
-    # Otherwise the first server start would compile thousands of files one by one.
-    "$PYTHON" -m compileall -q -j "$(nproc)" "$WORK/site" "$WORK/tree/python" >"$WORK/compileall.log" 2>&1 || true
-    touch "$WORK/ready"
-}
-
-build_native() {
-    rm -rf "$WORK/built" "$WORK/tree/build" # CMake would keep the previously detected compiler
+build_native() { # where the carried module does not load
+    rm -rf "$WORK/built"
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$WORK/built" "$WORK/tree" \
-        >"$WORK/native.log" 2>&1 &&
-        cp "$WORK"/built/sglang_scout/_native*.so "$WORK/tree/python/sglang_scout/" &&
-        cp -r "$WORK"/built/sglang_scout-*.dist-info "$WORK/site/" # SGLang finds the plugin by its entry point
+        >"$WORK/logs/native.log" 2>&1 &&
+        cp "$WORK"/built/sglang_scout/_native*.so "$WORK/tree/python/sglang_scout/"
 }
+
+if [ ! -e "$WORK/ready" ]; then
+    check & checked=$!
+    prepare & prepared=$!
+    wait "$checked" || { wait "$prepared" || true; rm -rf "$WORK"; exit 2; }
+    wait "$prepared"
+    touch "$WORK/ready"
+fi
 
 export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
 export BENCHMARK_COMMIT="$COMMIT" # rows name it; there is no repository here
-export TRITON_CACHE_DIR="$WORK/triton" LOGS="$WORK/logs"
+export LOGS="$WORK/logs" TRITON_CACHE_DIR="$WORK/triton"
+export TVM_FFI_CACHE_DIR="$WORK/site/tvm-ffi" FLASHINFER_WORKSPACE_BASE="$WORK"
 # SGLang compiles kernels against the toolkit it detects, wrongly if nvcc on the PATH is a symlink.
 [ -n "${CUDA_HOME:-}" ] || [ ! -d /usr/local/cuda ] || export CUDA_HOME=/usr/local/cuda
 
-[ -e "$WORK/ready" ] || prepare
-native=("$WORK"/tree/python/sglang_scout/_native*.so)
-if [ "${#native[@]}" = 0 ] && ! build_native; then
+if ! PYTHONPATH="$WORK/tree/python" "$PYTHON" -c 'import sglang_scout._native' 2>"$LOGS/native.log" && ! build_native; then
     echo "run: no native module (needs nanobind, scikit-build-core, cmake and a compiler); what needs it is skipped"
-    tail -n 40 "$WORK/native.log"
+    tail -n 40 "$LOGS/native.log"
 fi
-mkdir -p "$LOGS"
-cp "$WORK/native.log" "$LOGS/" 2>/dev/null || true
+# Beside the first steps: servers wait for what it compiles, and usually it finds all.
+(cd "$WORK/tree" && exec nice "$PYTHON" -m benchmark.server.prewarm) >"$LOGS/prewarm.log" 2>&1 &
 echo "run: $WORK is ready after $SECONDS s"
-export SECONDS_LIMIT=$((${SECONDS_LIMIT:-570} - SECONDS))
-exec "$WORK/tree/scripts/gpu_check.sh" "$RESULTS" "${@:2}"
+export SECONDS_LIMIT=$((${SECONDS_LIMIT:-$LIMIT_S} - SECONDS))
+exec "$WORK/tree/scripts/gpu_check.sh" "$RESULTS" "$2"

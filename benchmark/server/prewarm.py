@@ -1,0 +1,113 @@
+"""The C++ and CUDA modules that SGLang and FlashInfer compile at first use, found or compiled before a server asks.
+
+    python -m benchmark.server.prewarm               for the CUDA device of this machine
+    python -m benchmark.server.prewarm --arch 9.0    on a machine without a device: for a bundle
+
+SGLang compiles them one after the other, 12 to 20 s each and a minute or two for FlashInfer's attention; here they are
+compiled at once. They are looked for, and left, where servers look: TVM_FFI_CACHE_DIR (SGLang; by the hash of the
+sources), FlashInfer's ``data/aot``, and FLASHINFER_WORKSPACE_BASE. Prints one line. What fails is left to the server,
+so the exit status is 0, except with --arch, where nobody would compile it later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+BF16, FP8, INT32, INT64 = "torch.bfloat16", "torch.float8_e4m3fn", "torch.int32", "torch.int64"
+HEAD_DIM = 128
+KV_ROW_BYTES = (2048, 1024, 512, 256)
+"""K of a token in a layer: 8 KV heads of Qwen3-8B and 14B in bf16 and fp8, 2 of the small model of the checks."""
+PREFILL = (
+    HEAD_DIM,
+    HEAD_DIM,
+    0,
+    False,
+    False,
+    False,
+)  # both head sizes, no RoPE, window, soft cap, fp16 QK
+
+# What a decode server of dense Qwen3 models in bf16 builds, as (module, function, arguments), longest first.
+MODULES = [
+    # FlashInfer's decode wrapper with tensor cores, which SGLang chooses from 4 query heads per KV head, or for fp8.
+    ("flashinfer.jit.attention", "gen_batch_prefill_module", ("fa2", BF16, BF16, BF16, INT32, *PREFILL)),
+    ("flashinfer.jit.attention", "gen_batch_prefill_module", ("fa2", BF16, FP8, BF16, INT32, *PREFILL)),
+    ("sglang.jit_kernel.activation", "_jit_activation_module", (BF16,)),
+    ("sglang.jit_kernel.rope", "_jit_fused_rope_module", (True, HEAD_DIM, BF16)),
+    ("sglang.jit_kernel.norm", "_jit_qknorm_module", (HEAD_DIM, BF16)),
+    *(("sglang.jit_kernel.kvcache", "_jit_kvcache_module", (size,)) for size in KV_ROW_BYTES),
+    ("sglang.jit_kernel.clamp_position", "_jit_clamp_position_module", (INT64,)),
+]  # fmt: skip
+
+# In a process of its own: this one imports no sglang.
+BUILD = """
+import contextlib, importlib, json, os, sys, time
+
+start = time.monotonic()
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from flashinfer.jit import JitSpec, env
+from sglang.jit_kernel import utils
+
+def libraries():
+    folders = Path(os.environ.get("TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi")).expanduser(), env.FLASHINFER_JIT_DIR
+    return {path for folder in folders for path in folder.rglob("*.so")}
+
+def load(spec):  # of FlashInfer
+    path = spec.get_library_path()
+    try:
+        if path.exists():
+            return spec.load(path)
+    except Exception:
+        path.unlink()  # was carried here; a server would not replace it
+    spec.build_and_load()
+
+def build(name, function, arguments):
+    values = [getattr(torch, x[6:]) if str(x).startswith("torch.") else x for x in arguments]
+    try:
+        made = getattr(importlib.import_module(name), function)(*values)
+        if isinstance(made, JitSpec):
+            load(made)
+    except Exception as error:
+        return f"{function}{tuple(arguments)}: {type(error).__name__}: {error}"[-2000:]
+
+arch, modules = json.load(sys.stdin)
+for name in dict.fromkeys(name for name, _, _ in modules):  # not in threads: they import each other
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+before = libraries()
+with utils.override_jit_cuda_arch(*map(int, arch.split("."))) if arch else contextlib.nullcontext():
+    with ThreadPoolExecutor(len(modules)) as pool:
+        failed = [said for said in pool.map(lambda module: build(*module), modules) if said]
+built = len(libraries() - before)
+if failed:
+    print(*failed, sep="\\n", file=sys.stderr)
+print(f"prewarm: {len(modules) - built - len(failed)} modules found, {built} built, {len(failed)} failed, "
+      f"{time.monotonic() - start:.0f} s")
+sys.exit(bool(failed) and bool(arch))
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", help="compute capability, as 9.0; default: that of the device")
+    options = parser.parse_args(argv)
+    environment = dict(os.environ)
+    if options.arch:
+        environment["FLASHINFER_CUDA_ARCH_LIST"] = options.arch
+        environment["TVM_FFI_CUDA_ARCH_LIST"] = options.arch
+    work = json.dumps([options.arch, MODULES])
+    return subprocess.run(
+        [sys.executable, "-c", BUILD], input=work, text=True, env=environment
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
