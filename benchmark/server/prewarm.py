@@ -51,8 +51,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from flashinfer.jit import JitSpec, env
-from sglang.jit_kernel import utils
+
+arch, modules = json.load(sys.stdin)
+try:
+    from flashinfer.jit import JitSpec, env
+    from sglang.jit_kernel import utils
+except ImportError as error:  # another SGLang
+    print(f"prewarm: nothing done: {error}")
+    sys.exit(bool(arch))
 
 def libraries():
     folders = Path(os.environ.get("TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi")).expanduser(), env.FLASHINFER_JIT_DIR
@@ -76,7 +82,6 @@ def build(name, function, arguments):
     except Exception as error:
         return f"{function}{tuple(arguments)}: {type(error).__name__}: {error}"[-2000:]
 
-arch, modules = json.load(sys.stdin)
 for name in dict.fromkeys(name for name, _, _ in modules):  # not in threads: they import each other
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
