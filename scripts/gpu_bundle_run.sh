@@ -4,7 +4,8 @@
 #   bash run.sh RESULTS first|figures
 #
 # RESULTS gets the output of gpu_check.sh. The first call unpacks in ${TMPDIR:-/tmp}/scout-COMMIT-*; later ones start
-# directly there, with Triton's kernels cached.
+# directly there, with Triton's kernels cached. RESULTS also gets triton-cache.tar.xz: copied into this folder, it saves a
+# call on another machine from compiling them again.
 # Variables: PYTHON (with torch and Triton; python3) and those of gpu_check.sh. SECONDS_LIMIT (230 for first, 440 for
 # figures) includes the preparation; set it 30 s below the caller's time limit.
 set -euo pipefail
@@ -104,7 +105,11 @@ fi
 
 export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
 export BENCHMARK_COMMIT="$COMMIT" # rows name it; there is no repository here
-export LOGS="$WORK/logs" TRITON_CACHE_DIR="$WORK/triton"
+export LOGS="$WORK/logs"
+# Triton's cache has absolute paths: the same ones in each bundle, so that one call can use what another compiled.
+mkdir -p "$WORK/triton"
+ln -sfn "$WORK/triton" "${TMPDIR:-/tmp}/scout-triton"
+export TRITON_CACHE_DIR="${TMPDIR:-/tmp}/scout-triton" TRITON_STORE_BINARY_ONLY=1
 export TVM_FFI_CACHE_DIR="$WORK/site/tvm-ffi" FLASHINFER_WORKSPACE_BASE="$WORK"
 # SGLang compiles kernels against the toolkit it detects, wrongly if nvcc on the PATH is a symlink.
 [ -n "${CUDA_HOME:-}" ] || [ ! -d /usr/local/cuda ] || export CUDA_HOME=/usr/local/cuda
@@ -113,8 +118,6 @@ if ! PYTHONPATH="$WORK/tree/python" "$PYTHON" -c 'import sglang_scout._native' 2
     echo "run: no native module (needs nanobind, scikit-build-core, cmake and a compiler); what needs it is skipped"
     tail -n 40 "$LOGS/native.log"
 fi
-# Beside the first steps: servers wait for what it compiles, and usually it finds all.
-(cd "$WORK/tree" && exec nice "$PYTHON" -m benchmark.server.prewarm) >"$LOGS/prewarm.log" 2>&1 &
 echo "run: $WORK is ready after $SECONDS s"
 export SECONDS_LIMIT=$((${SECONDS_LIMIT:-$LIMIT_S} - SECONDS))
 exec "$WORK/tree/scripts/gpu_check.sh" "$RESULTS" "$2"

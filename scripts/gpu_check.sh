@@ -8,9 +8,10 @@
 #                                          full attention, of a server beside stock SGLang at 32k; fp8; kernels
 #
 # OUTDIR gets rows.jsonl (each row names its benchmark and device; format: benchmark/rows.py), steps.jsonl (a row per
-# step: exit status, or why it was skipped) and logs.tar.gz. Rows are written as soon as they are measured, behind those
-# of earlier calls. The last thing printed is a table of this call. Exit status 0 if all steps passed, 1 if one failed or
-# did not run, 2 without a CUDA device. A measurement that its time cut short keeps the rows that it has, and passes.
+# step: exit status, or why it was skipped), logs.tar.gz and, with TRITON_CACHE_DIR, triton-cache.tar.xz. Rows are
+# written as soon as they are measured, behind those of earlier calls. The last thing printed is a table of this call.
+# Exit status 0 if all steps passed, 1 if one failed or did not run, 2 without a CUDA device. A measurement that its time
+# cut short keeps the rows that it has, and passes.
 #
 # Variables: SECONDS_LIMIT (230, 440), HOST_GB (host pages of the figures; the first call says what to give; 100), ONLY
 # (names of steps), PYTHON (default: the .venv of this repository, or python3), REHEARSE (1: without a device, in Triton's
@@ -160,6 +161,7 @@ figures() {
 
 "$2"
 pack_logs
+[ ! -d "${TRITON_CACHE_DIR:-}" ] || tar -C "$TRITON_CACHE_DIR/" -cJf "$OUT/triton-cache.tar.xz" .
 for name in ${ONLY:-}; do
     grep -q "\"step\": \"$name\"" "$OUT/steps.jsonl" 2>/dev/null || { echo "gpu_check: ONLY: no step $name in $2"; FAILED=1; }
 done
