@@ -18,6 +18,7 @@ SITE = BUNDLE[BUNDLE.index("SITE=(") + 6 :].partition(")")[0].split()
 
 CHECK = """#!/usr/bin/env bash
 echo "$2 $BENCHMARK_COMMIT $SECONDS_LIMIT $PYTHONPATH" >>"$1/rows.jsonl"
+ls "$TRITON_CACHE_DIR/" >"$1/triton"
 exit {status}
 """
 TORCH = """__version__ = "2.11.0+cu130"
@@ -94,7 +95,7 @@ class Bundle:
         return done.returncode, done.stdout + done.stderr
 
     def works(self):
-        return sorted(self.folder.glob("scout-*"))
+        return sorted(self.folder.glob("scout-0123abc-*"))
 
 
 @pytest.fixture
@@ -114,6 +115,13 @@ def test_the_first_call_unpacks_what_later_ones_find(mode, limit_s, bundle):
     assert row[:2] == [mode, "0123abc-dirty"] and row[3].startswith(f"{work}/site:")
     assert limit_s - 60 < int(row[2]) <= limit_s, "less the preparation"
     assert bundle.run(mode)[0] == 0 and "compileall" not in bundle.asked
+
+
+def test_kernels_that_a_call_brought_back_are_at_the_path_that_they_were_compiled_at(bundle):
+    pack(bundle.here / "triton-cache.tar.xz", {"kernel.cubin": "x"})
+    assert bundle.run()[0] == 0
+    assert (bundle.folder / "results" / "triton").read_text() == "kernel.cubin\n"
+    assert (bundle.folder / "scout-triton" / "kernel.cubin").exists(), "whatever the commit"
 
 
 @pytest.mark.slow
