@@ -32,7 +32,7 @@ import torch
 
 from benchmark import rows
 from benchmark.server.decode_server import FAILURES, DecodeServer, make_prompts, offload_flags
-from benchmark.server.speed import MEASURED, REHEARSAL, SERVERS, SHAPES, measure_speed
+from benchmark.server.speed import REHEARSAL, SERVERS, SHAPES, measure_speed
 from make_tiny_model import TinyModelSpec, make_tiny_model
 from servers.server_process import ends_orderly
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
@@ -238,7 +238,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--speed", action="store_true", help="measure speed instead of the checks")
     add("--rehearse", action="store_true", help="the same as --speed, at small sizes")
     add("--model", choices=SHAPES, default="qwen3-14b", help="for --speed")
-    add("--servers", nargs="+", choices=SERVERS, default=MEASURED, help="for --speed")
+    add("--servers", nargs="+", choices=SERVERS, default=list(SERVERS), help="for --speed")
     add("--speed-context", nargs="+", type=int, default=[32768])
     add("--speed-tokens", type=int, default=256)
     host_gb = round(0.8 * available_bytes() / 2**30, 1)

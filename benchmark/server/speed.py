@@ -45,13 +45,9 @@ SERVERS = {
     },  # only where the one before fails, which may compile C++
     # As many resident pages as fit in device memory; still only the selected ones are attended to.
     "scout-device": {"cache": "device"},
-    # As in the paper: as many resident pages as all requests select; the CPU computes the missing ones.
-    "scout-budget": {"cache": "budget"},
 }
-MEASURED = ["stock-flashinfer", "stock-triton", "scout-device"]
-"""The default; in this order."""
 REHEARSAL = {
-    "speed": True, "model": "few-layers", "host_gb": 2.0, "speed_context": [2048], "speed_tokens": 96,
+    "speed": True, "model": "few-layers", "host_gb": 0.3, "speed_context": [2048], "speed_tokens": 128,
     "servers": ["stock-flashinfer", "scout-device"],
 }  # fmt: skip
 """Options at small sizes, where other programs use the device too; stock is limited to two requests."""
@@ -164,11 +160,7 @@ def flags_of(name: str, options: argparse.Namespace, device_bytes: int) -> dict[
         }
         return common | about | stock
     batch = most_requests(options.model, options.host_gb * 2**30, tokens)
-    # As in the paper: only the selected pages, however many more are resident.
-    config: dict[str, Any] = {"attend": "selected"}
-    if about["cache"] == "budget":
-        config["resident_tokens"] = options.budget * batch
-    flags = offload_flags("cuda", budget=options.budget, host_gb=options.host_gb, **config)
+    flags = offload_flags("cuda", budget=options.budget, host_gb=options.host_gb)
     flags["max_running_requests"] = batch
     return common | flags
 
@@ -275,9 +267,7 @@ def measure_speed(
         about = {"model": shape, "server": name, **SERVERS[name]}
         about |= {"speed_tokens": options.speed_tokens}
         if impl == "scout":
-            resident = json.loads(flags["kv_offload_config"]).get("resident_tokens")
             about |= {"host_gb": options.host_gb, "budget": options.budget}
-            about |= {"resident_tokens": resident}
             if why := pointless(writer.rows, options):
                 writer.add(impl, "skipped", why, **about)
                 print(f"ABORTED: {why}", flush=True)
