@@ -131,7 +131,7 @@ kernels() {
     done
     for job in "${jobs[@]}"; do wait "$job" || failed=1; done
     benchmark steps 90 decode.gpu_decode --check-only || failed=1
-    benchmark rehearsal 60 decode.gpu_decode --out "$OUT/rows.jsonl" --rehearse || failed=1
+    benchmark rehearsal 90 decode.gpu_decode --out "$OUT/rows.jsonl" --rehearse || failed=1
     return "$failed"
 }
 

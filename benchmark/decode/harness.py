@@ -40,7 +40,8 @@ PIECE_BYTES = 2**28  # divides the chunks of lock_memory
 
 
 def _say(locked_bytes: int) -> None:
-    print(f"{locked_bytes / 2**30:.0f} GiB of host pages are locked", flush=True)
+    if locked_bytes >= 2**32:  # what takes seconds
+        print(f"{locked_bytes / 2**30:.0f} GiB of host pages are locked", flush=True)
 
 
 @contextlib.contextmanager
