@@ -57,6 +57,7 @@ def captured(call: Callable[[], object]) -> Any:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
+    graph.call = call  # keeps alive what the graph reads
     return graph
 
 
