@@ -23,8 +23,8 @@ Rows (format: rows.py); `model`, `context`, `batch`, `kv`, `step_us` in samples_
                       those that are there, so that several have the same page in different places; drift is adjusted
                       until 12 % of the budget are missing. `simulated` says so. Step, kernels, ring, worker and copies
                       are real, and so are their bytes, but digests of the same page may come from the device's cache
-    profile           of the first variant: launches per layer, and launches and us of each kernel in a layer, by
-                      torch's profiler
+    profile           in a rehearsal, of the first variant: launches per layer, and launches and us of each kernel in a
+                      layer, by torch's profiler
 
 No requests join or leave, and there is no server overhead: an upper bound for a server.
 """
@@ -215,10 +215,9 @@ class Measurement:
         with self.noted("scout", about), self.harness(store, about) as harness:
             device.times_us(harness.step, self.options.warm_up)
             self.measured("scout", store, harness, about)
-            if (
-                not any(row["impl"] == "profile" for row in self.writer.rows)
-                and device.device() == "cuda"
-            ):
+            first = not any(row["impl"] == "profile" for row in self.writer.rows)
+            # In a rehearsal alone: the profiler would stay attached to what is measured after it.
+            if first and self.options.rehearse and device.device() == "cuda":
                 add_profile(self.writer, harness.step, self.size.layers, about)
 
     def simulated_row(self, store: Store, context: int) -> None:

@@ -283,5 +283,6 @@ def measure_speed(
             failed += name != "stock-flashinfer"
             writer.add(impl, "failed", str(error)[-1000:], **about)
             print(f"{name}: FAILED: {error}", flush=True)
-        nvidia_smi.wait_free(free_mib)
+        if not options.rehearse:  # other programs use the device then
+            nvidia_smi.wait_free(free_mib)
     return failed

@@ -26,7 +26,7 @@ without_a_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there i
 
 
 def run(*command, **variables):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")} | variables
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
 
 
