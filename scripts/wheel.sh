@@ -22,7 +22,7 @@ wheel="$(echo dist/*.whl)"
 
 "$UV" venv -q --python "$PYTHON" "$WORK/venv"
 # With the commands' dependencies, but without SGLang and torch, which are GBs; pip resolves those for users.
-"$UV" pip install -q --python "$WORK/venv/bin/python" --no-deps "$wheel" msgspec numpy psutil
+"$UV" pip install -q --python "$WORK/venv/bin/python" --no-deps "$wheel" msgspec numpy psutil pyzmq
 cd "$WORK"
 venv/bin/sglang-scout --version
 venv/bin/python -c '

@@ -11,6 +11,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from control_channel import descriptors
+
 NOBODY = 65534
 _PIDFD_GETFD = 438  # of Linux 5.6, on every architecture
 _PTRACE_SEIZE = 0x4206
@@ -99,8 +101,8 @@ def arena_of(pid: int) -> list[tuple[int, str]]:
 
 def sockets_of(pid: int) -> list[tuple[str, bool]]:
     """Unix sockets of a process: their names, empty if they have none, and whether they listen."""
-    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    links = (os.readlink(f"/proc/{pid}/fd/{fd}") for fd in descriptors(pid, "socket:["))
+    inodes = {link[8:-1] for link in links}
     # Num RefCount Protocol Flags Type St Inode Path
     rows = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return [("".join(r[7:]), bool(int(r[3], 16) & 0x10000)) for r in rows if r[6] in inodes]

@@ -40,7 +40,7 @@ MAY_IMPORT = {
 OUTSIDE = {
     "": set(),
     "core": {"numpy", "msgspec"},
-    "worker": {"numpy", "msgspec"},
+    "worker": {"numpy", "msgspec", "zmq"},
 }
 PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "joblib"}
 PICKLE_CALLS = {"send_pyobj", "recv_pyobj", "send_serialized", "recv_serialized"}

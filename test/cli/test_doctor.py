@@ -156,12 +156,12 @@ def test_a_module_without_its_libraries_names_the_packages(monkeypatch, tmp_path
 
 def test_a_worker_that_does_not_start_or_is_wrong(monkeypatch):
     def refuse(cpus):
-        raise WorkerError("worker 1 ended with exit code 1")
+        raise WorkerError("process 1 ended with exit code 1")
 
     monkeypatch.setattr(worker_check, "compare_and_time", refuse)
     check = doctor.check_worker([0])
     assert check.state == "failed" and "exit code 1" in check.found and check.fix
-    wrong = worker_check.Result(False, "the result is off by 1", 0.1, 4, 16, 1.0, 1.0, 1.0, "avx2")
+    wrong = worker_check.Result(False, "the result is off by 1", 0.1, 4, 16, 1.0, 1.0, 1.0, "avx2", "ipc://@x")
     monkeypatch.setattr(worker_check, "compare_and_time", lambda cpus: wrong)
     check = doctor.check_worker([0])
     assert check.state == "failed" and "off by 1" in check.found

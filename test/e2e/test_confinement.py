@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from control_channel import speaks
 from harness import PDCluster, assert_same_tokens, random_prompts, scheduler_pid, wait_until
 from other_user import NOBODY, as_user, connects, ends, outcomes, reads, sockets_of
 from servers.pd_cluster import flags
@@ -59,8 +60,12 @@ def test_another_user_reads_nothing_and_stops_nothing(servers):
         if pid == worker:
             own = as_user(0, lambda t=tried: outcomes(t))
             assert set(own.values()) == {"done"}, ("the attempts themselves are sound", own)
-    assert sockets and all(os.path.exists(name) for name in sockets), "no abstract one listens"
-    tried = connects(sorted(sockets))
+    ours = {name for name in sockets if name.startswith("@sglang-scout-")}
+    assert len(ours) == 2, "the control channels of two attention processes"
+    heard = as_user(NOBODY, lambda: {name: speaks(name).hex() for name in ours})
+    assert set(heard.values()) == {""} and all(speaks(name) for name in ours)
+    assert sockets > ours and all(os.path.exists(name) for name in sockets - ours)
+    tried = connects(sorted(sockets - ours))
     assert set(as_user(NOBODY, lambda: outcomes(tried)).values()) == {"PermissionError"}
     assert set(as_user(0, lambda: outcomes(tried)).values()) == {"done"}
     named = {

@@ -279,7 +279,10 @@ def test_nothing_is_left_for_a_new_worker(servers, undisturbed, without):
         os.kill(servers.kv_offload()["worker"]["pid"], signal.SIGKILL)
         wait_until(
             "a start fails",
-            lambda: "cannot start the worker" in servers.kv_offload()["worker"]["last_error"],
+            lambda: (
+                "cannot start the CPU attention process"
+                in servers.kv_offload()["worker"]["last_error"]
+            ),
             30,
         )
         outcomes = load.outcomes(120)

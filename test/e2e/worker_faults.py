@@ -7,7 +7,6 @@ is done while the worker is stopped, so that it hits a posted record without a r
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -21,36 +20,14 @@ import msgspec
 import numpy as np
 import psutil
 
+from control_channel import descriptors, duplicate, ends, frames, stranger, variable
 from harness import PDCluster, scheduler_pid, wait_until
 from ring_view import CLOSED_ITEM, RingView, writable
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import MEMFD_NAME
 
-_PIDFD_GETFD = 438  # of Linux 5.6, on every architecture
 _POST_BITS, _EPOCH_SHIFT = (1 << 40) - 1, 40
 _PAUSE_S = 0.3  # of a slow worker; 0.8 s without a heartbeat kills it
-
-
-def _duplicate(pid: int, fd: int) -> int:
-    """Duplicate another process's descriptor into this process. Raises OSError."""
-    pidfd = os.pidfd_open(pid)
-    try:
-        own = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, fd, 0)
-    finally:
-        os.close(pidfd)
-    if own < 0:
-        raise OSError(ctypes.get_errno(), f"pidfd_getfd of {fd} of process {pid}")
-    return own
-
-
-def _descriptors(pid: int, link: str) -> list[int]:
-    """Descriptors of a process whose link in /proc starts with ``link``."""
-    found = []
-    for entry in os.scandir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            if os.readlink(entry.path).startswith(link):
-                found.append(int(entry.name))
-    return found
 
 
 class Victim:
@@ -59,7 +36,7 @@ class Victim:
     def __init__(self, servers: PDCluster) -> None:
         self._servers = servers
         self.server_pid = scheduler_pid(servers)
-        own = _duplicate(self.server_pid, _descriptors(self.server_pid, f"/memfd:{MEMFD_NAME}")[0])
+        own = duplicate(self.server_pid, descriptors(self.server_pid, f"/memfd:{MEMFD_NAME}")[0])
         self.arena = writable(own)
         os.close(own)
         self.ring = RingView(self.arena)
@@ -128,18 +105,13 @@ class Victim:
         return int(words[words.index(flag.encode()) + 1])
 
     @contextlib.contextmanager
-    def sockets(self) -> Iterator[tuple[socket.socket, socket.socket]]:
-        """The server's and the worker's end of the control socket."""
+    def ends(self) -> Iterator[tuple[Callable[..., None], Callable[..., None]]]:
+        """Senders of messages to the worker, and to the server as the worker."""
         pid = self.pid()
-        theirs = _duplicate(pid, self.number(pid, "--control-fd"))
-        with socket.socket(fileno=theirs) as worker:
-            for fd in _descriptors(self.server_pid, "socket:"):
-                with socket.socket(fileno=_duplicate(self.server_pid, fd)) as server:
-                    kind = server.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
-                    if (server.family, kind) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
-                        yield server, worker
-                        return
-        raise OSError("the server has no control socket")
+        with ends(self.server_pid, pid) as both:
+            yield tuple(
+                lambda data, one=one, **more: one.sendall(frames(pid, data, **more)) for one in both
+            )
 
 
 Strike = Callable[[Victim], None]
@@ -168,7 +140,7 @@ def _killed_with_a_record(victim: Victim) -> None:
 
 def _lost(victim: Victim) -> None:
     """A heartbeat is lost."""
-    with victim.sockets() as (server, _):
+    with ends(victim.server_pid, victim.pid()) as (server, _):
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             with contextlib.suppress(BlockingIOError):
@@ -178,42 +150,51 @@ def _lost(victim: Victim) -> None:
 
 
 def _all_lost(victim: Victim) -> None:
-    with victim.sockets() as (server, _):
+    with ends(victim.server_pid, victim.pid()) as (server, _):
         server.shutdown(socket.SHUT_RD)
+
+
+def _garbled(victim: Victim) -> None:
+    """What is no ZMQ: it hangs up."""
+    with ends(victim.server_pid, victim.pid()) as (_, worker):
+        worker.sendall(b"\xff" * 64)
 
 
 def _doubled(victim: Victim) -> None:
     """All messages from and to the worker are duplicated."""
-    with victim.sockets() as (server, worker):
-        pid = victim.pid()
-        # The reply is a second Configure.
-        hello = m.encode(m.Hello(pid=pid, epoch=victim.number(pid, "--epoch")))
-        ready = m.encode(m.Ready(isa="again", threads=1))
-        beat = m.encode(m.Heartbeat(number=1, stats=m.Stats(items=1, pending=1)))
-        for message in (hello, ready, beat, beat):
-            worker.send(message)
+    beat = m.Heartbeat(number=1, stats=m.Stats(items=1, pending=1))
+    with victim.ends() as (to_worker, to_server):
+        for message in (m.Hello(), m.Ready(isa="again", threads=1), beat, beat):
+            to_server(m.encode(message))
+        for message in (m.Hello(), m.Register(arena_bytes=1, layout_version=1), m.Drain()):
+            to_worker(m.encode(message))
 
 
 def _truncated(victim: Victim) -> None:
-    with victim.sockets() as (server, worker):
-        worker.send(m.encode(m.Heartbeat(number=2, stats=m.Stats()))[:-3])
-        server.send(m.encode(m.Stop())[:-3])
+    with victim.ends() as (to_worker, to_server):
+        to_server(m.encode(m.Heartbeat(number=2, stats=m.Stats()))[:-3])
+        to_worker(m.encode(m.Stop())[:-3])
 
 
 def _strange(victim: Victim) -> None:
-    """From another process, of another version, too large, of the wrong direction, and empty."""
-    with victim.sockets() as (server, worker):
-        worker.send(m.encode(m.Hello(pid=1, epoch=1)))
-        worker.send(m.encode(msgspec.structs.replace(m.Ready(isa="", threads=1), version=3)))
-        worker.send(bytes(m.MAX_MESSAGE_BYTES + 1))
-        worker.send(m.encode(m.Stop()))
-        server.send(m.encode(m.Ready(isa="", threads=1)))
-        server.send(b"\xc1" * 100)
+    """From another process, of an earlier start, of another version, too large, of the wrong direction, and empty."""
+    pid = victim.pid()
+    with victim.ends() as (to_worker, to_server):
+        to_server(m.encode(m.Failed(error="")), token=b"of an earlier start")
+        to_server(m.encode(msgspec.structs.replace(m.Ready(isa="", threads=1), version=3)))
+        to_server(m.encode(m.Stop()))
+        to_worker(m.encode(m.Ready(isa="", threads=1)))
+        to_worker(b"\xc1" * 100)
+        to_worker(b"")
+    with stranger(pid) as one:
+        token = variable(pid, "SGLANG_SCOUT_BOOT_TOKEN").encode()
+        one.send_multipart([token, m.encode(m.Stop())])
+        one.send_multipart([token, bytes(m.MAX_MESSAGE_BYTES + 1)])
 
 
 def _told_to_stop(victim: Victim) -> None:
-    with victim.sockets() as (server, _):
-        server.send(m.encode(m.Stop()))
+    with victim.ends() as (to_worker, _):
+        to_worker(m.encode(m.Stop()))
 
 
 # -- the ring ------------------------------------------------------------------------------------
@@ -324,6 +305,7 @@ FAULTS = {
     "strange messages": Fault(_strange, grows=("refused_messages",)),
     "told to stop": Fault(_told_to_stop, "ended with exit code 0", COMPUTED_HERE),
     "all messages lost": Fault(_all_lost, "was silent for", COMPUTED_HERE),
+    "connection garbled": Fault(_garbled, "was silent for", COMPUTED_HERE),
     "page ids damaged": Fault(_page_ids, "", ("refused", *COMPUTED_HERE), True),
     "layer damaged": Fault(_record(layer=1 << 30), "", ("refused", *COMPUTED_HERE), True),
     "rows damaged": Fault(_record(rows=1 << 30), "", ("refused", *COMPUTED_HERE), True),

@@ -127,10 +127,10 @@ def test_worker_that_exits_or_says_nothing(make_arena, cpu, monkeypatch):
 
     monkeypatch.setattr(process_module, "_spawn", spawn)
     client = WorkerClient(make_arena(), [cpu], config=WorkerConfig(ready_timeout_s=0.5))
-    with pytest.raises(WorkerError, match=r"worker \d+ ended with exit code 3"):
+    with pytest.raises(WorkerError, match=r"process \d+ ended with exit code 3"):
         client.start()
     program = "import time; time.sleep(60)"
-    with pytest.raises(WorkerError, match=r"worker \d+ was not ready within 0.5 s"):
+    with pytest.raises(WorkerError, match=r"process \d+ was not ready within 0.5 s"):
         client.start()
 
 

@@ -1,23 +1,25 @@
-"""The control socket against a misbehaving peer: the test plays the worker."""
+"""The control channel against a misbehaving peer: the test plays the CPU attention process."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
 
 import msgspec
 import pytest
+import zmq
 
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker import process as process_module
 from sglang_scout.worker.process import WorkerProcess
+from sglang_scout.worker.transport import Channel
 
 LOG = logging.getLogger("test")
+STATS = m.Stats()
 
 
 @pytest.fixture
@@ -28,52 +30,91 @@ def wake_fd():
 
 
 @pytest.fixture
-def process(make_arena, monkeypatch):
-    """A process that only sleeps; `peer` is the worker's end of its socket."""
-    peers: list[socket.socket] = []
+def context():
+    with zmq.Context() as context:
+        yield context
 
-    def spawn(control_fd: int, *_: object) -> subprocess.Popen:
-        peers.append(socket.socket(fileno=os.dup(control_fd)))
+
+@pytest.fixture
+def process(make_arena, context, monkeypatch):
+    """A process that only sleeps; `peer` is its end of the channel, in the test's process."""
+
+    def spawn(channel: Channel, *_: object) -> subprocess.Popen:
+        for name, value in channel.environment().items():
+            monkeypatch.setenv(name, value)
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
     monkeypatch.setattr(process_module, "_spawn", spawn)
-    process = WorkerProcess(5, make_arena().fd, LOG)
-    process.peer = peers[0]
+    process = WorkerProcess(context, 5, make_arena().fd, LOG)
+    process.channel.peer_pid = os.getpid()
+    process.peer = Channel.bind(context, os.getpid(), LOG)
     yield process
     process.end()
-    peers[0].close()
+    process.peer.close()
+
+
+def heard(channel: Channel, count: int, timeout_s: float = 5.0) -> list[m.Message]:
+    found, deadline_s = [], time.monotonic() + timeout_s
+    while len(found) < count and (left_s := deadline_s - time.monotonic()) > 0:
+        channel.wait(left_s)
+        found += channel.receive()
+    return found
 
 
 def test_bad_messages_are_refused_and_counted(process, wake_fd):
-    good = m.Hello(pid=process.pid, epoch=5)
+    assert heard(process.peer, 1) == [m.Hello()], "the server speaks first"
+    socket, [address] = process.peer._socket, process.peer._address
+    token = process.peer._token
+    good = m.Heartbeat(number=1, stats=STATS)
     bad = [
-        m.encode(msgspec.structs.replace(good, version=9)),
-        m.encode(msgspec.structs.replace(good, epoch=4)),
-        m.encode(msgspec.structs.replace(good, pid=1)),
-        b"\x00" * (m.MAX_MESSAGE_BYTES + 1),
-        b"noise",
+        [token, m.encode(msgspec.structs.replace(good, version=9))],
+        [token, m.encode(m.Stop())],
+        [token, b"noise"],
+        [token, m.encode(good)[:-3]],
+        [token, b""],
+        [token, m.encode(good), b""],
+        [m.encode(good)],
+        [b"0" * len(token), m.encode(good)],
     ]
-    for data in [*bad, m.encode(good)]:
-        process.peer.send(data)
-    assert process.wait(5, wake_fd) == ([good], False)
-    assert process.refused_messages == len(bad)
-    process.send(m.Stop())
-    assert m.decode(process.peer.recv(1 << 17), m.FromClient) == m.Stop()
+    for parts in bad:
+        socket.send_multipart([address, *parts])
+    process.peer.send(good)
+    assert heard(process.channel, 1) == [good]
+    assert process.channel.refused == len(bad)
+    process.channel.send(m.Stop())
+    assert heard(process.peer, 1) == [m.Stop()]
 
 
-def test_a_worker_that_closes_its_end_is_not_polled(process, wake_fd):
-    process.peer.send(m.encode(m.Failed(error="last words")))
-    process.peer.close()
-    assert process.wait(5, wake_fd) == ([m.Failed(error="last words")], False)
-    begin_s = time.monotonic()
-    assert process.wait(0.2, wake_fd) == ([], False)
-    assert time.monotonic() - begin_s > 0.15
-    process.send(m.Stop())  # nobody reads it
+def test_a_message_above_the_cap_is_not_even_received(process, context, wake_fd):
+    """ZMQ hangs up on its sender, and on nobody else."""
+    heard(process.peer, 1)
+    with pytest.raises(WorkerError, match="the cap is 65536"):
+        process.peer.send(m.Failed(error="x" * m.MAX_MESSAGE_BYTES))
+    big = [process.peer._token, bytes(m.MAX_MESSAGE_BYTES + 1)]
+    with context.socket(zmq.DEALER) as other:
+        other.connect(process.channel.endpoint)
+        other.send_multipart(big)
+        assert heard(process.peer, 1, 0.3) == [] and process.peer.refused == 0
+    process.channel.send(m.Drain())
+    assert heard(process.peer, 1) == [m.Drain()]
+    process.peer._socket.send_multipart([*process.peer._address, *big])
+    process.peer.send(m.Drained(stats=STATS))
+    assert heard(process.channel, 1, 0.3) == [] and process.channel.refused == 0
 
 
-def test_a_worker_that_does_not_read_does_not_block(process):
+def test_another_process_of_the_same_user_is_refused(process):
+    """Even with the token: the kernel says who it is."""
+    heard(process.peer, 1)
+    process.peer.peer_pid = process.channel.peer_pid = os.getppid()
+    process.channel.send(m.Stop())
+    process.peer.send(m.Ready(isa="", threads=1))
+    assert heard(process.peer, 1, 0.3) == heard(process.channel, 1, 0.3) == []
+    assert process.peer.refused == process.channel.refused == 1
+
+
+def test_a_process_that_does_not_read_does_not_block(process):
     for _ in range(10_000):
-        process.send(m.Stop())
+        process.channel.send(m.Stop())
 
 
 def test_end_of_the_process_is_noticed_at_once(process, wake_fd, gone):
@@ -82,7 +123,7 @@ def test_end_of_the_process_is_noticed_at_once(process, wake_fd, gone):
     begin_s = time.monotonic()
     assert process.wait(5.0, wake_fd) == ([], True)
     assert time.monotonic() - begin_s < 4.5, "not the end of the wait"
-    assert process.exit_text() == f"worker {process.pid} was killed by SIGKILL"
+    assert process.exit_text() == f"process {process.pid} was killed by SIGKILL"
     process.end()
     process.end()
     assert gone(process.pid)
@@ -92,6 +133,7 @@ def test_failing_spawn_leaves_nothing(make_arena, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
     fd = make_arena().fd
     count = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(WorkerError, match="cannot start the worker process: .*No such file"):
-        WorkerProcess(1, fd, LOG)
+    with zmq.Context() as context:
+        with pytest.raises(WorkerError, match="cannot start the CPU attention process: .*No such"):
+            WorkerProcess(context, 1, fd, LOG)
     assert len(os.listdir("/proc/self/fd")) == count

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
+from control_channel import ends, frames
 from ring_view import CLOSED_ITEM, RingView
+from sglang_scout.worker import messages as m
 from sglang_scout.worker import process as process_module
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from sglang_scout.worker.process import WorkerProcess
@@ -65,7 +65,7 @@ def test_killed_in_mid_work(buffers, make_arena, make_request, oracle, cpu, unti
         check_served_again(client, buffers(arena, 2), small, small_expected, until, 2)
         status = client.snapshot()
         assert status.restarts == 1 and status.pid != pid and gone(pid)
-        assert status.last_error == f"worker {pid} was killed by SIGKILL"
+        assert status.last_error == f"process {pid} was killed by SIGKILL"
         assert status.fallback_pages == 2 * 16 * 12_000
         assert time.monotonic() - killed_s < 20
 
@@ -234,14 +234,33 @@ def test_a_damaged_header_costs_no_worker(make_arena, cpu, until):
         until(lambda: client.snapshot().restarts == 1 and client.ready, "the next worker")
 
 
-def test_what_a_worker_drops_is_counted(make_arena, cpu, until):
+def test_what_either_side_drops_is_counted(make_arena, cpu, until):
     with WorkerClient(make_arena(), [cpu]) as client:
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
-                if ours.type == socket.SOCK_SEQPACKET:
-                    ours.send(b"no message")
-        until(lambda: client.snapshot().refused_messages == 1, "the worker's count")
+        pid = client.snapshot().pid
+        with ends(os.getpid(), pid) as (server, worker):
+            server.sendall(frames(pid, b"no message"))
+            worker.sendall(frames(pid, b"no message"))
+            worker.sendall(frames(pid, m.encode(m.Hello()), token=b"of an earlier start"))
+        until(lambda: client.snapshot().refused_messages == 3, "both counts")
         assert client.snapshot().restarts == 0
+
+
+def test_what_is_posted_is_finished_before_a_stop(buffers, make_arena, make_request, cpu):
+    arena = make_arena(**HEAVY)
+    heavy = make_request(arena.spec, 4, 1, full=True)
+    out, lse = buffers(arena, 4)
+    with WorkerClient(arena, [cpu], config=WorkerConfig(stop_timeout_s=20)) as client:
+        ticket = client.post(0, 0, *heavy)
+    assert client.snapshot().state == "stopped" and client.snapshot().items == 4
+    assert client.wait(ticket, out, lse).fallback_pages == 0
+
+
+@pytest.mark.parametrize("folder", ["absent", "x" * 200])
+def test_the_channel_needs_no_temporary_folder(make_arena, cpu, monkeypatch, tmp_path, folder):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / folder))
+    with WorkerClient(make_arena(), [cpu]) as client:
+        assert client.snapshot().endpoint.startswith("ipc://@sglang-scout-")
+    assert not list(tmp_path.iterdir())
 
 
 PARENT = """

@@ -189,7 +189,7 @@ def check_worker(cpus: list[int]) -> Check:
         fix = "see the reason; a checkout is rebuilt with scripts/setup.sh --force"
         return Check("worker", FAILED, f"{type(error).__name__}: {error}", fix)
     text = (
-        f"ready in {result.ready_s * 1e3:.0f} ms; {result.rows} sequences x {result.pages} pages "
+        f"ready in {result.ready_s * 1e3:.0f} ms, controlled over {result.endpoint}; {result.rows} sequences x {result.pages} pages "
         f"right (largest error {result.max_error:.1e}), round trip {result.batch_us:.0f} us; "
         f"one page {result.page_us:.0f} us"
     )

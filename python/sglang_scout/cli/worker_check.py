@@ -47,6 +47,7 @@ class Result:
     page_us: float
     max_error: float
     isa: str
+    endpoint: str
 
 
 def attend_plainly(
@@ -141,4 +142,5 @@ def _exercise(
         page_us=page_us,
         max_error=error,
         isa=status.isa,
+        endpoint=status.endpoint,
     )

@@ -275,6 +275,7 @@ class WorkerClient:
             totals["fallback_pages"] += self._attendant.pages()
         return WorkerStatus(
             pid=s.pid,
+            endpoint=s.endpoint,
             state=s.state,
             restarts=s.restarts,
             cpus=self._cpus,

@@ -1,6 +1,6 @@
-"""The worker process: ``python -m sglang_scout.worker.main --arena-fd N --control-fd N ...``.
+"""The CPU attention process: ``python -m sglang_scout.worker.main --arena-fd N ...``.
 
-This file is the control plane: it sends Hello, starts the C++ threads that serve the ring, sends
+This file is the control plane: it answers Hello, starts the C++ threads that serve the ring, sends
 periodic heartbeats and otherwise sleeps. It never touches a record, and never imports torch or
 sglang. It exits when told to, and is killed by the kernel when the decode server dies for any reason.
 """
@@ -12,12 +12,13 @@ import contextlib
 import faulthandler
 import logging
 import os
-import select
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
+from typing import TypeVar
+
+import zmq
 
 from sglang_scout import _native
 from sglang_scout.core.errors import ScoutError, WorkerError
@@ -28,114 +29,113 @@ from sglang_scout.worker.die_with_parent import die_with_parent
 from sglang_scout.worker.numa import cpus_by_node, use_own_node
 from sglang_scout.worker.populate import PopulateThread
 from sglang_scout.worker.ring import LAYOUT_VERSION
+from sglang_scout.worker.transport import Channel
 
 logger = logging.getLogger("sglang_scout.worker")
 
 _CONFIGURE_TIMEOUT_S = 60.0
+_DRAIN_POLL_S = 0.001
+
+Expected = TypeVar("Expected", m.Hello, m.Register, m.Configure)
+
+
+class Stopped(Exception):
+    """The server has said Stop."""
 
 
 class Worker:
-    """A socket to the client, an arena, the threads."""
+    """The channel to the server, an arena, the threads."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, channel: Channel) -> None:
         self._args = args
-        self._socket = socket.socket(fileno=args.control_fd)
-        self._refused = 0
+        self._channel = channel
+        self._received: list[m.Message] = []
 
     def run(self) -> int:
         """Serves until told to stop. Returns the exit code."""
-        self._send(m.Hello(pid=os.getpid(), epoch=self._args.epoch))
-        configure = self._await_configure()
-        if configure is None:
-            return 0
         try:
-            arena = attach(self._args.arena_fd, configure)
-            with contextlib.closing(arena):
-                allowed = os.sched_getaffinity(0)
-                others = background_cpus(allowed, configure.cpus, cpus_by_node(allowed))
-                runtime = start_runtime(arena, configure)
-                populating = None
-                try:
-                    if configure.populate:
-                        populating = PopulateThread(arena, others)
-                    return self._serve(runtime, configure)
-                finally:
-                    runtime.stop()
-                    if populating is not None:
-                        populating.stop()
+            self._expect(m.Hello)
+            self._channel.send(m.Hello())
+            with contextlib.closing(attach(self._args.arena_fd, self._expect(m.Register))) as arena:
+                self._serve(arena, self._expect(m.Configure))
+        except Stopped:
+            return 0
         except ScoutError as e:
-            logger.error("worker: %s", e)
-            self._send(m.Failed(error=str(e)[: m.MAX_TEXT_CHARS]))
+            logger.error("%s", e)
+            self._channel.send(m.Failed(error=str(e)[: m.MAX_TEXT_CHARS]))
+            time.sleep(1.0)  # an exit could overtake the message; the server kills at once
             return 1
 
-    def _serve(self, runtime: _native.RingRuntime, configure: m.Configure) -> int:
-        self._send(m.Ready(isa=_native.isa(), threads=len(configure.cpus)))
-        interval_s = configure.heartbeat_interval_s
+    def _serve(self, arena: Arena, configure: m.Configure) -> None:
+        """Until Stopped."""
+        allowed = os.sched_getaffinity(0)
+        others = background_cpus(allowed, configure.cpus, cpus_by_node(allowed))
+        runtime = start_runtime(arena, self._args.epoch, configure)
+        populating = None
+        try:
+            if configure.populate:
+                populating = PopulateThread(arena, others)
+            self._channel.send(m.Ready(isa=_native.isa(), threads=len(configure.cpus)))
+            self._beat(runtime, configure.heartbeat_interval_s)
+        finally:
+            runtime.stop()
+            if populating is not None:
+                populating.stop()
+
+    def _beat(self, runtime: _native.RingRuntime, interval_s: float) -> None:
         number = 0
         due_s = time.monotonic()
+        draining = False
         while True:
             now_s = time.monotonic()
             if now_s >= due_s:
                 number += 1
-                self._send(m.Heartbeat(number=number, stats=self._stats(runtime)))
+                self._channel.send(m.Heartbeat(number=number, stats=self._stats(runtime)))
                 due_s = now_s + interval_s
-            if isinstance(self._receive(due_s - now_s), m.Stop):
-                return 0
+            if draining and not (stats := self._stats(runtime)).pending:
+                self._channel.send(m.Drained(stats=stats))
+                draining = False
+            self._channel.wait(_DRAIN_POLL_S if draining else due_s - now_s)
+            draining |= any(isinstance(message, m.Drain) for message in self._receive())
 
-    def _await_configure(self) -> m.Configure | None:
+    def _expect(self, kind: type[Expected]) -> Expected:
+        """The next message of this kind; others are skipped."""
         deadline_s = time.monotonic() + _CONFIGURE_TIMEOUT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
-            message = self._receive(left_s)
-            if isinstance(message, m.Configure):
-                return message
-            if isinstance(message, m.Stop):
-                return None
-        raise WorkerError(f"no configuration within {_CONFIGURE_TIMEOUT_S:.0f} s")
+            while self._received:
+                if isinstance(message := self._received.pop(0), kind):
+                    return message
+            self._channel.wait(left_s)
+            self._received += self._receive()
+        raise WorkerError(f"no {kind.__name__} within {_CONFIGURE_TIMEOUT_S:.0f} s")
 
-    def _receive(self, wait_s: float) -> m.Message | None:
-        """Waits for a message. A closed socket means Stop: the client is gone."""
-        # Not select(): the inherited descriptor keeps the server's number, which may be too large for it.
-        ready = select.poll()
-        ready.register(self._socket, select.POLLIN)
-        if not ready.poll(max(wait_s, 0.0) * 1e3):
-            return None
-        data = b""
-        with contextlib.suppress(ConnectionResetError):
-            data = self._socket.recv(m.MAX_MESSAGE_BYTES + 1)
-        try:
-            return m.decode(data, m.FromClient) if data else m.Stop()
-        except WorkerError as e:
-            self._refused += 1
-            logger.warning("worker: dropped a message: %s", e)
-            return None
+    def _receive(self) -> list[m.Message]:
+        received = self._channel.receive()
+        if any(isinstance(message, m.Stop) for message in received):
+            raise Stopped
+        return received
 
     def _stats(self, runtime: _native.RingRuntime) -> m.Stats:
         pending, items = runtime.progress()
-        return m.Stats(items=items, pending=pending, refused_messages=self._refused)
-
-    def _send(self, message: m.Message) -> None:
-        # If the client does not read, buffers fill up and heartbeats are dropped, which to the client is
-        # the same as a late one.
-        with contextlib.suppress(OSError):
-            self._socket.send(m.encode(message), socket.MSG_DONTWAIT)
+        return m.Stats(items=items, pending=pending, refused_messages=self._channel.refused)
 
 
-def attach(fd: int, configure: m.Configure) -> Arena:
-    """Maps the arena and checks it against the configuration. Raises ArenaError, WorkerError."""
-    if configure.layout_version != LAYOUT_VERSION:
+def attach(fd: int, register: m.Register) -> Arena:
+    """Maps the arena and checks its size and layout. Raises ArenaError, WorkerError."""
+    if register.layout_version != LAYOUT_VERSION:
         raise WorkerError(
-            f"ring layout {configure.layout_version} asked for, this worker has {LAYOUT_VERSION}"
+            f"ring layout {register.layout_version} asked for, this process has {LAYOUT_VERSION}"
         )
     arena = Arena.attach(fd)
     os.close(fd)
-    if arena.nbytes != configure.arena_bytes:
+    if arena.nbytes != register.arena_bytes:
         nbytes = arena.nbytes
         arena.close()
-        raise WorkerError(f"arena has {nbytes} bytes, expected {configure.arena_bytes}")
+        raise WorkerError(f"arena has {nbytes} bytes, expected {register.arena_bytes}")
     return arena
 
 
-def start_runtime(arena: Arena, configure: m.Configure) -> _native.RingRuntime:
+def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.RingRuntime:
     """Pins the process and starts the threads. Raises WorkerError naming a CPU that it cannot use."""
     cpus = configure.cpus
     try:
@@ -147,7 +147,7 @@ def start_runtime(arena: Arena, configure: m.Configure) -> _native.RingRuntime:
         return _native.RingRuntime(
             arena.address,
             arena.nbytes,
-            configure.epoch,
+            epoch,
             cpus,
             configure.spin_us,
             configure.threads_per_group,
@@ -171,14 +171,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description="CPU attention process of sglang-scout; the decode server starts it.",
     )
     parser.add_argument("--arena-fd", type=int, required=True, help="inherited memory file")
-    parser.add_argument("--control-fd", type=int, required=True, help="inherited control socket")
     parser.add_argument("--epoch", type=int, required=True, help="number of this process")
     parser.add_argument("--parent", type=int, required=True, help="pid of the decode server")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a worker. Returns the exit code."""
+    """Runs a process. Returns the exit code."""
     args = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
         level=logging.INFO, format=f"[scout-worker {os.getpid()}] %(levelname)s %(message)s"
@@ -187,11 +186,9 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent(args.parent)
     use_own_node()  # before there are other threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the decode server
-    try:
-        return Worker(args).run()
-    except WorkerError as e:
-        logger.error("worker: %s", e)
-        return 1
+    with zmq.Context() as context:
+        with contextlib.closing(Channel.bind(context, args.parent, logger)) as channel:
+            return Worker(args, channel).run()
 
 
 if __name__ == "__main__":

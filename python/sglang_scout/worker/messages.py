@@ -1,16 +1,19 @@
-"""Control messages between the decode server and its worker: small, typed, bounded.
+"""Control messages between the decode server and its CPU attention process: small, typed, bounded.
 
-msgspec structs in MessagePack over a socket pair; no pickle, no tensor bytes. Every message carries
-the protocol version. The receiver checks the size first and decodes nothing larger than
-:data:`MAX_MESSAGE_BYTES`.
+msgspec structs in MessagePack; no pickle, no tensor bytes. Every message carries the protocol version, and takes at
+most :data:`MAX_MESSAGE_BYTES`. How they travel: ``transport.py``.
 
-Lifecycle of a worker::
+Lifecycle of a process::
 
-    worker -> Hello                       pid and epoch
-    client -> Configure                   arena, CPUs, threads
-    worker -> Ready | Failed              serving, or why not (then it exits)
-    worker -> Heartbeat ...               every heartbeat interval, with statistics
-    client -> Stop                        the worker exits with code 0
+    server  -> Hello                      as soon as the process listens
+    process -> Hello
+    server  -> Register                   the arena, whose descriptor it inherited
+    server  -> Configure                  CPUs, threads
+    process -> Ready | Failed             serving, or why not (then it exits)
+    process -> Heartbeat ...              every heartbeat interval, with statistics
+    server  -> Drain                      finish what is posted
+    process -> Drained                    nothing is left, final statistics
+    server  -> Stop                       exit with code 0, at any time
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import msgspec
 
 from sglang_scout.core.errors import WorkerError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT_CHARS = 4000  # of an error text, so that Failed stays far below the cap
 
@@ -33,12 +36,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's own statistics.
+    """Statistics of a process.
 
     Attributes:
         items: (sequence, part) items computed.
         pending: records published but not finished.
-        refused_messages: messages that the worker dropped.
+        refused_messages: messages that the process dropped.
     """
 
     items: int = 0
@@ -47,19 +50,25 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """First message of a worker."""
+    """The first message in each direction. Who sent it is the channel's business."""
 
-    pid: int
-    epoch: int
+
+class Register(Message, frozen=True, kw_only=True):
+    """The arena to map.
+
+    Attributes:
+        arena_bytes: size of the memory file; the process checks it.
+        layout_version: of the ring.
+    """
+
+    arena_bytes: int
+    layout_version: int
 
 
 class Configure(Message, frozen=True, kw_only=True):
-    """Which arena to serve and with what.
+    """With what to serve.
 
     Attributes:
-        epoch: number of this worker process, part of every sequence number.
-        arena_bytes: size of the memory file; the worker checks it.
-        layout_version: of the ring.
         cpus: one thread is pinned to each.
         cpu_nodes: the arena's node of each, from 0.
         threads_per_group: threads of a node that may share one sequence.
@@ -68,9 +77,6 @@ class Configure(Message, frozen=True, kw_only=True):
         heartbeat_interval_s: time between heartbeats.
     """
 
-    epoch: int
-    arena_bytes: int
-    layout_version: int
     cpus: list[int]
     cpu_nodes: list[int]
     threads_per_group: int
@@ -87,7 +93,7 @@ class Ready(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """The worker cannot serve and exits. ``error`` is human-readable."""
+    """The process cannot serve and exits. ``error`` is human-readable."""
 
     error: str
 
@@ -99,12 +105,22 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     stats: Stats
 
 
+class Drain(Message, frozen=True, kw_only=True):
+    """Asks the process to finish what is posted and to say so."""
+
+
+class Drained(Message, frozen=True, kw_only=True):
+    """Nothing is pending."""
+
+    stats: Stats
+
+
 class Stop(Message, frozen=True, kw_only=True):
-    """Asks the worker to exit."""
+    """Asks the process to exit."""
 
 
-FromWorker = Hello | Ready | Failed | Heartbeat
-FromClient = Configure | Stop
+FromWorker = Hello | Ready | Failed | Heartbeat | Drained
+FromClient = Hello | Register | Configure | Drain | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[UnionType, msgspec.msgpack.Decoder[Message]] = {
@@ -126,14 +142,12 @@ def decode(data: bytes, kind: UnionType) -> Message:
     """Decodes a message of one direction.
 
     Args:
-        data: as received from the socket.
+        data: as received.
         kind: ``FromWorker`` or ``FromClient``.
 
     Raises:
-        WorkerError: too large, malformed, unknown or of another version.
+        WorkerError: malformed, unknown or of another version.
     """
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WorkerError(f"message of {len(data)} bytes, the cap is {MAX_MESSAGE_BYTES}")
     try:
         message = _decoders[kind].decode(data)
     except msgspec.MsgspecError as e:

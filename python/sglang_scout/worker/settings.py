@@ -58,6 +58,7 @@ class WorkerStatus:
 
     Attributes:
         pid: of the running process; None if there is none.
+        endpoint: of its control channel; "" before the first start.
         state: "starting", "ready", "restarting", "stopped" or "failed".
         restarts: workers after the first.
         cpus: CPUs of the threads.
@@ -78,6 +79,7 @@ class WorkerStatus:
     """
 
     pid: int | None
+    endpoint: str
     state: str
     restarts: int
     cpus: tuple[int, ...]

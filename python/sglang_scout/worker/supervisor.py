@@ -1,8 +1,8 @@
-"""The thread that supervises a worker: starts it, monitors it, kills and replaces it.
+"""The thread that supervises a CPU attention process: starts it, monitors it, kills and replaces it.
 
-It never reads records. It passes one number to the posting side, the epoch of the worker that
+It never reads records. It passes one number to the posting side, the epoch of the process that
 may be given work (``RingProducer.set_live_epoch``): 0 from the detection of a failure until the next
-worker is ready. A process is started only when the previous one is dead, so no two workers ever
+one is ready. A process is started only when the previous one is dead, so no two ever
 write to the same arena.
 """
 
@@ -15,6 +15,8 @@ import select
 import threading
 import time
 
+import zmq
+
 from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
@@ -22,6 +24,7 @@ from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.process import WorkerProcess
 from sglang_scout.worker.ring import LAYOUT_VERSION
 from sglang_scout.worker.settings import WorkerConfig, check_machine
+from sglang_scout.worker.transport import ZmqContext
 
 _STOPPED = ""  # exit reason of a worker that was told to stop
 
@@ -30,7 +33,7 @@ class Supervisor:
     """Keeps a worker process running until stopped.
 
     Attributes, all readable from any thread:
-        state, pid, restarts, isa, last_error, refused_messages: as in WorkerStatus.
+        state, pid, endpoint, restarts, isa, last_error, refused_messages: as in WorkerStatus.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Supervisor:
         self._threads_per_group = threads_per_group
         self._config = config
         self._log = log
+        self._context: ZmqContext | None = None
         self._thread: threading.Thread | None = None
         self._first_outcome = threading.Event()
         self._stopping = threading.Event()
@@ -57,6 +61,7 @@ class Supervisor:
         self._ready_s: float | None = None  # when the running worker became ready
         self.state = "stopped"
         self.pid: int | None = None
+        self.endpoint = ""
         self.restarts = 0
         self.isa = ""
         self.last_error = ""
@@ -75,6 +80,7 @@ class Supervisor:
         self._stopping.clear()
         self._first_outcome.clear()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._context = zmq.Context()
         self.state = "starting"
         self._thread = threading.Thread(target=self._run, name="scout-supervisor", daemon=True)
         self._thread.start()
@@ -93,6 +99,8 @@ class Supervisor:
         self._stopping.set()
         os.eventfd_write(self._wake_fd, 1)
         thread.join()
+        if self._context is not None:
+            self._context.term()
         os.close(self._wake_fd)
         self._wake_fd = -1
         self.state = "stopped"
@@ -137,11 +145,11 @@ class Supervisor:
         epoch = self._producer.next_epoch()
         self._arena.restore_header()
         try:
-            process = WorkerProcess(epoch, self._arena.fd, self._log)
+            process = WorkerProcess(self._context, epoch, self._arena.fd, self._log)
         except WorkerError as e:
             self.last_error = str(e)
             return None
-        self.pid = process.pid
+        self.pid, self.endpoint = process.pid, process.channel.endpoint
         self._ready_s = None
         try:
             reason = self._watch(process)
@@ -185,31 +193,34 @@ class Supervisor:
                     stalled_s = stalled_s + spent_s if stuck else 0.0
                     beat_s, last = 0.0, stats
                 elif isinstance(message, m.Failed):
-                    return f"worker {process.pid} failed: {message.error}"
+                    return f"process {process.pid} failed: {message.error}"
                 else:
                     self._answer(process, message)
-            refused = process.refused_messages + last.refused_messages
+            refused = process.channel.refused + last.refused_messages
             self.refused_messages = refused_before + refused
             if ended:
                 return process.exit_text()
             if self._ready_s is None:
                 if quiet_s > config.ready_timeout_s:
-                    return f"worker {process.pid} was not ready within {config.ready_timeout_s} s"
+                    return f"process {process.pid} was not ready within {config.ready_timeout_s} s"
                 continue
             if quiet_s > config.heartbeat_timeout_s and not (
                 quiet_s <= config.stall_timeout_s and process.wants_cpu()
             ):
-                return f"worker {process.pid} was silent for {quiet_s:.2f} s"
+                return f"process {process.pid} was silent for {quiet_s:.2f} s"
             if stalled_s > config.stall_timeout_s:
                 return (
-                    f"worker {process.pid} has had work for {stalled_s:.1f} s and finished nothing"
+                    f"process {process.pid} has had work for {stalled_s:.1f} s and finished nothing"
                 )
         self._stop_gently(process)
         return _STOPPED
 
     def _answer(self, process: WorkerProcess, message: m.Message) -> None:
         if isinstance(message, m.Hello):
-            process.send(self._configure(process))
+            process.channel.send(
+                m.Register(arena_bytes=self._arena.nbytes, layout_version=LAYOUT_VERSION)
+            )
+            process.channel.send(self._configure())
         elif isinstance(message, m.Ready):
             self.isa = message.isa
             self._ready_s = time.monotonic()
@@ -217,14 +228,12 @@ class Supervisor:
             self.state = "ready"
             self._first_outcome.set()
             self._log.info(
-                "worker %d ready: %d threads, %s", process.pid, message.threads, message.isa
-            )
+                "CPU attention process %d ready: %d threads, %s, controlled over %s",
+                process.pid, message.threads, message.isa, process.channel.endpoint,
+            )  # fmt: skip
 
-    def _configure(self, process: WorkerProcess) -> m.Configure:
+    def _configure(self) -> m.Configure:
         return m.Configure(
-            epoch=process.epoch,
-            arena_bytes=self._arena.nbytes,
-            layout_version=LAYOUT_VERSION,
             cpus=list(self._cpus),
             cpu_nodes=list(self._cpu_nodes),
             threads_per_group=self._threads_per_group,
@@ -234,13 +243,18 @@ class Supervisor:
         )
 
     def _stop_gently(self, process: WorkerProcess) -> None:
-        self._producer.set_live_epoch(0)
-        process.send(m.Stop())
+        """What is posted is finished first, if that takes no longer than a stop may."""
+        if self._ready_s is not None:
+            process.channel.send(m.Drain())
         deadline_s = time.monotonic() + self._config.stop_timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0:
-            if process.wait(left_s, self._wake_fd)[1]:
-                return
+            received, ended = process.wait(left_s, self._wake_fd)
             self._clear_wake()
+            if ended:
+                return
+            if any(isinstance(message, m.Hello | m.Ready | m.Drained) for message in received):
+                self._producer.set_live_epoch(0)
+                process.channel.send(m.Stop())
 
     def _sleep(self, seconds: float) -> None:
         ready = select.poll()

@@ -1,0 +1,101 @@
+"""The control channel of a running server and its CPU attention process, as any process of the same user can reach it:
+both ends of the connection, ZMQ's bytes on it, and a connection of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+_PIDFD_GETFD = 438  # of Linux 5.6, on every architecture
+_NAME = b"\0sglang-scout-"
+
+
+def duplicate(pid: int, fd: int) -> int:
+    """Duplicate another process's descriptor into this process. Raises OSError."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        own = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, fd, 0)
+    finally:
+        os.close(pidfd)
+    if own < 0:
+        raise OSError(ctypes.get_errno(), f"pidfd_getfd of {fd} of process {pid}")
+    return own
+
+
+def descriptors(pid: int, link: str) -> list[int]:
+    """Descriptors of a process whose link in /proc starts with ``link``."""
+    found = []
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(entry.path).startswith(link):
+                found.append(int(entry.name))
+    return found
+
+
+def variable(pid: int, name: str) -> str:
+    """What a process was started with."""
+    words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(word.partition("=")[::2] for word in words)[name]
+
+
+def endpoint(pid: int) -> str:
+    return variable(pid, "SGLANG_SCOUT_ENDPOINT")
+
+
+def frames(pid: int, data: bytes, token: bytes | None = None) -> bytes:
+    """A message to or from a process as ZMTP puts it on a connection: two frames, the first with more to come."""
+    token = variable(pid, "SGLANG_SCOUT_BOOT_TOKEN").encode() if token is None else token
+    assert len(token) < 256 and len(data) < 256
+    return bytes([1, len(token)]) + token + bytes([0, len(data)]) + data
+
+
+@contextlib.contextmanager
+def ends(server_pid: int, pid: int) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The server's and the process's end of their connection. What is sent at one arrives at the other."""
+    with contextlib.ExitStack() as stack:
+        yield (
+            stack.enter_context(_one(server_pid, socket.socket.getpeername)),
+            stack.enter_context(_one(pid, socket.socket.getsockname)),
+        )
+
+
+def _one(pid: int, name_of) -> socket.socket:
+    for fd in descriptors(pid, "socket:"):
+        one = socket.socket(fileno=duplicate(pid, fd))
+        if one.family == socket.AF_UNIX and not one.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
+            with contextlib.suppress(OSError):
+                name = name_of(one)  # a str if it has none
+                if isinstance(name, bytes) and name.startswith(_NAME):
+                    return one
+        one.close()
+    raise OSError(f"process {pid} has no control connection")
+
+
+@contextlib.contextmanager
+def stranger(pid: int) -> Iterator[zmq.Socket[bytes]]:
+    """A ZMQ connection of this process's own to a process."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as one:
+        one.linger = 1000
+        one.connect(endpoint(pid))
+        yield one
+
+
+def speaks(name: str) -> bytes:
+    """What whoever listens at an abstract endpoint says first; empty if it hangs up."""
+    with socket.socket(socket.AF_UNIX) as one:
+        one.settimeout(5)
+        one.connect("\0" + name.removeprefix("ipc://")[1:])
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            one.sendall(b"\xff" + bytes(8) + b"\x7f")  # the beginning of a greeting
+            time.sleep(0.2)
+            return one.recv(10)
+    return b""
