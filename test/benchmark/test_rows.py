@@ -163,6 +163,14 @@ def test_a_baseline_that_was_not_built_or_for_another_torch_says_so(tmp_path, mo
     assert "built for torch 1.0" in baselines.Vllm.absent()
 
 
+def test_control_runs(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = run_benchmark("ring.control", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    found = {row["impl"]: row["median_us"] for row in rows.read_rows(path)}
+    assert found["start"] > found["python"] and {"stop", "heartbeat"} < set(found)
+
+
 def test_ring_latency_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = run_benchmark("ring.ring_latency", "--quick", "--json", str(path))
