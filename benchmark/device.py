@@ -28,7 +28,7 @@ def refusal(*, untimed: bool, needs_worker: bool = False) -> str:
         try:
             from sglang_scout import _native  # noqa: F401
         except ImportError as error:
-            return f"the native module is absent ({error}): no worker could answer"
+            return f"the native module is absent ({error}): no CPU attention process could answer"
     if device() == "cuda" and not torch.cuda.is_available():
         return "no CUDA device: nothing can be measured here"
     if device() == "cpu" and not untimed:

@@ -1,4 +1,4 @@
-"""Waiting until a worker has mapped its arena, which it does in the background (``worker/populate.py``)."""
+"""Waiting until an attention process has mapped its arena, which it does in the background (``worker/populate.py``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ENOUGH = 0.99
 
 
 def mapped_bytes(pid: int) -> int:
-    """Shared memory mapped by a process; for a worker, its arena. 0 if there is no such process."""
+    """Shared memory mapped by a process; for an attention process, its arena. 0 if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -21,7 +21,7 @@ def mapped_bytes(pid: int) -> int:
 
 
 def wait_mapped(pid: int | None, nbytes: int, most_s: float) -> float:
-    """Wait until a worker has mapped ``nbytes``, at most ``most_s``. Returns the mapped share, 0..1.
+    """Wait until the process has mapped ``nbytes``, at most ``most_s``. Returns the mapped share, 0..1.
 
     Until then its threads are slowed by page faults and by contention with the populating thread.
     """

@@ -14,7 +14,7 @@ if [ "${SCOUT_FORCE_CPU:-0}" = 1 ] || [ ! -e /dev/nvidiactl ]; then
     export SGLANG_USE_CPU_ENGINE="${SGLANG_USE_CPU_ENGINE:-1}"
     # Where torch sees a GPU, SGLang's layers take their CUDA kernels, whatever --device says.
     export CUDA_VISIBLE_DEVICES=
-    # Two servers and a worker share the cores. OpenMP threads that spin at the end of each parallel region
+    # Two servers and CPU attention share the cores. OpenMP threads that spin at the end of each parallel region
     # would take them from threads with work.
     export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
     # Newer SGLang loads the driver's library; scripts/no_driver.sh builds a stub that reports no device.

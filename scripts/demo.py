@@ -4,7 +4,7 @@
 Run it as scripts/demo.sh, which does the set-up first. A small language model answers three questions
 about a real text, one of them about a fact hidden in it. Each answer is streamed, followed by that of
 full attention. Exit status 0 means: every request was answered in full, the hidden fact was found,
-the CPU worker computed pages, pages were recalled, and no process is left.
+the CPU attention process computed pages, pages were recalled, and no process is left.
 
 --model recall serves this project's retrieval model (benchmark/accuracy/recall_model), and checks
 its answers.
@@ -178,7 +178,7 @@ def check_offload(state: dict[str, Any]) -> None:
         if not state[name] > 0:
             raise DemoFailed(f"kv_offload.{name} is {state[name]}, expected more than 0: {state}")
     if state["worker"]["state"] != "ready":
-        raise DemoFailed(f"the CPU worker is not ready: {state['worker']}")
+        raise DemoFailed(f"the CPU attention process is not ready: {state['worker']}")
 
 
 def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:

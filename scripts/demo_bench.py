@@ -105,7 +105,7 @@ def print_report(bench: dict[str, Any], state: dict[str, Any], decode_log: str) 
             "pages recalled": f"{state['recalled_pages']} "
             f"({state['recall_bytes'] / 2**20:.1f} MiB)",
             "fallback pages": state["fallback_pages"],
-            "worker": f"{worker['state']}, pid {worker['pid']}, {worker['restarts']} restarts",
+            "CPU attention": f"{worker['state']}, pid {worker['pid']}, {worker['restarts']} restarts",
         }
     print()
     for name, value in rows.items():

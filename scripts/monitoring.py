@@ -47,9 +47,9 @@ ALERTS = (
     Alert("ScoutWorkerDown", f"{metric('worker_up')} < 1", "30s", "critical",
           "the server computes missing pages itself, slowly: see worker.last_error of /server_info"),
     Alert("ScoutWorkerRestarted", f"{increase('worker_restarts_total', '5m')} > 0", "0s", "warning",
-          "a worker died or hung and was replaced: see worker.last_error of /server_info"),
+          "the CPU attention process died or hung and was replaced: see worker.last_error of /server_info"),
     Alert("ScoutFallback", f"{rate('fallback_pages_total', '5m')} > 0", "5m", "warning",
-          "answers of the worker come late or damaged: see refused and late_tickets of /server_info"),
+          "answers of CPU attention come late or damaged: see refused and late_tickets of /server_info"),
     Alert("ScoutChecksumFailure", f"{increase('checksum_failures_total', '10m')} > 0", "0s", "critical",
           "KV changed in host memory: test the memory if it comes again"),
     Alert("ScoutHostPagesFull", f"{HOST_SHARE} > 0.95", "5m", "warning",
@@ -57,7 +57,7 @@ ALERTS = (
     Alert("ScoutCpuShareHigh", f"{CPU_SHARE} > 0.25", "10m", "warning",
           "recall does not keep up: more resident_tokens, a lower recall_threshold or more recall_step_mib"),
     Alert("ScoutWaits", f"{WAIT_SHARE} > 0.1", "10m", "warning",
-          "the device waits for the worker: more CPUs (--kv-offload-cpus) or a lower recall_threshold"),
+          "the device waits for CPU attention: more CPUs (--kv-offload-cpus) or a lower recall_threshold"),
 )  # fmt: skip
 
 
@@ -80,18 +80,18 @@ RANK = "rank {{tp_rank}}"
 PANELS = (
     Panel("Steps", "ops", ((RANK, rate("steps_total")),)),
     Panel("Step", "s", quantiles("step_seconds")),
-    Panel("Wait for the worker, a step", "s", quantiles("gpu_wait_seconds")),
+    Panel("Wait for CPU attention, a step", "s", quantiles("gpu_wait_seconds")),
     Panel("Boundary, a step", "s", quantiles("boundary_seconds")),
     Panel("Host pages in use", "percentunit", ((RANK, HOST_SHARE),)),
     Panel("Pages on the device", "short", ((RANK, metric("resident_pages")),)),
     Panel("Selected pages computed on the CPU", "percentunit", ((RANK, CPU_SHARE.replace("5m", "1m")),)),
     Panel("Recalls", "Bps", ((RANK, rate("recall_bytes_total")),)),
     Panel("Waits for recalls", "percentunit", ((RANK, rate("recall_wait_seconds_total")),)),
-    Panel("Worker", "short", (
+    Panel("CPU attention process", "short", (
         ("up, " + RANK, metric("worker_up")),
         ("restarts, " + RANK, metric("worker_restarts_total")),
     )),
-    Panel("Pages computed in place of the worker", "ops", ((RANK, rate("fallback_pages_total")),)),
+    Panel("Missing pages computed by the server", "ops", ((RANK, rate("fallback_pages_total")),)),
     Panel("Damaged pages", "short", ((RANK, metric("checksum_failures_total")),)),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set-up if needed, then a pair of servers under random load while the CPU worker is killed, stopped and given
-# corrupted data; prints one table. Exit code 0: nothing was lost, wrong or left behind.
+# Set-up if needed, then a pair of servers under random load while the CPU attention process is killed, stopped
+# and given corrupted data; prints one table. Exit code 0: nothing was lost, wrong or left behind.
 #
 #   scripts/soak.sh --minutes N [--seed S] [--case tokens|recall|device] [--json FILE]
 set -euo pipefail

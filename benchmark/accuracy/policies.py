@@ -5,11 +5,11 @@
     scout-rotated     the same with two-bit rotated digests, the default
     scout-real-query  the layer's own query selects them: shows the cost of prediction
     quest             the layer's own query, and attention over exactly the selected pages; no layer-ahead
-                      worker computation, and other resident pages are not used
+                      CPU attention, and other resident pages are not used
     recent            the first page and the newest pages
     infinigen         predicted queries select by rotated digests, all selected pages are fetched
     sparda, rheo      with the weights that scripts/train_forecast.py trains for the model by default
-    hgca              a recent window on the device, half of the budget; the worker attends to what each head keeps
+    hgca              a recent window on the device, half of the budget; the CPU attends to what each head keeps
 
 `scout+KEY=VALUE+...` is `scout` with these additional keys of ``--kv-offload-config``, e.g. `scout+recall=off`.
 ``budget_tokens`` counts full pages. All but `full` also attend to the partially filled page.
@@ -76,7 +76,7 @@ class Setting:
         return self.policy if self.budget_tokens is None else f"{self.policy}-{self.budget_tokens}"
 
     def _flag_tokens(self) -> int:
-        """Value of ``--kv-offload-budget``; for hgca the window, the other half is for the worker."""
+        """Value of ``--kv-offload-budget``; for hgca the window, the other half is for the CPU."""
         budget = self.budget_tokens or 0
         return budget if self.base != "hgca" else budget // 2 // PAGE_SIZE_TOKENS * PAGE_SIZE_TOKENS
 

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmark.decode.checksums --json docs/results/checksums.jsonl      a minute
 
-There is no worker, so this process computes what it would, with the same code; times are CPU time, as the machine may
-be shared. Runs with and without alternate on the same pages: without, the checksum words are 0, like those of pages
+There is no attention process: this one computes what it would, with the same code. Times are CPU time, as the machine
+may be shared. Runs with and without alternate on the same pages: without, the checksum words are 0, like those of pages
 that may still change. No page is damaged, which is verified at the end.
 
 Rows (format: rows.py):

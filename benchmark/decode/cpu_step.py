@@ -3,10 +3,10 @@
     python -m benchmark.decode.cpu_step --out docs/results/step_model.jsonl
 
 The model used by ``sglang-scout plan --gpu`` (cli/step_model.py) gets the rates of this machine, each measured
-separately between the steps, and the steps' sizes; test/cli/test_step_model.py compares. The device is one CPU, the
-worker another. Steps are those of harness.py, fp32, posted from the host; boundaries are excluded.
+separately between the steps, and the steps' sizes; test/cli/test_step_model.py compares. The device is one CPU, CPU
+attention has another. Steps are those of harness.py, fp32, posted from the host; boundaries are excluded.
 
-The machine may be shared. So all times are CPU time of the threads that do the work, without waiting for the worker.
+The machine may be shared. So all times are CPU time of the threads that do the work, without waiting for each other.
 And each rate is measured once after every step, taking the median of its own samples, so that steps and rates see the
 same slowdowns.
 

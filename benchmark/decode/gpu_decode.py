@@ -16,13 +16,13 @@ Rows (format: rows.py); `model`, `context`, `batch`, `kv`, `step_us` in samples_
     scout             co-attention; with precompute, recall, cache (`budget`: as many resident pages as all rows select,
                       as in the paper; `device`: as many as device memory holds, of which a step attends to selected
                       ones), rho, cpu_compute_ratio, wait_share (of step time), fallback_pages, resident_pages,
-                      mapped_share (of the arena, by the worker, before the first step), full_batch (that of full
+                      mapped_share (of the arena, by CPU attention, before the first step), full_batch (that of full
                       attention); work, as in cli/step_model.py. The last variant repeats the first, with repeat = 1:
                       the difference shows order effects
     scout-simulated   the step of a host with more memory: --requests requests whose pages are drawn at random from
                       those that are there, so that several have the same page in different places; drift is adjusted
-                      until 12 % of the budget are missing. `simulated` says so. Step, kernels, ring, worker and copies
-                      are real, and so are their bytes, but digests of the same page may come from the device's cache
+                      until 12 % of the budget are missing. `simulated` says so. Step, kernels, ring, CPU attention and
+                      copies are real, also in bytes, but digests of shared pages may come from the device's cache
     profile           in a rehearsal, of the first variant: launches per layer, and launches and us of each kernel in a
                       layer, by torch's profiler
 
@@ -62,7 +62,7 @@ from sglang_scout.worker.cpus import reserve_server_cores
 from sglang_scout.worker.host_memory import available_bytes
 
 MAPPED_S = 45.0
-"""Timeout for the worker to map the arena; it begins before the baselines."""
+"""Timeout for the attention process to map the arena; it begins before the baselines."""
 DEVICE_RESERVE_BYTES = 6 * 2**30  # for graphs, activations and other server state
 NEARLY = 0.02
 """Of the budget: how close to Figure 6's share the missing pages of the simulated host are brought."""

@@ -1,6 +1,6 @@
 """A decode worker without SGLang: a model with random weights around the step engine.
 
-Real are engine, ring, worker process, pinned host pages, digests, selection, recall, and the matrix products of
+Real are engine, ring, attention process, pinned host pages, digests, selection, recall, and the matrix products of
 every layer at the model's sizes. Not real are the weights and hence the queries: as random weights do not show
 realistic drift of the important pages, queries come from a separate generator (`QueryDrift`).
 """
@@ -63,8 +63,8 @@ def no_waiting(device: str) -> Iterator[None]:
 
 
 class Store:
-    """Host pages of random keys and values in a pinned arena, with a worker process on it. Any number of engines may
-    use it, one after the other: those that share ``digests`` do not compute them again.
+    """Host pages of random keys and values in a pinned arena, with an attention process on it. Any number of engines
+    may use it, one after the other: those that share ``digests`` do not compute them again.
 
     Args:
         pages: of the host, including page 0, which is padding.
@@ -147,7 +147,7 @@ class Store:
         return pool
 
     def wait_mapped(self, most_s: float) -> float:
-        """Wait until the worker has mapped the arena's pages; returns the mapped share."""
+        """Wait until the attention process has mapped the arena's pages; returns the mapped share."""
         of_pages = self.arena.nbytes - self.arena.layout().kv_offset
         return wait_mapped(self.worker.snapshot().pid, of_pages, most_s)
 

@@ -2,7 +2,7 @@
 
     python -m benchmark.decode.join --json FILE
 
-Engine, ring and worker process are real, the model has random weights and is small (`harness.py`). Requests decode,
+Engine, ring and attention process are real, the model has random weights and is small (`harness.py`). Requests decode,
 then one more joins: warm, with the hint that a prefill server sends for its last token (`engine/hints.py`), copied
 concurrently with a step of the others, or cold. Predictions are perfect here, so that only residency matters.
 

@@ -1,16 +1,16 @@
-"""The ring between a CUDA graph and worker threads: cost of post, wait and answer within a step.
+"""The ring between a CUDA graph and attention threads: cost of post, wait and answer within a step.
 
     python -m benchmark.ring.gpu_ring --out FILE     on a machine with a CUDA device and the native module
     python -m benchmark.ring.gpu_ring --check-only   answers only, in the interpreter with TRITON_INTERPRET=1 too
 
-A graph of one post and one merge per layer is replayed, one replay per step; spinning worker threads of this
+A graph of one post and one merge per layer is replayed, one replay per step; spinning attention threads of this
 process answer with C++ attention. Times are between two events around a replay, divided by the layers.
 
 Rows (format: rows.py), op being
     idle        epoch 0: nothing is posted; the cost of the graph nodes themselves
     one_page    a page per row: the round trip over the bus, with next to no attention
     one_page_in_front   the same, with all layers posted before the first wait, like layer-ahead posting
-with B, layers, threads, p99_us, and answered: records that the worker answered, which must be all.
+with B, layers, threads, p99_us, and answered: records that the threads answered, which must be all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARM_UP, SAMPLES = 20, 500
 
 
 class Server:
-    """An arena, worker threads on it, and the device's ring."""
+    """An arena, attention threads on it, and the device's ring."""
 
     def __init__(self, arena, device: str, cpus: list[int]) -> None:
         from sglang_scout import _native

@@ -1,16 +1,16 @@
-"""Round-trip latency from doorbell to done of a layer's request to the worker process.
+"""Round-trip latency from doorbell to done of a layer's request to the CPU attention process.
 
     python -m benchmark.ring.ring_latency --json FILE     about a minute; two cores should be free
     python -m benchmark.ring.ring_latency --quick         20 samples, as a smoke test
 
-One WorkerClient with its real process. The worker's thread is pinned to one core, the poster to another. An item
+One WorkerClient with its real process. Its thread is pinned to one core, the poster to another. An item
 has the minimum size: one page of 16 tokens, one head of 64 (10 KiB with q and pages, some 0.2 us of compute).
 
 Rows (format: rows.py); samples_us are round trips:
     ring            RingProducer.post and wait, the calls underlying WorkerClient
     client          WorkerClient.post and wait, with the checks and tickets in Python
 Fields in addition to those of rows.py:
-    gap_us          busy-wait of the poster before each item; with 200 and more the worker is asleep, as it
+    gap_us          busy-wait of the poster before each item; with 200 and more the thread is asleep, as it
                     spins for spin_us after its last work; 0: back to back
     p99_us, max_us
     fallback_pages  pages that the poster computed itself; 0 in a valid run
@@ -115,7 +115,7 @@ def _pause(gap_us: int) -> None:
 
 
 def check_result(bench: Bench, arena: Arena) -> None:
-    """Compares the worker's answer with numpy in float64; raises AssertionError."""
+    """Compares the answer with numpy in float64; raises AssertionError."""
     bench.block(Case("client", 0, 1), 1)
     k, v = (
         (plane[0, :, 0].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -177,7 +177,7 @@ def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) ->
         }
         for row in rows:
             missed = row["fallback_pages"]
-            status = ("failed", f"the worker did not answer for {missed} pages") if missed else ()
+            status = ("failed", f"no answer of the process for {missed} pages") if missed else ()
             writer.add(row.pop("impl"), *status, **row, **shared)
             print(f"gap {row['gap_us']:4d} us: median {row['median_us']:7.2f}, p99 "
                   f"{row['p99_us']:8.2f}, max {row['max_us']:9.1f} us", file=sys.stderr)  # fmt: skip
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     writer = Writer(args.json, shared)
     try:
         if len(cpus) < 2:
-            writer.add("ring", "skipped", "one CPU: poster and worker would share it")
+            writer.add("ring", "skipped", "one CPU: poster and attention process would share it")
         else:
             run(QUICK if args.quick else FULL, writer, cpus, free)
     finally:

@@ -3,7 +3,7 @@
 Stock runs first, with the largest batch that fits in device memory, then ours, with the largest that fits in host
 memory; nothing is measured where that is no larger. Each server is measured at every context, a row each. samples_us
 are the inter-token times of one request while all of them decode, without the first 50 steps. cpu_compute_ratio,
-fallback_pages and wait_share (the device waiting for the worker) are over the same time. Page selection is driven by
+fallback_pages and wait_share (the device waiting for CPU attention) are over the same time. Page selection is driven by
 noise (``dummy_kv``, random weights), not by the drift that gpu_decode.py calibrates to the paper's figures.
 """
 
@@ -34,7 +34,7 @@ MOST_REQUESTS = 64
 SKIPPED_STEPS = 50
 """At the start of the window, while the cache fills and recall settles."""
 START_S, MAPPED_S, RUN_S = 90.0, 45.0, 90.0
-"""Timeouts: to start without locking memory, for the worker to map it, and for the requests of a context."""
+"""Timeouts: to start without locking memory, for the attention process to map it, and for the requests of a context."""
 LOCK_GB_PER_S = 1.5
 """Slowest rate at which host memory may be locked."""
 
@@ -128,7 +128,7 @@ def most_requests(shape: str, nbytes: float, tokens: int) -> int:
 
 @contextlib.contextmanager
 def beside(worker_cpus: Collection[int]) -> Iterator[None]:
-    """Keeps this thread, and those that it starts in the block, off the worker's CPUs."""
+    """Keeps this thread, and those that it starts in the block, off the CPUs of CPU attention."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, before - set(worker_cpus) or before)
     try:

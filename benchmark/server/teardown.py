@@ -2,9 +2,9 @@
 
     python -m benchmark.server.teardown --gib 8 --json FILE
 
-The server here is an arena, fully populated and mapped in the server and in its real worker, without a model. It exits
-by itself (`stop`) or is killed (`kill`), and the worker with it. Both have ended when the system has reclaimed their
-resources: a process is gone only after its mappings and files are.
+The server here is an arena, fully populated and mapped in the server and in its real attention process, without a
+model. It exits by itself (`stop`) or is killed (`kill`), and the process with it. Both have ended when the
+system has reclaimed their resources: a process is gone only after its mappings and files are.
 
 Rows (format: rows.py), one per way of ending:
     gib, backing        of the arena; its pages: 4k, thp or hugetlb

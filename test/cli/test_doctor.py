@@ -29,7 +29,7 @@ def test_this_machine_can_serve():
     checks = {check["name"]: check for check in result["checks"]}
     assert result["ok"] and all(check["state"] != "failed" for check in checks.values())
     assert checks["queries"]["state"] == "ok"
-    worker = checks["worker"]["values"]
+    worker = checks["CPU attention"]["values"]
     assert worker["right"] and worker["max_error"] <= worker_check.TOLERANCE
     assert worker["page_us"] > 0 and worker["batch_us"] > 0
     assert worker["isa"] == checks["native module"]["values"]["isa"]
@@ -39,7 +39,7 @@ def test_this_machine_can_serve():
 def test_report_and_exit_code(monkeypatch, capsys):
     fine = doctor.Check("python", "ok", "3.11.0")
     slow = doctor.Check("huge pages", "warning", "none", "make some")
-    broken = doctor.Check("worker", "failed", "no", "repair it")
+    broken = doctor.Check("CPU attention", "failed", "no", "repair it")
     for code, found in ((0, [fine, slow]), (1, [fine, slow, broken])):
         monkeypatch.setattr(doctor, "checks", lambda cpus, f=found: [lambda r=r: r for r in f])
         assert main(["doctor"]) == code

@@ -97,7 +97,7 @@ class Report:
             "case, seed, seconds": f"{self.case}, {self.seed}, {self.seconds:.0f}",
             "requests answered, dropped": f"{self.answered}, {self.dropped}",
             "decode steps, retractions": f"{self.steps}, {self.retractions}",
-            "faults, workers replaced": f"{sum(self.faults.values())}, {self.restarts}",
+            "faults, processes replaced": f"{sum(self.faults.values())}, {self.restarts}",
             **{f"  {name}": count for name, count in sorted(self.faults.items())},
             "layers checked, largest error": f"{self.verify_checks}, {self.verify_max_rel_error:.1e}",
             "lost": len(self.lost),

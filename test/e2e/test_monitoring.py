@@ -136,7 +136,7 @@ def test_the_dashboard_in_a_browser(servers, tmp_path):
             found = re.search(r"([\d.]+)\s+steps a second", text())
             return found and float(found[1])
 
-        wait_until("the page shows the worker", lambda: "worker ready" in text(), 60)
+        wait_until("the page shows the worker", lambda: "CPU attention ready" in text(), 60)
         assert "scout, cpu-" in text() and "4 layers" in text()
         prompts = random_prompts([700, 900])
         answers = load.submit(servers.generate, prompts, max_new_tokens=400)

@@ -21,7 +21,7 @@ def check_timeline(path, steps):
     for e in events:
         if e["ph"] == "X":
             row, kind = rows[e["pid"], e["tid"]].partition(",")[0], e["name"].split()[0]
-            kind = "worker" if row.startswith("worker") else f"{row} {kind}"
+            kind = "worker" if row.startswith("attention thread") else f"{row} {kind}"
             slices.setdefault(kind, []).append(e)
     assert set(slices) >= {"device layer", "boundary step", "ahead score", "ahead post",
                            "attention wait", "copies recall", "worker"}  # fmt: skip

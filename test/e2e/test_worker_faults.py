@@ -190,4 +190,4 @@ def test_a_damaged_record_ends_a_server_whose_steps_are_recorded(bench):
         FAULTS["page ids damaged"].strike(bench.victim)
         wait_until("the server's end", lambda: server.exit_code is not None, 120)
     assert load.lost and not load.wrong, load.wrong
-    assert "the worker refused a record" in server.log()
+    assert "CPU attention refused a record" in server.log()

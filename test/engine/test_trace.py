@@ -106,7 +106,7 @@ def test_every_row_of_a_step(traced):
     assert {s["args"]["step"] for s in slices} == {1, 2, 3, 4}
     by_row = {row: [s for s in slices if s["row"] == row] for row in {s["row"] for s in slices}}
     server = {"device", "attention", "ahead", "boundary", "copies"}
-    assert set(by_row) == server | {"worker thread 0 (CPU 4)"}
+    assert set(by_row) == server | {"attention thread 0 (CPU 4)"}
     for step in range(1, 5):
         own = [s for s in by_row["device"] if s["args"]["step"] == step]
         assert [s["name"] for s in own] == ["layer 0", "layer 1", "layer 2"]
@@ -174,7 +174,7 @@ def test_what_the_server_computed_itself_is_on_the_device_s_side(traced):
     fallen = [s for s in slices if s["name"].startswith("fallback")]
     assert {s["args"]["step"] for s in fallen} == {2, 3}
     assert all(s["row"] == "attention" and s["args"]["pages"] > 0 for s in fallen)
-    worker = [s for s in slices if s["row"].startswith("worker")]
+    worker = [s for s in slices if s["row"].startswith("attention thread")]
     assert {s["args"]["step"] for s in worker} == {1, 4}
 
 
@@ -194,7 +194,7 @@ def test_a_killed_server_leaves_the_steps_before(tmp_path):
         tracer.cut("boundary", "step boundary", now)
         tracer.step(step + 1)
     _, slices = load(tmp_path / "t.json")
-    for row in ("boundary", "worker thread 0 (CPU 4)"):
+    for row in ("boundary", "attention thread 0 (CPU 4)"):
         assert [s["args"]["step"] for s in slices if s["row"] == row] == [7, 8, 9]
 
 
@@ -208,7 +208,7 @@ def test_epochs_and_threads_have_rows_of_their_own(tmp_path):
     events, slices = load(tmp_path / "t.json")
     assert len({(s["pid"], s["row"]) for s in slices}) == 3
     processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert processes == {f"attention worker, incarnation {n}" for n in (1, 2)}
+    assert processes == {f"CPU attention process, incarnation {n}" for n in (1, 2)}
 
 
 def test_concurrent_slices_of_a_row_are_moved_beside_it(tmp_path):

@@ -108,7 +108,7 @@ def test_the_attendant_refuses_a_record_that_makes_no_sense(arena, attended):
     settle()
     producer.set_live_epoch(0)
     ring.merge(1, *state(1))
-    assert ring.errors() == ["the worker refused a record"]
+    assert ring.errors() == ["CPU attention refused a record"]
     assert attendant.pages() == 0
 
 

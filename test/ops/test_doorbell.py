@@ -209,7 +209,7 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     settle()
     reply["status"], reply["done"] = status, int(view.record(slot)["seq"])
     merged = ring.merge(1, out, lse)
-    assert ring.errors() == (["the worker refused a record"] if status else [])
+    assert ring.errors() == (["CPU attention refused a record"] if status else [])
     assert torch.equal(merged, out if status else torch.ones_like(out))
     ring.begin_step(4)
     ring.post(1, q, pages, n_pages)  # answered, also if refused: the slot is free again

@@ -21,7 +21,8 @@ from sglang_scout.core.errors import ConfigError
 
 DESCRIPTION = (
     "Serve one page, on this machine only, that shows live where a decode server's pages are, what each "
-    "layer leaves to the CPU, waits, recalls and the worker. It reads the server's /server_info once a second."
+    "layer leaves to the CPU, waits, recalls and the CPU attention process. It reads the server's "
+    "/server_info once a second."
 )
 PAGE = Path(__file__).with_name("dashboard.html")
 HOST = "127.0.0.1"

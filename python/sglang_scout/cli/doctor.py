@@ -1,4 +1,4 @@
-"""``sglang-scout doctor``: can this machine serve? Checks it, and runs a real worker."""
+"""``sglang-scout doctor``: can this machine serve? Checks it, and runs a real attention process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sglang_scout.core.sglang_versions import ADAPTERS
 DESCRIPTION = (
     "Check that this machine can serve. Each line says ok, warning or failed, what was found, and "
     "what to do. SGLang runs a tiny random model, whose queries are compared with predicted ones. "
-    "The last check starts a real attention worker, has it compute a few pages and "
+    "The last check starts a real CPU attention process, has it compute a few pages and "
     "compares the result. The exit code is 1 if a check failed, otherwise 0."
 )
 PLUGIN_GROUP = "sglang.srt.plugins"
@@ -184,10 +184,10 @@ def check_worker(cpus: list[int]) -> Check:
         result = compare_and_time(cpus)
     except ConfigError as error:
         what, _, fix = str(error).rpartition("; ")
-        return Check("worker", FAILED, what, fix)
+        return Check("CPU attention", FAILED, what, fix)
     except Exception as error:  # any failure is a result of the check
         fix = "see the reason; a checkout is rebuilt with scripts/setup.sh --force"
-        return Check("worker", FAILED, f"{type(error).__name__}: {error}", fix)
+        return Check("CPU attention", FAILED, f"{type(error).__name__}: {error}", fix)
     text = (
         f"ready in {result.ready_s * 1e3:.0f} ms, controlled over {result.endpoint}; {result.rows} sequences x {result.pages} pages "
         f"right (largest error {result.max_error:.1e}), round trip {result.batch_us:.0f} us; "
@@ -195,8 +195,8 @@ def check_worker(cpus: list[int]) -> Check:
     )
     if not result.right:
         found = f"{text}: {result.problem}"
-        return Check("worker", FAILED, found, "please report it", asdict(result))
-    return Check("worker", OK, text, values=asdict(result))
+        return Check("CPU attention", FAILED, found, "please report it", asdict(result))
+    return Check("CPU attention", OK, text, values=asdict(result))
 
 
 def check_policy(name: str, keys: str) -> Check:
@@ -243,7 +243,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpus",
         metavar="LIST",
-        help="CPUs of the worker in the last check, as in --kv-offload-cpus, for example 0-35 "
+        help="CPUs that compute attention in the last check, as in --kv-offload-cpus, for example 0-35 "
         "(default: every CPU of this process)",
     )
     parser.add_argument(

@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     steps = predict(plan, device) if device and plan.fits and modelled else None
     print(json.dumps(as_dict(plan, steps), indent=2) if args.json else as_text(plan, steps))
     if device and not modelled and not args.json:
-        print("\nSteps are predicted only where a worker attends to missing pages a layer ahead.")
+        print("\nSteps are predicted only where the CPU attends to missing pages a layer ahead.")
     return 0 if plan.fits else 1
 
 

@@ -17,11 +17,11 @@ from sglang_scout.core.parse_config import parse_config
 from sglang_scout.policy.base import Context, make_policy, policies
 
 _MISSING = {
-    "cpu": "missing pages are attended to by the worker",
-    "fetch": "missing pages are copied to the device, the worker has nothing to do",
+    "cpu": "missing pages are attended to on the CPU",
+    "fetch": "missing pages are copied to the device, the CPU has nothing to do",
     "drop": "missing pages are left out",
 }
-_WITH_FEEDBACK = "the worker attends to what is kept of tokens that left the window"
+_WITH_FEEDBACK = "the CPU attends to what is kept of tokens that left the window"
 
 
 def server_config(

@@ -7,9 +7,9 @@
     scores      the digests of all pages
     launches    kernels of a layer, each with its launch; of layer-ahead selection only the bytes count, as it runs
                 on a side stream and shares the model's bandwidth (on the CPU device it runs in order)
-    ring        queries to the worker, its results back and the new token's KV to its host page, over the link
-    wait        of each layer for the worker, which has a layer's time for its share of the pages; the first
-                layer's worker has only the attention's
+    ring        queries to the CPU, its results back and the new token's KV to its host page, over the link
+    wait        of each layer for CPU attention, which has a layer's time for its share of the pages; the first
+                layer's has only the attention's
     copies      pages recalled over the link, and the boundary on the host: both overlap with the step, which takes
                 no less time than either
 
@@ -56,10 +56,10 @@ class Device:
     Attributes:
         flop_s: of dense bfloat16.
         link_gb_s: to the host, one direction.
-        host_gb_s: of host memory for one worker.
+        host_gb_s: of host memory for one server's CPU attention.
         launch_us: of a kernel in a graph, including ramp-up.
         boundary_us: once, and for each request.
-        unexplained_us: of a layer with a worker's share, which no term accounts for.
+        unexplained_us: of a layer with a share on the CPU, which no term accounts for.
         in_order: whether layer-ahead selection runs in order with the model.
         reached: share of a published rate that a part of the step reaches; ``""``: of all others.
     """
@@ -82,7 +82,7 @@ class Device:
 
 
 DEVICES = {
-    # Host memory: a worker's share of a socket with four GPUs, as in NVIDIA's DGX systems.
+    # Host memory: one server's share of a socket with four GPUs, as in NVIDIA's DGX systems.
     "a100": Device(2039, 312e12, 32, 204.8 / 4, 84e9, source="NVIDIA A100 80GB SXM data sheet; "
                    "AMD EPYC 7742, 8 channels DDR4-3200"),
     "h100": Device(3350, 989e12, 64, 307.2 / 4, 84e9, source="NVIDIA H100 SXM data sheet; "
@@ -102,8 +102,8 @@ def low_end(device: Device) -> Device:
     """The device if a server on it were as slow, beyond bytes and launches, as the paper's on the paper's.
 
     Two constants, fitted to three published numbers (docs/gpu.md has the derivation and what contradicts it): .9 ms per
-    layer, from 5.1 times stock at 64k and 1.78 times the tokens from batch 16 to 32; a worker at 28 % of the host's
-    rate, from the 1.48 of batch 32 to 64, where it becomes the limit.
+    layer, from 5.1 times stock at 64k and 1.78 times the tokens from batch 16 to 32; CPU attention at 28 % of the
+    host's rate, from the 1.48 of batch 32 to 64, where it becomes the limit.
     """
     return replace(device, unexplained_us=900.0, reached={**device.reached, "worker": 0.28})
 
@@ -214,7 +214,7 @@ def stock_step(work: Work, device: Device, batch: int) -> Step:
 def offload_step(
     work: Work, device: Device, batch: int, missing_share: float = MISSING_SHARE
 ) -> Step:
-    """Attention over the budget; the worker computes ``missing_share`` of it."""
+    """Attention over the budget; the CPU computes ``missing_share`` of it."""
     kv_bytes = batch * work.budget_tokens * work.kv_bytes_per_token
     asked = batch * work.layers * work.query_values * RING_VALUE_BYTES
     ring = asked if missing_share else 0.0
@@ -270,7 +270,7 @@ class Prediction:
 
 
 def has_model(policy: Policy) -> bool:
-    """Whether the model applies to this policy: a worker attends to missing pages a layer ahead."""
+    """Whether the model applies to this policy: the CPU attends to missing pages a layer ahead."""
     return policy.route == "cpu" and policy.query.attends and bool(policy.query.targets(0, 2))
 
 

@@ -103,7 +103,7 @@ class OffloadConfig:
     )
     exact_layers: tuple[int, ...] = _key(
         (),
-        "Layers that select with the real query and wait for the worker: those whose predicted queries are poor",
+        "Layers that select with the real query and wait for CPU attention: those whose predicted queries are poor",
         needs=("precompute", True),
     )
     recall: str = _key("adaptive", "When a layer recalls its missing pages", choices=RECALL_MODES)
@@ -185,7 +185,7 @@ class OffloadConfig:
     )
     precompute: bool = _for_tests(True, "False: missing pages wait for the real query")
     transport: str = _for_tests(
-        "auto", "Who posts to the worker: the host, or kernels", choices=("auto", "host", "graph")
+        "auto", "Who posts missing pages: the host, or kernels", choices=("auto", "host", "graph")
     )
     verify: bool = _for_tests(False, "Compare every layer with fp32 attention over host pages")
     dummy_kv: bool = _for_tests(False, "With the fake transfer backend: pages of seeded noise")
@@ -195,7 +195,7 @@ class OffloadConfig:
         "auto", "Attention on the device", choices=("auto", "native", "triton", "flash")
     )
     worker_threads_per_group: int = _for_tests(0, "Per sequence; 0: as is fastest", (0, 16))
-    worker_ready_timeout_s: float = _for_tests(60.0, "For a worker to start", (0.1, 3600))
+    worker_ready_timeout_s: float = _for_tests(60.0, "To start the process", (0.1, 3600))
     # A heartbeat is sent every 0.2 s.
     worker_heartbeat_timeout_s: float = _for_tests(0.8, "Silence before it is killed", (0.4, 3600))
     worker_wait_timeout_s: float = _for_tests(10.0, "For an answer", (0.01, 3600))

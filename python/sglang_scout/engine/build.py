@@ -35,7 +35,7 @@ def device_ring(
     """The ring, driven by a device's stream; ``worker``, not yet started, will serve it.
 
     Args:
-        timeout_s: how long a step waits for the worker.
+        timeout_s: how long a step waits for CPU attention.
         faults, rank: as of :class:`DeviceRing`.
     """
     worker.serve_device()
@@ -70,7 +70,7 @@ def build_engine(
 
     Args:
         shape: sizes of the model on this rank.
-        host: pages that the worker maps too; the device can access them.
+        host: pages that the attention process maps too; the device can access them.
         projectors: per layer, computes its query from a layer input.
         worker: computes missing pages, called from the host or from the device's stream.
         digests: of the host pages; None: created here.

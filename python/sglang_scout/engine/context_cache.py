@@ -1,4 +1,4 @@
-"""Kept tokens of older pages, contiguous per KV head, in host memory that the worker attends to.
+"""Kept tokens of older pages, contiguous per KV head, in host memory that the CPU attends to.
 
 A context page holds S tokens of one head of one layer. A request has a list of them for each layer and head; the last
 page may be partly filled. A list changes only at step boundaries, and grows only past what running steps read; its
@@ -124,7 +124,7 @@ class ContextCache:
         return added < offered
 
     def worker_ids(self, kept: Kept) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """``[L, H, R]`` ids as the worker takes them and ``[L, H]`` how many of each list.
+        """``[L, H, R]`` ids as the ring takes them and ``[L, H]`` how many of each list.
 
         Beyond the P host pages, P + c S + n - 1 is the first n tokens of context page c.
         """

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class StepTimes(NamedTuple):
-    """Of one step, in seconds: from its boundary to its tokens; of its boundary; waiting for the worker, all layers."""
+    """Of one step, in seconds: from its boundary to its tokens; of its boundary; of waits for the CPU, all layers."""
 
     step_seconds: float
     boundary_seconds: float
@@ -75,6 +75,6 @@ class Counters:
         self.count_step(0, pages, budget, "cpu")
 
     def count_waits(self, waits_us: npt.NDArray[np.int64]) -> None:
-        """The device waited for the worker's results: ``[L]``."""
+        """The device waited for the CPU's results: ``[L]``."""
         self.gpu_wait_us += int(waits_us.sum())
         self.gpu_wait_us_by_layer += waits_us

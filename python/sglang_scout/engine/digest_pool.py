@@ -161,7 +161,7 @@ class DigestPool:
     ) -> torch.Tensor:
         """``[B, HQ]`` estimated increase of the log mass of a list's missing pages under the real query.
 
-        The worker attends to them one layer ahead, weighted by the predicted query. Pages important to the real query
+        The CPU attends to them one layer ahead, weighted by the predicted query. Pages important to the real query
         may be among them, and get the mass that they should have.
 
         Args:

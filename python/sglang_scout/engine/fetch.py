@@ -1,4 +1,4 @@
-"""Route ``fetch``: missing pages are attended to on the device, without the worker."""
+"""Route ``fetch``: missing pages are attended to on the device, without CPU attention."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LEAST_PAGES = 2
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Counts and bytes of the three stores, and the worker's additional memory.
+    """Counts and bytes of the three stores, and the additional memory of CPU attention.
 
     Attributes:
         num_pages: P, host pages including the padding page.
@@ -38,7 +38,7 @@ class MemoryPlan:
         context_bytes: kept tokens of older pages, in host memory.
         hint_bytes: prompts' hints, in host memory.
         checksum_bytes: of the host pages, in host memory.
-        arena: sizes of the memory that is shared with the worker.
+        arena: sizes of the memory that is shared with the attention process.
     """
 
     num_pages: int
@@ -108,7 +108,7 @@ def plan_memory(
     """Sizes of the stores for ``num_pages`` host pages and at most ``max_batch`` requests.
 
     Args:
-        node_cpus: CPUs of the worker on each memory node that the pages are divided among.
+        node_cpus: CPUs of CPU attention on each memory node that the pages are divided among.
         device_bytes: what a device with separate memory has left for digests, input buffers and resident pages; the
             last get all the rest unless ``resident_tokens`` is set. None: the CPU device.
         route: of missing pages, see ``policy/base.py``.
@@ -281,7 +281,7 @@ def plan_worker(
     context_tokens: int,
     node_cpus: Sequence[int],
 ) -> WorkerMemory:
-    """The worker's memory that does not depend on the number of pages; arguments as of :func:`plan_memory`."""
+    """Memory of CPU attention that does not depend on the number of pages; arguments as of :func:`plan_memory`."""
     spec = arena_of(config, shape, 1, max_batch, context_tokens, len(node_cpus))
     return worker_memory(spec, config.worker_threads_per_group, node_cpus)
 

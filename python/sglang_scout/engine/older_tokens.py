@@ -1,12 +1,12 @@
-"""Tokens that have left the device's window, and which the worker attends to (Deng et al., Algorithms 1 and 2).
+"""Tokens that have left the device's window, and which the CPU attends to (Deng et al., Algorithms 1 and 2).
 
 The device attends to a request's recent window and, if the policy requires, to its first pages. Of a page that leaves
 the window each KV head keeps the tokens that the policy finds salient, in the context cache. A joining request has
 older pages without statistics: its first step attends to all of them, and with that step's queries a thread selects
-among their tokens. Until it is done, the worker attends to all.
+among their tokens. Until it is done, the CPU attends to all.
 
     boundary t-1   a page leaves with step t: what is kept of it, by the averages up to step t-2, is read back
-    boundary t     its tokens are added to the lists, and the worker attends to them from step t on
+    boundary t     its tokens are added to the lists, and the CPU attends to them from step t on
     later          a request's evaluation has ended: its lists replace all its older pages
 
 All of this happens at boundaries, so lists are fixed during a step.
@@ -260,7 +260,7 @@ class OlderTokens:
         tail_slot: torch.Tensor,
         tail_len: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of a layer over the window, merged with the worker's over the older tokens.
+        """Attention of a layer over the window, merged with the CPU's over the older tokens.
 
         Args:
             query: ``[B, HQ, D]``.

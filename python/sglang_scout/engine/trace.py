@@ -3,14 +3,14 @@
 Rows of the decode server, from its scheduler thread or its copy thread:
 
     device     one slice per layer and step, from the layer's input to the next layer's
-    attention  attend, wait for the worker, fallback (pages that the server computed in its place), merge
+    attention  attend, wait for CPU attention, fallback (pages that the server computed in its place), merge
     ahead      predict, score, select and post, of the named layer, not the running one
     boundary   what the host decides between two steps
     copies     recall and fill (behind a step), load (before one), with layers, pages and bytes
 
-and one row for each thread of each incarnation of the worker, with a slice per layer and step, as recorded by the
-thread itself (sgl-kernel/src/ring.h, Event), not as seen by the server. Arrows go from a post over the worker's slices
-to the merge. Rows never nest: overlapping slices go to separate rows.
+and one row for each thread of each incarnation of the CPU attention process, with a slice per layer and step, as
+recorded by the thread itself (sgl-kernel/src/ring.h, Event), not as seen by the server. Arrows go from a post over
+these slices to the merge. Rows never nest: overlapping slices go to separate rows.
 
 The file is a JSON array to which each step boundary appends the slices of the previous step. The format allows a
 missing closing bracket, so that a killed server loses only the step in progress.
@@ -137,7 +137,7 @@ class Tracer:
                 return  # it could not be written
             self._close()
             logger.info(
-                "trace of %d steps written to %s; %d events of the worker are lost",
+                "trace of %d steps written to %s; %d events of CPU attention are lost",
                 self._step - self._first_step + 1 if self._first_step else 0,
                 self._path,
                 self._events_lost,
@@ -174,7 +174,7 @@ class Tracer:
         return _metadata("process_labels", _SERVER_PID, 0, labels=labels)
 
     def _worker_slices(self) -> Iterator[_Slice]:
-        """The worker's new events as slices. Events that cannot belong to this trace are dropped."""
+        """New events of CPU attention as slices. Events that cannot belong to this trace are dropped."""
         if self._worker is None:
             return
         taken, lost = self._worker.take_events()
@@ -185,7 +185,7 @@ class Tracer:
             good = (events["step"] >= self._first_step) & (events["step"] <= self._step)
             good &= (events["begin_ns"] >= self._start_ns) & (events["end_ns"] <= now_ns)
             self._events_lost += int(len(events) - np.count_nonzero(good))
-            row = f"worker thread {thread.thread} (CPU {thread.cpu})"
+            row = f"attention thread {thread.thread} (CPU {thread.cpu})"
             for event in events[good]:
                 pid = _WORKER_PID + (int(event["seq"]) >> 40)
                 args = {name: int(event[name]) for name in ("layer", "pages", "items", "step")}
@@ -201,7 +201,7 @@ class Tracer:
         while self._free_at.get((s.pid, tid), 0) > s.start_ns:
             tid += _LANES
         if (s.pid, tid) not in self._free_at:
-            group = f"attention worker, incarnation {s.pid - _WORKER_PID}"
+            group = f"CPU attention process, incarnation {s.pid - _WORKER_PID}"
             if s.pid == _SERVER_PID:
                 group = f"decode server (pid {os.getpid()})"
             yield _metadata("process_name", s.pid, 0, name=group)
@@ -229,7 +229,7 @@ def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _arrow(s: _Slice) -> dict[str, Any]:
-    """The arrow that joins a layer's post, the worker's slices of it, and its merge."""
+    """The arrow that joins a layer's post, the CPU's slices of it, and its merge."""
     kind = "answer" if s.pid >= _WORKER_PID else s.name.partition(" ")[0]
     ends = {"post": (False, True), "answer": (True, True), "merge": (True, False)}.get(kind)
     if ends is None:

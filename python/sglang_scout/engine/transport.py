@@ -4,7 +4,7 @@ A step posts the missing pages of a layer as soon as they are selected and merge
 that layer. A missing page stays non-resident for the whole step, so that no page is counted twice.
 
     route   post                                       merge
-    cpu     ids and query go to the worker's ring      the worker's (out, lse) by log-sum-exp
+    cpu     ids and query go to the ring               the CPU's (out, lse) by log-sum-exp
     fetch   pages are copied into staging slots        the real query attends to these
     drop    nothing                                    nothing
 
@@ -82,7 +82,7 @@ class Transport:
 class HostTransport(Transport):
     """Route ``cpu`` from the host: the tensors are in its memory (paper Algorithm 1, lines 7 and 12).
 
-    The client always returns a result: what the worker does not compute in time is computed here.
+    The client always returns a result: what the CPU attention process does not compute in time is computed here.
     """
 
     capturable = False
@@ -140,7 +140,7 @@ class HostTransport(Transport):
         return merged.to(query.dtype)
 
     def _trace_answer(self, layer: int, start_ns: int, end_ns: int, reply: Reply) -> None:
-        """The wait for the worker, and what was computed here in its place."""
+        """The wait for CPU attention, and what was computed here in its place."""
         pages = reply.fallback_pages
         gave_up_ns = min(start_ns + int(reply.waited_us * 1000), end_ns) if pages else end_ns
         self._tracer.add("attention", "wait", start_ns, gave_up_ns, layer=layer)
@@ -152,7 +152,7 @@ class GraphTransport(Transport):
     """Route ``cpu`` from a device's stream, by the kernels of :class:`DeviceRing`.
 
     Args:
-        ring: to the worker.
+        ring: to the attention process.
         epoch: for records of the next step; never 0.
     """
 

@@ -15,7 +15,7 @@ from sglang_scout.core.split import Split
 
 from . import triton
 
-ERRORS = {1: "no answer in time", 2: "the worker refused a record", 4: "a slot was not answered"}
+ERRORS = {1: "no answer in time", 2: "CPU attention refused a record", 4: "a slot was not answered"}
 
 ONE_THREAD = Split()
 
@@ -35,9 +35,9 @@ class DeviceRing:
         address: of the ring as seen by the device (the mapped address, if the memory is registered as mapped).
         layout: offsets and strides in bytes, the fields of `worker.ring.Layout`.
         spec: sizes of the ring, a `worker.spec.ArenaSpec`.
-        parts: runs of pages that each row is split into, as the worker's threads per group; 0: according
-            to ``split``, the same as the worker's.
-        timeout_us: how long a merge waits for the worker.
+        parts: runs of pages that each row is split into, as the threads per group of CPU attention; 0: according
+            to ``split``, the same as its own.
+        timeout_us: how long a merge waits for CPU attention.
         device: where the state is.
         faults: [R] int64 in host memory, one word for each of R ranks that step together; the device can
             write to it. None: one word, allocated here.
@@ -89,9 +89,9 @@ class DeviceRing:
         self._faults, self.fault = faults, faults[rank : rank + 1]
 
     def set_epoch(self, epoch: int, posts: int | None = None) -> None:
-        """From the next step on, records go to the worker of ``epoch``, or to nobody (0).
+        """From the next step on, records go to the attention process of ``epoch``, or to nobody (0).
 
-        Call only between steps, and with a new epoch only when the previous worker is dead: its unanswered
+        Call only between steps, and with a new epoch only when the previous one is dead: its unanswered
         records are dropped. ``posts``: number of the last post in the ring, if others posted.
         """
         # An assignment would copy the number from host memory and synchronize with the stream.
@@ -106,7 +106,7 @@ class DeviceRing:
         self.state[1].fill_(step)
 
     def post(self, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor) -> None:
-        """Post the missing pages of a layer to the worker; if no row has any, this is a no-op.
+        """Post the missing pages of a layer for CPU attention; if no row has any, this is a no-op.
 
         Args:
             q: [B, HQ, D] any float dtype.

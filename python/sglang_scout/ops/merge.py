@@ -42,5 +42,5 @@ def merge_states(
     return torch.lerp(out_a, out_b, weight[..., None]), torch.logaddexp(lse_a, lse_b)
 
 
-# The second part may be the worker's answer in pinned memory.
+# The second part may be the CPU's answer in pinned memory.
 triton.implements(merge_states, "merge", pinned=("out_b", "lse_b"))

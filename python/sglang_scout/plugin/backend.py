@@ -149,7 +149,7 @@ class ScoutAttnBackend(AttentionBackend):
     def _log_plan(self, runner: Any) -> None:
         lines = "\n".join(f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.plan.rows)
         logger.info(
-            "--kv-offload %s: budget %d tokens, %d requests at most, worker on CPUs %s\n%s",
+            "--kv-offload %s: budget %d tokens, %d requests at most, CPU attention on CPUs %s\n%s",
             self.policy.name,
             self.config.budget_tokens,
             runner.max_running_requests,
@@ -290,7 +290,7 @@ class ScoutAttnBackend(AttentionBackend):
         raise NotImplementedError("--kv-offload: the decode server does not prefill")
 
     def close(self) -> None:
-        """Stop the worker and the copies. Also runs at interpreter exit."""
+        """Stop the attention process and the copies. Also runs at interpreter exit."""
         atexit.unregister(self.close)
         if self.metrics is not None:
             self.metrics.close()

@@ -54,7 +54,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "enable_prefill_cp": False,
 }
 _WHOLE_INPUTS = ": queries are predicted from layer inputs, which every rank must have whole"
-_ONE_PART = ": the worker attends to a request's pages in this server's memory; use --tp-size"
+_ONE_PART = ": CPU attention reads a request's pages in this server's memory; use --tp-size"
 _ONE_REPLICA = ": start a server for each replica, behind one router"
 _LORA = (
     ": queries are predicted from the model's own weights, and SGLang has no LoRA on a CPU to test others with; "
@@ -146,7 +146,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
         )
     if config.cpus is not None and len(config.cpus) < args.tp_size:
         raise ConfigError(
-            f"--kv-offload-cpus {args.kv_offload_cpus!r}: {len(config.cpus)} CPU for the workers of "
+            f"--kv-offload-cpus {args.kv_offload_cpus!r}: {len(config.cpus)} CPU for the attention processes of "
             f"--tp-size {args.tp_size} ranks; name at least {args.tp_size}, or drop the flag"
         )
     _check_memory(config)

@@ -27,14 +27,14 @@ MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device
 
 
 def uses_graph_transport(config: OffloadConfig, device: str) -> bool:
-    """Whether the device's stream, not the host, posts to the worker."""
+    """Whether the device's stream, not the host, posts to the attention process."""
     if config.transport != "auto":
         return config.transport == "graph"
     return torch.device(device).type == "cuda"
 
 
 def worker_config(config: OffloadConfig, device: str) -> WorkerConfig:
-    """The worker's configuration for a server on ``device``."""
+    """Configuration of the attention process for a server on ``device``."""
     spin_us = config.worker_spin_us
     if spin_us is None:
         # A kernel cannot wake a sleeping thread: the attendant does, but later.
@@ -66,8 +66,8 @@ def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) 
     if config.worker_wait_timeout_s < MIN_WAIT_S:
         raise ConfigError(
             f"{flag}: worker_wait_timeout_s = {config.worker_wait_timeout_s:g}: a device ends the server "
-            f"when it waits in vain, and a silent worker takes up to two seconds to be noticed; set {MIN_WAIT_S:g} "
-            "or more"
+            "when it waits in vain, and a silent CPU attention process takes up to two seconds to be noticed; "
+            f"set {MIN_WAIT_S:g} or more"
         )
     if args.enable_return_hidden_states:
         raise ConfigError(

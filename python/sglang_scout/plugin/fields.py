@@ -13,8 +13,8 @@ FIELDS: dict[str, tuple[Any, Any, str]] = {
         str,
         "none",
         "GPU-CPU co-attention decoding: KV pages live in host memory, the GPU keeps page digests and the important "
-        "pages, a CPU worker computes the rest. Give it to both servers of a prefill-decode pair. Policies: none, "
-        + ", ".join(policies()),
+        "pages, a CPU attention process computes the rest. Give it to both servers of a prefill-decode pair. Policies: "
+        "none, " + ", ".join(policies()),
     ),
     "kv_offload_budget": (
         int | None,
@@ -36,8 +36,8 @@ FIELDS: dict[str, tuple[Any, Any, str]] = {
     "kv_offload_cpus": (
         str | None,
         None,
-        "CPUs of the attention worker, for example 0-35; if all belong to one NUMA node, KV pages are allocated on "
-        "it. With --tp-size they are divided among the ranks' workers. Default: those near the GPU, else every CPU "
+        "CPUs that compute attention, for example 0-35; if all belong to one NUMA node, KV pages are allocated on "
+        "it. With --tp-size they are divided among the ranks. Default: those near the GPU, else every CPU "
         "of this process.",
     ),
     "kv_offload_config": (

@@ -117,7 +117,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             _of_pools("_init_pools"),
             "decode_hooks:around_init_pools",
             "around",
-            "put the KV pool into the arena that the worker maps; use the allocator that reports pages",
+            "put the KV pool into the arena that the CPU attention process maps; use the allocator that reports pages",
         ),
         Hook(
             "disaggregation.decode.DecodeTransferQueue.pop_transferred",

@@ -55,7 +55,7 @@ def host_bytes(
         left = ranks.least(available - ranks.size * worker)
         if max(left, of_pool) <= 0:
             raise ConfigError(
-                f"--max-running-requests {most_requests}: the worker's ring and partial results need "
+                f"--max-running-requests {most_requests}: ring and partial results of CPU attention need "
                 f"{ranks.size * worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
                 f"lower it, or give fewer --kv-offload-cpus; {LAST_RESORT}"
             )

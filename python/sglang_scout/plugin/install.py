@@ -30,7 +30,7 @@ def install() -> None:
     apply(HOOKS["flags"])
     if launched := launched_as():
         # SGLang requests the same later; a scheduler whose launcher ended before that would fail without exiting,
-        # because the transfer engine's threads keep it alive, and so would its attention worker.
+        # because the transfer engine's threads keep it alive, and so would its attention process.
         die_with_parent(launched.launcher)
         apply(HOOKS[launched.role])
         if launched.role == "decode":

@@ -35,16 +35,16 @@ METRICS = {
     "recalled_pages": ("counter", "Pages recalled to the device asynchronously."),
     "recall_bytes": ("counter", "Bytes copied by recalls."),
     "recall_wait_seconds": ("counter", "Time that steps waited for recalls."),
-    "fallback_pages": ("counter", "Pages the decode server computed in place of the worker."),
+    "fallback_pages": ("counter", "Missing pages that the decode server computed itself."),
     "checksum_failures": ("counter", "Pages of a layer that had changed in host memory."),
     "context_pages_total": ("gauge", "Pages for tokens kept per head, summed over layers."),
     "context_pages_used": ("gauge", "Pages for kept tokens that are in use."),
     "raised_thresholds": ("counter", "Heads that had no room for all tokens to keep."),
-    "worker_restarts": ("counter", "Times the worker was replaced."),
-    "worker_up": ("gauge", "1 while the worker answers."),
+    "worker_restarts": ("counter", "Times the CPU attention process was replaced."),
+    "worker_up": ("gauge", "1 while the CPU attention process answers."),
     "step_seconds": ("histogram", "From a step's boundary, or the step before, to its tokens."),
     "boundary_seconds": ("histogram", "Host work before a step."),
-    "gpu_wait_seconds": ("histogram", "A step's waits for the worker, over all layers."),
+    "gpu_wait_seconds": ("histogram", "A step's waits for CPU attention, over all layers."),
     "recall_wait_us": ("counter", "Old name, until 0.2: recall_wait_seconds."),
     "gpu_wait_us": ("counter", "Old name, until 0.2: gpu_wait_seconds."),
 }
@@ -52,7 +52,7 @@ _BUCKETS_S = tuple(x * 10.0**power for power in range(-4, 1) for x in (1, 2, 5))
 
 
 class Metrics:
-    """Publishes the state to Prometheus once a second, so that a dead worker shows even without steps."""
+    """Publishes the state to Prometheus once a second, so that a dead attention process shows even without steps."""
 
     def __init__(self, backend: ScoutAttnBackend, labels: dict[str, str]) -> None:
         from prometheus_client import Counter, Gauge, Histogram

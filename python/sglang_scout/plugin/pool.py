@@ -86,7 +86,7 @@ def of_groups(values: list[int], layers: int, first: int, count: int = 1) -> lis
 
 
 class HostKVPool(MHATokenToKVPool):
-    """Decode side: all KV in one memory file that the attention worker maps too.
+    """Decode side: all KV in one memory file that the attention process maps too.
 
     Args:
         arena_spec: everything about the arena except its page counts, which follow from the pool.

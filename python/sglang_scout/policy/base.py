@@ -23,7 +23,7 @@ from sglang_scout.ops.page_uses import PageUses
 from sglang_scout.policy.feedback import Feedback
 
 Route = Literal["cpu", "fetch", "drop"]
-"""How missing pages are handled: attended to by the CPU worker in place; copied to the device ahead of the layer and
+"""How missing pages are handled: attended to on the CPU in place; copied to the device ahead of the layer and
 attended to there with the real query; or left out."""
 
 

@@ -37,9 +37,9 @@ class WindowView:
 
 
 class Feedback(Protocol):
-    """Statistics of the device's attention over the window, which decide the tokens that the worker keeps.
+    """Statistics of the device's attention over the window, which decide the tokens that are kept for the CPU.
 
-    With feedback nothing is selected: the device attends to a window and the worker to kept older tokens.
+    With feedback nothing is selected: the device attends to a window and the CPU to kept older tokens.
     """
 
     cap_tokens: int | None

@@ -1,7 +1,7 @@
 """HGCA (Deng et al.): dense attention to a recent window on the device, to salient older tokens on the CPU.
 
 Each KV head keeps its own tokens when they leave the window, by the moving average of their attention weights, and the
-worker attends to them in the same layer with the real query. ``--kv-offload-budget`` is the window.
+CPU attends to them in the same layer with the real query. ``--kv-offload-budget`` is the window.
 """
 
 from __future__ import annotations
