@@ -161,7 +161,9 @@ def test_a_worker_that_does_not_start_or_is_wrong(monkeypatch):
     monkeypatch.setattr(worker_check, "compare_and_time", refuse)
     check = doctor.check_worker([0])
     assert check.state == "failed" and "exit code 1" in check.found and check.fix
-    wrong = worker_check.Result(False, "the result is off by 1", 0.1, 4, 16, 1.0, 1.0, 1.0, "avx2", "ipc://@x")
+    wrong = worker_check.Result(
+        False, "the result is off by 1", 0.1, 4, 16, 1.0, 1.0, 1.0, "avx2", "ipc://@x"
+    )
     monkeypatch.setattr(worker_check, "compare_and_time", lambda cpus: wrong)
     check = doctor.check_worker([0])
     assert check.state == "failed" and "off by 1" in check.found

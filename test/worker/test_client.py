@@ -106,7 +106,7 @@ def test_mistakes_are_named(buffers, make_arena, make_request, cpu):
     with pytest.raises(WorkerError, match="used up"):
         client.wait(ticket, out, lse)
     for cpus in ([], [-1], [0, 0], ["x"]):
-        with pytest.raises(ConfigError, match="worker cpus"):
+        with pytest.raises(ConfigError, match="cpus"):
             WorkerClient(arena, cpus)
 
 

@@ -1,4 +1,4 @@
-"""A real worker process on a small arena; its result is compared with a reference."""
+"""A real CPU attention process on a small arena; its result is compared with a reference."""
 
 from __future__ import annotations
 

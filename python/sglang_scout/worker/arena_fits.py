@@ -102,7 +102,7 @@ def check_nodes_fit(spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int]) 
             raise ArenaError(
                 f"{describe(spec, layout)} is bound to NUMA nodes {list(numa_nodes)}: node "
                 f"{node} would hold {gib(nbytes)} and has {gib(available)}; give the arena less "
-                f"memory, or the worker no CPUs of that node; {LAST_RESORT}"
+                f"memory, or the attention process no CPUs of that node; {LAST_RESORT}"
             )
 
 

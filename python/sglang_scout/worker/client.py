@@ -1,4 +1,4 @@
-"""The decode server's side of the worker: post a layer's request, wait for its answer.
+"""The decode server's side of the CPU attention process: post a layer's request, wait for its answer.
 
 ``post`` and ``wait`` may be called from one thread only, the scheduler's. Both are thin: checks here, the
 work in C++ (sgl-kernel/src/producer.h). Whatever happens to the worker, ``wait`` fills its buffers with the

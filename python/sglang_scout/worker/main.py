@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a process. Returns the exit code."""
     args = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
-        level=logging.INFO, format=f"[scout-worker {os.getpid()}] %(levelname)s %(message)s"
+        level=logging.INFO, format=f"[scout-cpu-attention {os.getpid()}] %(levelname)s %(message)s"
     )
     faulthandler.enable()
     die_with_parent(args.parent)

@@ -1,4 +1,4 @@
-"""Pre-faulting an arena's pages into the worker before they are needed.
+"""Pre-faulting an arena's pages into the CPU attention process before they are needed.
 
 The first access to each 4 KiB of a mapping faults. A host page of one layer takes some 32 faults,
 which can cost more than attending to it. With a CUDA device the decode server pins the host pages
@@ -56,7 +56,7 @@ class PopulateThread:
             size = min(PIECE_BYTES, self._nbytes - done)
             if error := populate(self._begin + done, size, write=False):
                 logger.warning(
-                    "worker: %.1f of %.1f GiB of the arena are mapped, the others will be when they are "
+                    "%.1f of %.1f GiB of the arena are mapped, the others will be when they are "
                     "first needed: madvise: %s",
                     done / 2**30,
                     self._nbytes / 2**30,
@@ -64,7 +64,7 @@ class PopulateThread:
                 )
                 return
         logger.info(
-            "worker: the arena's %.1f GiB are mapped, after %.1f s",
+            "the arena's %.1f GiB are mapped, after %.1f s",
             self._nbytes / 2**30,
             time.monotonic() - begin_s,
         )

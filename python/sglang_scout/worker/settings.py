@@ -1,4 +1,4 @@
-"""Configuration and status of the worker's client."""
+"""Configuration and status of the CPU attention process and its client."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def check_machine() -> None:
     """Raises ConfigError on a CPU architecture on which the ring has not been verified."""
     if (machine := platform.machine()) != "x86_64":
         raise ConfigError(
-            f"this machine is {machine}: the ring to the attention worker is modelled and tested for the memory "
+            f"this machine is {machine}: the ring to the CPU attention process is modelled and tested for the memory "
             "order of x86-64 alone, and a weaker one might hand over a record before its data; serve on x86_64"
         )
 
@@ -112,11 +112,11 @@ def check_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
     try:
         numbers = tuple(int(c) for c in cpus)
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"worker cpus={cpus!r} is no list of CPU numbers") from e
+        raise ConfigError(f"cpus={cpus!r} is no list of CPU numbers") from e
     if not numbers:
-        raise ConfigError("worker cpus is empty; give at least one CPU")
+        raise ConfigError("cpus is empty; give at least one CPU")
     if min(numbers) < 0 or len(set(numbers)) != len(numbers):
-        raise ConfigError(f"worker cpus={list(numbers)} has negative or repeated CPUs")
+        raise ConfigError(f"cpus={list(numbers)} has negative or repeated CPUs")
     return numbers
 
 
@@ -134,12 +134,10 @@ def check_nodes(
         return (0,) * len(cpus)
     given = [[int(cpu) for cpu in node] for node in nodes or ()]
     if len(given) != num_nodes:
-        raise ConfigError(
-            f"worker nodes={given} are {len(given)}; the arena's pages lie on {num_nodes}"
-        )
+        raise ConfigError(f"nodes={given} are {len(given)}; the arena's pages lie on {num_nodes}")
     found = [[i for i, node in enumerate(given) if cpu in node] for cpu in cpus]
     if sorted(sum(given, [])) != sorted(cpus) or any(len(of) != 1 for of in found):
         raise ConfigError(
-            f"worker nodes={given}: give each of the CPUs {list(cpus)} in exactly one, and no other"
+            f"nodes={given}: give each of the CPUs {list(cpus)} in exactly one, and no other"
         )
     return tuple(of[0] for of in found)

@@ -109,8 +109,8 @@ class Supervisor:
         try:
             self._keep_running()
         except Exception as e:  # a bug here must not leave a caller waiting for a worker
-            self._log.exception("worker supervisor")
-            self.last_error = f"worker supervisor: {e!r}"
+            self._log.exception("supervisor of CPU attention")
+            self.last_error = f"supervisor: {e!r}"
             self.state = "failed"
         finally:
             self._producer.set_live_epoch(0)
