@@ -190,7 +190,8 @@ def check_worker(cpus: list[int]) -> Check:
         return Check("CPU attention", FAILED, f"{type(error).__name__}: {error}", fix)
     text = (
         f"ready in {result.ready_s * 1e3:.0f} ms, controlled over {result.endpoint}; "
-        f"{result.rows} sequences x {result.pages} pages right (largest error {result.max_error:.1e}), round trip {result.batch_us:.0f} us; "
+        f"{result.rows} sequences x {result.pages} pages right (largest error "
+        f"{result.max_error:.1e}), round trip {result.batch_us:.0f} us; "
         f"one page {result.page_us:.0f} us"
     )
     if not result.right:
