@@ -58,7 +58,7 @@ from benchmark.decode.model import (
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.offered import Offered
-from sglang_scout.worker.cpus import reserve_server_cores
+from sglang_scout.worker.cpus import plan_cpus
 from sglang_scout.worker.host_memory import available_bytes
 
 MAPPED_S = 45.0
@@ -142,7 +142,7 @@ class Measurement:
         store = Store(
             self.size, pages=self.host_pages, batch=batch, dtype=self.dtype, fp8=self.fp8,
             budget_pages=self.options.budget // PAGE, device=device.device(),
-            cpus=reserve_server_cores(sorted(os.sched_getaffinity(0))),
+            cpus=plan_cpus(os.sched_getaffinity(0), near=()).threads,
         )  # fmt: skip
         try:
             self.full_rows()  # while the worker maps the arena

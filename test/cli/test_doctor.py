@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from fake_sys import TWO_NODES, use_sys
 from page_weights import forecast_weights
 from sglang_scout.cli import doctor, machine, main, policy_check, worker_check
 from sglang_scout.core.errors import ConfigError, WorkerError
@@ -186,45 +187,40 @@ def test_a_wrong_answer_is_noticed(spoil, monkeypatch):
     assert not result.right and "off by" in result.problem
 
 
-def fake_sys(tmp_path, files):
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    return tmp_path
-
-
-TWO_NODES = {
-    "devices/system/node/node0/cpulist": "0-3",
-    "devices/system/node/node1/cpulist": "4-7",
-    "bus/pci/devices/0000:01:00.0/vendor": "0x10de",
-    "bus/pci/devices/0000:01:00.0/class": "0x030200",
-    "bus/pci/devices/0000:01:00.0/numa_node": "1",
-    "bus/pci/devices/0000:02:00.0/vendor": "0x10de",
-    "bus/pci/devices/0000:02:00.0/class": "0x068000",  # an NVSwitch, not a GPU
-    "fs/cgroup/cpu.max": "max 100000",
-    "kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "70",
-    "kernel/mm/hugepages/hugepages-2048kB/resv_hugepages": "6",
-    "kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never",
-    "class/infiniband/mlx5_0/node_type": "1: CA",
-}
-
-
 def test_two_nodes_a_gpu_and_a_quota(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "SYS", fake_sys(tmp_path, TWO_NODES))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert machine.numa_nodes() == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
+    use_sys(monkeypatch, tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(15)))
     assert machine.nvidia_gpus() == [machine.Gpu("0000:01:00.0", 1)]
     assert machine.cpu_quota() is None
     assert machine.has_rdma()
-    found = doctor.check_cpus().found
-    assert "2 NUMA nodes (0: CPUs 0-3; 1: CPUs 4-7)" in found
-    assert "node 1, the GPU's, alone is --kv-offload-cpus 4-7" in found
+    check = doctor.check_cpus()
+    text = doctor.report([check])
+    for line in (
+        "NUMA node 0: CPUs 0-3,8-11, 2.00 GiB, 1.00 GiB free, distances 10 21",
+        "NUMA node 1: CPUs 4-7,12-15, 4.00 GiB, 3.00 GiB free, distances 21 10",
+        "a decode server's, GPU 0000:01:00.0:",
+    ):
+        assert f"\n    {line}\n" in text
+    assert re.search(
+        "\n      5-7 +attention threads, one each +one of each core of NUMA node 1", text
+    )
+    assert check.state == "ok" and check.values["numa_nodes"][1] == {
+        "node": 1, "cpus": [4, 5, 6, 7, 12, 13, 14, 15], "total_bytes": 4 << 30,
+        "free_bytes": 3 << 30, "distances": [21, 10],
+    }  # fmt: skip
+    [use] = check.values["uses"]
+    assert use["gpus"] == ["0000:01:00.0"]
+    assert [row["cpus"] for row in use["rows"]] == ["5-7", "13-14", "4,12", "0-3,8-11", "15"]
+    [use] = doctor.check_cpus([0, 1]).values["uses"]
+    assert [row["cpus"] for row in use["rows"]] == ["0-1", "2-14", "15"]
     monkeypatch.setattr(host_memory, "_SYS_MM", tmp_path / "kernel/mm")
     check = doctor.check_hugepages()
     assert check.state == "ok"
     assert check.values == {"free_pool_pages": 64, "shmem_enabled": "advise"}
-    fake_sys(tmp_path, {"fs/cgroup/cpu.max": "150000 100000"})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    check = doctor.check_cpus()
+    assert check.state == "warning" and "GPU's CPUs, 4-7,12-15, is allowed" in check.found
+    use_sys(monkeypatch, tmp_path, {"fs/cgroup/cpu.max": "150000 100000"})
     check = doctor.check_cpus()
     assert check.state == "warning" and "quota of 1.5" in check.found
 
@@ -237,7 +233,7 @@ def test_two_nodes_a_gpu_and_a_quota(monkeypatch, tmp_path):
     ],
 )
 def test_a_gpu_that_torch_can_or_cannot_use(monkeypatch, tmp_path, seen, state, parts):
-    monkeypatch.setattr(machine, "SYS", fake_sys(tmp_path, TWO_NODES))
+    use_sys(monkeypatch, tmp_path)
     monkeypatch.setattr(machine, "cuda_devices", lambda: seen)
     check = doctor.check_gpu()
     assert check.state == state and all(part in check.found for part in parts)
@@ -249,7 +245,7 @@ def test_a_gpu_that_torch_can_or_cannot_use(monkeypatch, tmp_path, seen, state, 
 def test_locked_memory_is_needed_by_a_gpu_and_by_rdma(monkeypatch, tmp_path, gpu, rdma):
     wanted = ("bus/pci" if gpu else "-", "class/infiniband" if rdma else "-")
     files = {name: text for name, text in TWO_NODES.items() if name.startswith(wanted)}
-    monkeypatch.setattr(machine, "SYS", fake_sys(tmp_path, files))
+    use_sys(monkeypatch, tmp_path, files)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
     check = doctor.check_locked_memory()
     assert check.state == ("warning" if gpu or rdma else "ok")
@@ -266,10 +262,10 @@ def test_both_mooncakes_are_of_one_version():
 
 def test_a_mooncake_without_cuda_matters_beside_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_importable", lambda *_: doctor.Check("mooncake", "ok", "0.3"))
-    monkeypatch.setattr(machine, "SYS", tmp_path)
+    use_sys(monkeypatch, tmp_path, {})
     monkeypatch.setattr(machine, "transfer_reads_device", lambda: False)
     assert doctor.check_mooncake().state == "ok"
-    monkeypatch.setattr(machine, "SYS", fake_sys(tmp_path, TWO_NODES))
+    use_sys(monkeypatch, tmp_path)
     check = doctor.check_mooncake()
     assert check.state == "warning" and "without CUDA" in check.found and "prefill" in check.fix
     monkeypatch.setattr(machine, "transfer_reads_device", lambda: True)

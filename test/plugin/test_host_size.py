@@ -45,7 +45,8 @@ def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None, on_device=No
     monkeypatch.setattr(hooks, "AttentionRanks", lambda: group)
     monkeypatch.setattr(hooks, "model_shape", lambda runner: SHAPE)
     monkeypatch.setattr(host_size.adapter, "resolved", lambda args: args)
-    monkeypatch.setattr(ranks_module, "worker_cpus", lambda runner, config: list(range(PER_NODE)))
+    plan = SimpleNamespace(threads=list(range(PER_NODE)))
+    monkeypatch.setattr(ranks_module, "cpu_plan", lambda runner, config: plan)
     monkeypatch.setattr(ranks_module, "worker_nodes", lambda cpus: found)
     monkeypatch.setattr(host_size, "available_bytes", lambda: available)
     runner = SimpleNamespace(

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.worker.cpus import background_cpus, deal_cpus, reserve_server_cores
+from sglang_scout.core.cpu_list import parse_cpu_list
+from sglang_scout.worker import numa
+from sglang_scout.worker.cpus import (
+    ATTENTION,
+    background_cpus,
+    deal_cpus,
+    plan_cpus,
+    reserve_server_cores,
+)
+
+ANY = set(range(1 << 16))
 
 
 def alone(cpu):
@@ -73,12 +83,48 @@ def test_whole_cores_are_left_to_a_server(cpus, cores, left):
     assert reserve_server_cores(cpus, cores) == sorted(set(cpus) - set(left))
 
 
+@pytest.mark.parametrize(
+    ("near", "threads"),
+    [
+        ([*range(32), *range(64, 96)], list(range(2, 32))),  # siblings stay free
+        # Some siblings, for 16 threads.
+        ([*range(12), *range(64, 76)], [*range(2, 12), *range(66, 72)]),
+        ([*range(7), *range(64, 71)], [*range(1, 7), *range(65, 71)]),  # 12 at most
+        ([5, 6, 7, 70], [7]),  # 6 is left to the server, and so is its sibling
+        ([], list(range(2, 64))),  # not known
+    ],
+)
+def test_smt_siblings_are_taken_last(near, threads):
+    assert plan_cpus(range(96), near, core_of=of_64).threads == threads
+
+
+def test_what_is_given_is_taken_exactly():
+    given = [0, 1, 64, 65]
+    assert plan_cpus(range(96), range(32), given, core_of=of_64).threads == given
+    assert plan_cpus(range(96), range(32), given, [0, 64], core_of=of_64).threads == [0, 64]
+
+
+@given(SOME, SOME | st.none(), SOME | st.none(), SOME | st.none())
+def test_the_table_has_each_cpu_once(allowed, near, given, share):
+    given, share = given and given & allowed, share and share & allowed
+    plan = plan_cpus(allowed, near, given, share, sibling)
+    assert plan.threads and len(set(plan.threads)) == len(plan.threads)
+    told = [(cpu, row.used_by) for row in plan.rows for cpu in parse_cpu_list(row.cpus, ANY)]
+    assert len(dict(told)) == len(told) and set(dict(told)) == allowed | set(
+        numa.read_cpus("devices/system/cpu/online")
+    )
+    assert {cpu for cpu, used_by in told if used_by == ATTENTION} == set(plan.threads)
+    assert bool(plan.warning) == bool(near and not given and not near & allowed)
+
+
 NODES = {0: [*range(4), *range(64, 68)], 1: range(4, 8)}
 
 
 @pytest.mark.parametrize(
     ("allowed", "workers", "nodes", "expected"),
     [
+        # Free SMT siblings of the workers, rather than the server's second core.
+        ([*range(8), *range(64, 72)], [2, 3], NODES, [66, 67]),
         # The server's CPUs on the GPU's node, except its first core.
         ([*range(8), *range(64, 68)], [2, 3, 66, 67], NODES, [1, 65]),
         ([0, 64, 2, 3], [2, 3], NODES, [0, 64]),  # it has kept one

@@ -24,9 +24,9 @@ NEVER_US = 600_000_000  # no thread helps another node
 # Topology from the kernel --------------------------------------------------------------------------
 
 TWO_NODES = {
-    "node0/cpumap": "00000000,0000000f",
-    "node1/cpumap": "00000001,000000f0",
-    "node2/cpumap": "00000000,00000000",  # memory without CPUs
+    "node0/cpulist": "0-3",
+    "node1/cpulist": "4-7,32",
+    "node2/cpulist": "",  # memory without CPUs
     "node1/meminfo": "Node 1 MemTotal:       2000 kB\nNode 1 MemFree:        300 kB\n"
     "Node 1 Active(file):    70 kB\nNode 1 Inactive(file):   20 kB\n",
     "has_cpu": "0-1",

@@ -214,12 +214,12 @@ def check_policy(name: str, keys: str) -> Check:
     return Check("policy", OK, text, values=found)
 
 
-def checks(cpus: list[int]) -> list[Callable[[], Check]]:
+def checks(given: list[int] | None) -> list[Callable[[], Check]]:
     """All checks, in the order of the report."""
     return [
-        check_python, check_sglang, check_plugin, check_native, check_cpus, check_gpu,
+        check_python, check_sglang, check_plugin, check_native, lambda: check_cpus(given), check_gpu,
         check_environment, check_memory, check_hugepages, check_locked_memory, check_mooncake,
-        check_router, check_queries, lambda: check_worker(cpus),
+        check_router, check_queries, lambda: check_worker(given or sorted(os.sched_getaffinity(0))),
     ]  # fmt: skip
 
 
@@ -230,6 +230,7 @@ def report(results: list[Check]) -> str:
     out = []
     for check, line in zip(results, lines, strict=True):
         out.append(line)
+        out += [f"{gap}{more}" for more in check.below.splitlines()]
         if check.fix:
             out.append(f"{gap}-> {check.fix}")
     failed = sum(check.state == FAILED for check in results)
@@ -244,8 +245,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpus",
         metavar="LIST",
-        help="CPUs that compute attention in the last check, as in --kv-offload-cpus, for example 0-35 "
-        "(default: every CPU of this process)",
+        help="as in --kv-offload-cpus, for example 0-35: CPUs of the table, and those that compute attention "
+        "in the last check (default: what a decode server takes; in the last check every CPU of this process)",
     )
     parser.add_argument(
         "--kv-offload",
@@ -263,15 +264,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: ``args.cpus`` is not a list of CPUs of this process.
     """
-    cpus = sorted(os.sched_getaffinity(0))
-    if args.cpus is not None:
-        cpus = list(parse_cpu_list(args.cpus, flag="--cpus"))
-    results = [check() for check in checks(cpus)]
+    given = None if args.cpus is None else list(parse_cpu_list(args.cpus, flag="--cpus"))
+    results = [check() for check in checks(given)]
     if args.kv_offload is not None:
         results.append(check_policy(args.kv_offload, args.kv_offload_config))
     ok = all(check.state != FAILED for check in results)
     if args.json:
-        print(json.dumps({"ok": ok, "checks": [asdict(check) for check in results]}, indent=2))
+        found = [{k: v for k, v in asdict(check).items() if k != "below"} for check in results]
+        print(json.dumps({"ok": ok, "checks": found}, indent=2))
     else:
         print(report(results))
     return 0 if ok else 1

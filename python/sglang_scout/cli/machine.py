@@ -10,9 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_scout.core.cpu_list import parse_cpu_list
+from sglang_scout.worker import numa
 
-SYS = Path("/sys")
 ASK_TIMEOUT_S = 120.0
 COUNT_DEVICES = (
     "import torch, sys; torch.version.cuda or sys.exit('torch is built without CUDA'); "
@@ -37,21 +36,10 @@ def _read(path: Path) -> str:
         return ""
 
 
-def numa_nodes() -> dict[int, list[int]]:
-    """NUMA nodes that have CPUs, with their CPUs."""
-    nodes = {}
-    for folder in (SYS / "devices/system/node").glob("node[0-9]*"):
-        text = _read(folder / "cpulist")
-        if text:
-            everything = set(range(1 << 16))
-            nodes[int(folder.name[4:])] = list(parse_cpu_list(text, everything))
-    return dict(sorted(nodes.items()))
-
-
 def nvidia_gpus() -> list[Gpu]:
     """NVIDIA display controllers on the PCI bus, by address."""
     found = []
-    for device in sorted((SYS / "bus/pci/devices").glob("*")):
+    for device in sorted((numa.SYS / "bus/pci/devices").glob("*")):
         if _read(device / "vendor") == _NVIDIA and _read(device / "class").startswith(_DISPLAY):
             found.append(Gpu(device.name, int(_read(device / "numa_node") or -1)))
     return found
@@ -59,10 +47,10 @@ def nvidia_gpus() -> list[Gpu]:
 
 def cpu_quota() -> float | None:
     """CPU quota of the control group; None without a limit."""
-    quota, _, period = _read(SYS / "fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = _read(numa.SYS / "fs/cgroup/cpu.max").partition(" ")
     if not period:
-        quota = _read(SYS / "fs/cgroup/cpu/cpu.cfs_quota_us")
-        period = _read(SYS / "fs/cgroup/cpu/cpu.cfs_period_us")
+        quota = _read(numa.SYS / "fs/cgroup/cpu/cpu.cfs_quota_us")
+        period = _read(numa.SYS / "fs/cgroup/cpu/cpu.cfs_period_us")
     with contextlib.suppress(ValueError, ZeroDivisionError):
         cpus = int(quota) / int(period)
         return cpus if cpus > 0 else None
@@ -71,7 +59,7 @@ def cpu_quota() -> float | None:
 
 def has_rdma() -> bool:
     with contextlib.suppress(OSError):
-        return any((SYS / "class/infiniband").iterdir())
+        return any((numa.SYS / "class/infiniband").iterdir())
     return False
 
 

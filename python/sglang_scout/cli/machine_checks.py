@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sglang_scout.cli import machine
-from sglang_scout.cli.table import gib
+from sglang_scout.cli.table import columns, gib
 from sglang_scout.core.cpu_list import ranges
+from sglang_scout.worker import numa
+from sglang_scout.worker.cpus import plan_cpus
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 SMALL_MEMORY_BYTES = 4 * 2**30
@@ -24,6 +27,7 @@ class Check:
         found: the observation.
         fix: what to do; empty if ok.
         values: the same as numbers, for --json.
+        below: lines of text below it, not for --json.
     """
 
     name: str
@@ -31,26 +35,38 @@ class Check:
     found: str
     fix: str = ""
     values: dict[str, Any] = field(default_factory=dict)
+    below: str = ""
 
 
-def check_cpus() -> Check:
-    cpus = sorted(os.sched_getaffinity(0))
-    nodes, quota = machine.numa_nodes(), machine.cpu_quota()
+def check_cpus(given: Collection[int] | None = None) -> Check:
+    """Args: given: as ``--kv-offload-cpus`` of a decode server."""
+    cpus, quota, nodes = sorted(os.sched_getaffinity(0)), machine.cpu_quota(), numa.hardware()
     text = f"{len(cpus)} for this process ({ranges(cpus)})"
-    values = {"cpus": cpus, "numa_nodes": {str(n): of for n, of in nodes.items()}, "quota": quota}
+    below = [
+        f"NUMA node {node['node']}: CPUs {ranges(node['cpus']) or 'none'}, "
+        f"{gib(node['total_bytes'] or 0)}, {gib(node['free_bytes'] or 0)} free"
+        + (f", distances {' '.join(map(str, node['distances']))}" if len(nodes) > 1 else "")
+        for node in nodes
+    ]
+    by_home: dict[tuple[int, ...] | None, list[str]] = {}
+    for gpu in machine.nvidia_gpus():
+        by_home.setdefault(tuple(numa.near_cpus(gpu.address)), []).append(gpu.address)
+    uses, problem = [], ""
+    for near, gpus in (by_home or {None: ["none"]}).items():
+        plan = plan_cpus(cpus, near, given)
+        uses.append({"gpus": gpus, "rows": [use._asdict() for use in plan.rows]})
+        below += [f"a decode server's, GPU {', '.join(gpus)}:", columns(plan.rows, indent=2)]
+        problem = plan.warning or problem
+    values = {"cpus": cpus, "numa_nodes": nodes, "quota": quota, "uses": uses}
+    fix = ""
     if quota is not None and quota < len(cpus):
+        text += f", but a quota of {quota:g}"
         fix = "give --kv-offload-cpus no more CPUs than the quota, or raise it"
-        return Check("cpus", WARNING, f"{text}, but a quota of {quota:g}", fix, values)
-    if len(cpus) < 2:
+    elif len(cpus) < 2:
         fix = "the worker and the server share one CPU; give the process more"
-        return Check("cpus", WARNING, text, fix, values)
-    if len(nodes) > 1:
-        listed = "; ".join(f"{node}: CPUs {ranges(of)}" for node, of in nodes.items())
-        text += f", {len(nodes)} NUMA nodes ({listed}); with CPUs of several, host pages are divided among them"
-        near = [gpu.numa_node for gpu in machine.nvidia_gpus() if gpu.numa_node in nodes]
-        which = f"node {near[0]}, the GPU's, alone" if near else f"node {min(nodes)} alone"
-        text += f"; {which} is --kv-offload-cpus {ranges(nodes[(near or [min(nodes)])[0]])}"
-    return Check("cpus", OK, text, values=values)
+    elif problem:
+        text, fix = f"{text}; {problem}", "widen the cpuset, for example docker's --cpuset-cpus"
+    return Check("cpus", WARNING if fix else OK, text, fix, values, "\n".join(below))
 
 
 def check_gpu() -> Check:

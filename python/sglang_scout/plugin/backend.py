@@ -32,7 +32,7 @@ from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.metrics import start_metrics
 from sglang_scout.plugin.pool import HostKVPool
 from sglang_scout.plugin.probe import QueryProbe
-from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
+from sglang_scout.plugin.ranks import AttentionRanks, cpu_plan, worker_nodes
 from sglang_scout.plugin.request_tables import RequestTables
 from sglang_scout.plugin.support import (
     before_layer,
@@ -75,14 +75,15 @@ class ScoutAttnBackend(AttentionBackend):
             Context(self.config, shape.num_layers, 2 * shape.page_bytes, profile)
         )
         self.plan = self.pool.plan
-        self.cpus = worker_cpus(runner, self.config)
+        self.cpu_plan = cpu_plan(runner, self.config)
+        cpus = self.cpu_plan.threads
         self.worker = WorkerClient(
             self.pool.arena,
-            self.cpus,
-            nodes=list(worker_nodes(self.cpus).values()) or None,
+            cpus,
+            nodes=list(worker_nodes(cpus).values()) or None,
             config=worker_config(self.config, runner.device),
         )
-        facts = status.facts(self.config, shape.num_layers, self.cpus)
+        facts = status.facts(self.config, shape.num_layers, cpus)
         context_tokens, page_size = runner.model_config.context_len, shape.page_size
         # Not the width of SGLang's request table, which is a few tokens more: a step launched before its request's end
         # is seen writes to position context_len - 2 at most, and one more page would double the table width of a 2^n
@@ -147,14 +148,14 @@ class ScoutAttnBackend(AttentionBackend):
         return GraphTransport(ring, lambda: self.worker.device_epoch)
 
     def _log_plan(self, runner: Any) -> None:
-        lines = "\n".join(f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.plan.rows)
+        lines = [f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.plan.rows]
+        lines += [f"  CPUs {use.cpus}: {use.used_by} ({use.why})" for use in self.cpu_plan.rows]
         logger.info(
-            "--kv-offload %s: budget %d tokens, %d requests at most, CPU attention on CPUs %s\n%s",
+            "--kv-offload %s: budget %d tokens, %d requests at most\n%s",
             self.policy.name,
             self.config.budget_tokens,
             runner.max_running_requests,
-            ",".join(map(str, self.cpus)),
-            lines,
+            "\n".join(lines),
         )
 
     def arrive(self, requests: list[Any]) -> None:

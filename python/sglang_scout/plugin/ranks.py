@@ -5,11 +5,11 @@ Every rank makes the same calls in the same order, in the scheduler's thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,8 +19,8 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.plugin.launch import PROCESS_CPUS
 from sglang_scout.plugin.line import adapter
-from sglang_scout.worker.cpus import deal_cpus, reserve_server_cores
-from sglang_scout.worker.numa import cpus_by_node
+from sglang_scout.worker.cpus import CpuPlan, deal_cpus, plan_cpus
+from sglang_scout.worker.numa import cpus_by_node, near_cpus
 from sglang_scout.worker.spec import MAX_NODES
 
 logger = logging.getLogger(__name__)
@@ -81,24 +81,24 @@ class AttentionRanks:
                 os.close(fd)
 
 
-def worker_cpus(runner: Any, config: OffloadConfig) -> list[int]:
-    """CPUs of this rank's attention worker: its share of those configured, or of all that the server may use."""
-    ranks = AttentionRanks()
-    if ranks.size == 1:
-        near = _near_cpus(runner) if torch.device(runner.device).type == "cuda" else set()
-        return list(
-            config.cpus or _reserve_server_cores(runner, near & PROCESS_CPUS or PROCESS_CPUS)
-        )
-    found = ranks.gather([sorted(PROCESS_CPUS), sorted(_near_cpus(runner))])
-    allowed = {cpu for cpus, _ in found for cpu in cpus}
-    dealt = deal_cpus(config.cpus or allowed, [near or cpus for cpus, near in found])[ranks.rank]
-    return dealt if config.cpus else _reserve_server_cores(runner, dealt)
+def cpu_plan(runner: Any, config: OffloadConfig) -> CpuPlan:
+    """CPUs of this rank's attention threads, its share of those configured or of all that the server may use, and the
+    table of all CPUs."""
+    ranks, share, allowed = AttentionRanks(), None, set(PROCESS_CPUS)
+    near = _near_cpus(runner) if torch.device(runner.device).type == "cuda" else None
+    if ranks.size > 1:
+        home = sorted(_omp_cpus(runner) if near is None else near)
+        found = ranks.gather([sorted(PROCESS_CPUS), home])
+        allowed = {cpu for cpus, _ in found for cpu in cpus}
+        homes = [home or cpus for cpus, home in found]
+        share = deal_cpus(config.cpus or allowed, homes)[ranks.rank]
+    plan = plan_cpus(allowed, near, config.cpus, share)
+    if plan.warning:
+        _warn_once(f"--kv-offload: attention threads are far from the GPU: {plan.warning}")
+    return plan
 
 
-def _reserve_server_cores(runner: Any, cpus: Collection[int]) -> list[int]:
-    """With a GPU, all except some cores: the worker's threads spin."""
-    beside_gpu = torch.device(runner.device).type == "cuda"
-    return reserve_server_cores(cpus) if beside_gpu else sorted(cpus)
+_warn_once = functools.cache(logger.warning)  # the pools ask too
 
 
 def worker_nodes(cpus: Collection[int]) -> dict[int, list[int]]:
@@ -121,21 +121,20 @@ def worker_nodes(cpus: Collection[int]) -> dict[int, list[int]]:
     return {}
 
 
-def _near_cpus(runner: Any) -> set[int]:
-    """CPUs close to this rank's device; empty if unknown."""
-    if runner.device == "cpu":
-        # SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on.
-        return set(parse_cpu_list(adapter.omp_cpus(runner), set(range(1 << 16))))
+def _near_cpus(runner: Any) -> list[int]:
+    """CPUs close to this rank's GPU; empty if unknown."""
     gpu = torch.cuda.get_device_properties(runner.gpu_id)
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    near = Path("/sys/bus/pci/devices") / address / "local_cpulist"
-    text = near.read_text().strip() if near.exists() else ""
-    return set(parse_cpu_list(text, set(range(1 << 16)))) if text else set()
+    return near_cpus(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+
+
+def _omp_cpus(runner: Any) -> tuple[int, ...]:
+    """SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on."""
+    return parse_cpu_list(adapter.omp_cpus(runner), set(range(1 << 16)))
 
 
 def nodes_of_worker(runner: Any, config: OffloadConfig) -> tuple[list[int], list[int]]:
     """The nodes that this rank's pages are bound to, none if unknown, and how many of its worker's CPUs are on each
     node that the pages are divided among."""
-    cpus = worker_cpus(runner, config)
+    cpus = cpu_plan(runner, config).threads
     nodes = worker_nodes(cpus)
     return list(nodes), [len(of_node) for of_node in nodes.values()] or [len(cpus)]

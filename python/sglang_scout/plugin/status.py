@@ -73,6 +73,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "plan": [
             {"what": what, "count": count, "bytes": size} for what, count, size in backend.plan.rows
         ],
+        "cpus": [use._asdict() for use in backend.cpu_plan.rows],
         "tp_size": backend.ranks.size,
         "budget_tokens": backend.config.budget_tokens,
         "page_size": backend.config.page_size_tokens,
@@ -104,7 +105,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
 _OF_EACH_RANK = (
     "resident_pages", "selected_pages", "cpu_pages", "cpu_compute_ratio", "recalled_pages",
     "gpu_wait_us", "fallback_pages", "checksum_failures", "digests_received", "digests_computed", "verify_checks",
-    "verify_max_rel_error", "verify_unequal_selections", "worker",
+    "verify_max_rel_error", "verify_unequal_selections", "worker", "cpus",
 )  # fmt: skip
 
 

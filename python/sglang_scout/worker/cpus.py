@@ -1,28 +1,110 @@
-"""Assigns CPUs to each tensor-parallel rank's worker, and leaves some to the server."""
+"""Which CPUs the attention threads of each tensor-parallel rank take, and what is left to the server."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from typing import NamedTuple
 
-_CPUS = Path("/sys/devices/system/cpu")
+from sglang_scout.core.cpu_list import ranges
+from sglang_scout.worker import numa
 
 
 def core_of(cpu: int) -> int:
     """The first SMT sibling of ``cpu``; itself if the kernel does not tell."""
-    try:
-        siblings = (_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
-    except OSError:
-        return cpu
-    first = re.match(r"\d+", siblings)
-    return int(first[0]) if first else cpu
+    return min(
+        numa.read_cpus(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"), default=cpu
+    )
 
 
 LEFT_CPUS = 2
 """Minimum CPUs left to the server's own threads: the scheduler thread, and those of transfers."""
 ROOMY_CORES = 8
 """From this many cores on, two are left, so that the thread that a step waits for has its own core."""
+ENOUGH_THREADS = 16
+"""From this many cores on, their SMT siblings stay free. Attention to pages is bound by memory bandwidth, most of which
+16 threads draw from a socket: a second thread on a core adds little, and disturbs what else runs there. Not measured on
+a machine with SMT."""
+
+ATTENTION = "attention threads, one each"
+
+
+class CpuUse(NamedTuple):
+    """A row of the table of CPUs: a CPU list such as ``0-3,8``, what uses it, and why."""
+
+    cpus: str
+    used_by: str
+    why: str
+
+
+class CpuPlan(NamedTuple):
+    """The CPUs of a decode server's rank.
+
+    Attributes:
+        threads: an attention thread is pinned to each; SMT siblings of others last.
+        rows: each CPU of the machine in one of them.
+        warning: empty if there is none.
+    """
+
+    threads: list[int]
+    rows: list[CpuUse]
+    warning: str
+
+
+def plan_cpus(
+    allowed: Collection[int],
+    near: Collection[int] | None,
+    given: Collection[int] | None = None,
+    share: Collection[int] | None = None,
+    core_of: Callable[[int], int] = core_of,
+) -> CpuPlan:
+    """Assign the machine's CPUs.
+
+    Args:
+        allowed: CPUs of this process.
+        near: those on the GPU's NUMA node, empty if not known; None: the CPU device.
+        given: by ``--kv-offload-cpus``: all are taken.
+        share: of ``given`` or ``allowed``, by :func:`deal_cpus`; None: there is one rank.
+    """
+    allowed, local, warning = set(allowed), set(near or ()).intersection(allowed), ""
+    home = sorted(share or given or local or allowed)
+    threads, num_cores, free = home, len(home), []
+    where = _nodes_of(home) + ("" if share is None else ", this rank's share")
+    if given:
+        why = "given by --kv-offload-cpus"
+    elif near is None:
+        why = f"CPU device: all of {where}"
+    else:
+        cores = _by_core(reserve_server_cores(home, core_of), core_of)
+        # The first CPU of each core, then the second ones.
+        order = [cpu for _, cpu in sorted((i, cpu) for of in cores for i, cpu in enumerate(of))]
+        num_cores, count = len(cores), max(len(cores), ENOUGH_THREADS)
+        threads, free = order[:count], order[count:]
+        why = f"one of each core of {where}" + (", near the GPU" if local & set(home) else "")
+        if near and not local:
+            warning = f"none of the GPU's CPUs, {ranges(near)}, is allowed to this process"
+            why += f": {warning}"
+    elsewhere = allowed.difference(home)
+    rest = ("not used", f"{_nodes_of(elsewhere)}, far from the GPU")
+    if given:
+        rest = ("the server and background work", "not given by --kv-offload-cpus")
+    if share is not None:
+        rest = ("the server and other ranks", "not this rank's share")
+    online = set(numa.read_cpus("devices/system/cpu/online"))
+    left = set(home).difference(threads, free)
+    rows = [
+        (threads[:num_cores], ATTENTION, why),
+        (threads[num_cores:], ATTENTION, f"SMT siblings, for up to {ENOUGH_THREADS} threads"),
+        (left, "the server", "scheduler, tokenizer, transfers: spinning slows an SMT sibling"),
+        (free, "background work", "SMT siblings: attention is bound by memory bandwidth"),
+        (elsewhere, *rest),
+        (online - allowed, "not allowed", "outside this process's cpuset"),
+    ]
+    return CpuPlan(threads, [CpuUse(ranges(cpus), *of) for cpus, *of in rows if cpus], warning)
+
+
+def _nodes_of(cpus: Collection[int]) -> str:
+    nodes = ", ".join(map(str, numa.cpus_by_node(cpus)))
+    return f"NUMA node {nodes}" if nodes else "this process"
 
 
 def reserve_server_cores(
@@ -52,19 +134,22 @@ def background_cpus(
 ) -> list[int]:
     """Those of ``cpus`` for background work: none of ``workers``, and not the server's first core.
 
-    Prefers CPUs on the workers' nodes, as page tables are allocated on the node of the thread that faults.
+    Prefers SMT siblings of the workers, which nothing else uses, then other CPUs on their nodes, as page tables are
+    allocated on the node of the thread that faults.
 
     Args:
         nodes: CPUs by NUMA node; empty if not known.
     Returns:
         Ascending; if only one core is left, all of it; empty if none is.
     """
-    units = _by_core(set(cpus) - set(workers), core_of)
+    cores = set(map(core_of, workers))
+    siblings = [cpu for cpu in set(cpus).difference(workers) if core_of(cpu) in cores]
+    units = _by_core(set(cpus).difference(workers, siblings), core_of)
     free = sum(units[1:] or units, [])
     near = {
         cpu for of_node in nodes.values() if not set(workers).isdisjoint(of_node) for cpu in of_node
     }
-    return sorted(near.intersection(free) or free)
+    return sorted(siblings or near.intersection(free) or free)
 
 
 def deal_cpus(

@@ -1,4 +1,4 @@
-"""NUMA topology and the system calls for memory policy, without libnuma."""
+"""CPU and NUMA topology from /sys, and the system calls for memory policy, without libnuma."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import platform
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
+from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory
 
 logger = logging.getLogger(__name__)
 
-_NODES = Path("/sys/devices/system/node")
+SYS = Path("/sys")
+_NODES = "devices/system/node"
+_ANY_CPU = set(range(1 << 16))
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_DEFAULT, _MPOL_BIND = 0, 2
@@ -24,8 +28,22 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 def nodes() -> list[int]:
     """NUMA nodes of this machine, ascending; empty without NUMA support in the kernel."""
-    found = (p.name[4:] for p in _NODES.glob("node*"))
+    found = (p.name[4:] for p in (SYS / _NODES).glob("node*"))
     return sorted(int(name) for name in found if name.isdigit())
+
+
+def read_cpus(path: str) -> list[int]:
+    """The CPU list in a file of /sys, ascending; empty if there is no such file."""
+    try:
+        text = (SYS / path).read_text().strip()
+    except OSError:
+        return []
+    return list(parse_cpu_list(text, _ANY_CPU)) if text else []
+
+
+def near_cpus(pci_address: str) -> list[int]:
+    """CPUs on the node of a PCI device, as ``0000:01:00.0``; empty if the kernel does not tell."""
+    return read_cpus(f"bus/pci/devices/{pci_address}/local_cpulist")
 
 
 def cpus_by_node(cpus: Collection[int]) -> dict[int, list[int]]:
@@ -35,10 +53,30 @@ def cpus_by_node(cpus: Collection[int]) -> dict[int, list[int]]:
     """
     found = {}
     for node in nodes():
-        mask = int((_NODES / f"node{node}" / "cpumap").read_text().replace(",", ""), 16)
-        if members := sorted(cpu for cpu in cpus if mask >> cpu & 1):
+        if members := sorted(set(cpus).intersection(read_cpus(f"{_NODES}/node{node}/cpulist"))):
             found[node] = members
     return found if sum(map(len, found.values())) == len(cpus) else {}
+
+
+def hardware() -> list[dict[str, Any]]:
+    """What ``numactl --hardware`` says, a node each: its CPUs, memory, and distances to the nodes in order.
+
+    Bytes are None and distances empty if the kernel does not tell.
+    """
+    found = []
+    for node in nodes():
+        memory, distance = _meminfo(node), SYS / _NODES / f"node{node}" / "distance"
+        text = distance.read_text() if distance.exists() else ""
+        found.append(
+            {
+                "node": node,
+                "cpus": read_cpus(f"{_NODES}/node{node}/cpulist"),
+                "total_bytes": memory.get("MemTotal"),
+                "free_bytes": memory.get("MemFree"),
+                "distances": list(map(int, text.split())),
+            }
+        )
+    return found
 
 
 def available_bytes(node: int) -> int | None:
@@ -52,15 +90,21 @@ def bytes_now(node: int, grown: bool = False) -> int | None:
     Args:
         grown: as if the machine had grown.
     """
+    memory = _meminfo(node)
+    if "MemFree" not in memory:
+        return None
+    growth = host_memory.growth_bytes(memory["MemTotal"], str(node)) if grown else 0
+    return memory["MemFree"] + memory.get("Inactive(file)", 0) + growth
+
+
+def _meminfo(node: int) -> dict[str, int]:
+    """Bytes by name; empty if the kernel does not tell."""
     try:
-        text = (_NODES / f"node{node}" / "meminfo").read_text()
+        text = (SYS / _NODES / f"node{node}" / "meminfo").read_text()
     except OSError:
-        return None
-    kib = dict(re.findall(r"^Node \d+ (\S+):\s+(\d+) kB$", text, re.MULTILINE))
-    if "MemFree" not in kib:
-        return None
-    growth = host_memory.growth_bytes(1024 * int(kib["MemTotal"]), str(node)) if grown else 0
-    return 1024 * (int(kib["MemFree"]) + int(kib.get("Inactive(file)", 0))) + growth
+        return {}
+    kib = re.findall(r"^Node \d+ (\S+):\s+(\d+) kB$", text, re.MULTILINE)
+    return {name: 1024 * int(value) for name, value in kib}
 
 
 def pool_pages(node: int | None) -> tuple[int, int]:
@@ -69,7 +113,7 @@ def pool_pages(node: int | None) -> tuple[int, int]:
 
 
 def pool_folder(node: int) -> Path:
-    return _NODES / f"node{node}" / host_memory.POOL
+    return SYS / _NODES / f"node{node}" / host_memory.POOL
 
 
 def bind_memory(address: int, spans: Iterable[tuple[int, int, int]]) -> bool:
