@@ -198,7 +198,7 @@ def test_two_nodes_a_gpu_and_a_quota(monkeypatch, tmp_path):
     for line in (
         "NUMA node 0: CPUs 0-3,8-11, 2.00 GiB, 1.00 GiB free, distances 10 21",
         "NUMA node 1: CPUs 4-7,12-15, 4.00 GiB, 3.00 GiB free, distances 21 10",
-        "a decode server's, GPU 0000:01:00.0:",
+        "CPUs of a decode server on GPU 0000:01:00.0:",
     ):
         assert f"\n    {line}\n" in text
     assert re.search(

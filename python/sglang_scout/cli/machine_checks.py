@@ -52,10 +52,11 @@ def check_cpus(given: Collection[int] | None = None) -> Check:
     for gpu in machine.nvidia_gpus():
         by_home.setdefault(tuple(numa.near_cpus(gpu.address)), []).append(gpu.address)
     uses, problem = [], ""
-    for near, gpus in (by_home or {None: ["none"]}).items():
+    for near, gpus in (by_home or {None: []}).items():
         plan = plan_cpus(cpus, near, given)
         uses.append({"gpus": gpus, "rows": [use._asdict() for use in plan.rows]})
-        below += [f"a decode server's, GPU {', '.join(gpus)}:", columns(plan.rows, indent=2)]
+        device = f"GPU {', '.join(gpus)}" if gpus else "the CPU device"
+        below += [f"CPUs of a decode server on {device}:", columns(plan.rows, indent=2)]
         problem = plan.warning or problem
     values = {"cpus": cpus, "numa_nodes": nodes, "quota": quota, "uses": uses}
     fix = ""
@@ -63,7 +64,7 @@ def check_cpus(given: Collection[int] | None = None) -> Check:
         text += f", but a quota of {quota:g}"
         fix = "give --kv-offload-cpus no more CPUs than the quota, or raise it"
     elif len(cpus) < 2:
-        fix = "the worker and the server share one CPU; give the process more"
+        fix = "CPU attention and the server share one CPU; give the process more"
     elif problem:
         text, fix = f"{text}; {problem}", "widen the cpuset, for example docker's --cpuset-cpus"
     return Check("cpus", WARNING if fix else OK, text, fix, values, "\n".join(below))
