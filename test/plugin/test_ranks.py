@@ -131,8 +131,8 @@ def test_a_gpu_on_the_second_of_two_nodes(
             assert address == begin and nbytes > 0 and node in nodes
             begin += nbytes
         assert begin == arena.address + arena.nbytes
-        # K and V of each of two layers begin a new stripe on each node.
-        assert len(bound) == (1 if len(nodes) == 1 else 8)
+        # The ring, then K and V of two layers, with a stripe on each node.
+        assert len(bound) == (1 if len(nodes) == 1 else 1 + 4 * len(nodes))
         client = WorkerClient(
             arena, plan.threads, nodes=list(ranks_module.worker_nodes(plan.threads).values())
         )

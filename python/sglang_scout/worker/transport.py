@@ -29,7 +29,7 @@ from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 
 _ENDPOINT_ENV, _TOKEN_ENV = "SGLANG_SCOUT_ENDPOINT", "SGLANG_SCOUT_BOOT_TOKEN"
-_RECONNECT_MS = 5  # until the process has bound
+_RECONNECT_MS = 2  # until the process has bound
 
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
 
