@@ -212,7 +212,7 @@ def test_two_nodes_a_gpu_and_a_quota(monkeypatch, tmp_path):
     assert use["gpus"] == ["0000:01:00.0"]
     assert [row["cpus"] for row in use["rows"]] == ["5-7", "13-14", "4,12", "0-3,8-11", "15"]
     [use] = doctor.check_cpus([0, 1]).values["uses"]
-    assert [row["cpus"] for row in use["rows"]] == ["0-1", "2-14", "15"]
+    assert [row["cpus"] for row in use["rows"]] == ["0-1", "2-7,10-14", "8-9", "15"]
     monkeypatch.setattr(host_memory, "_SYS_MM", tmp_path / "kernel/mm")
     check = doctor.check_hugepages()
     assert check.state == "ok"

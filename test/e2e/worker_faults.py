@@ -162,7 +162,7 @@ def _garbled(victim: Victim) -> None:
 
 def _doubled(victim: Victim) -> None:
     """All messages from and to the worker are duplicated."""
-    beat = m.Heartbeat(number=1, stats=m.Stats(items=1, pending=1))
+    beat = m.Heartbeat(stats=m.Stats(items=1, pending=1))
     with victim.ends() as (to_worker, to_server):
         for message in (m.Hello(), m.Ready(isa="again", threads=1), beat, beat):
             to_server(m.encode(message))
@@ -172,7 +172,7 @@ def _doubled(victim: Victim) -> None:
 
 def _truncated(victim: Victim) -> None:
     with victim.ends() as (to_worker, to_server):
-        to_server(m.encode(m.Heartbeat(number=2, stats=m.Stats()))[:-3])
+        to_server(m.encode(m.Heartbeat(stats=m.Stats()))[:-3])
         to_worker(m.encode(m.Stop())[:-3])
 
 

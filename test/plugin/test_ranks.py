@@ -13,7 +13,6 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.worker import numa
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient
-from sglang_scout.worker.cpus import background_cpus
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
@@ -71,7 +70,7 @@ def test_pages_are_divided_the_same_way_on_all_ranks(nodes, others, divided, mon
     assert ("--kv-offload-cpus" in caplog.text) == (nodes > 1 and not divided)
 
 
-THREADS, SERVER = "attention threads, one each", "the server"
+THREADS, SERVER = "attention threads, one each", "the server and background work"
 NODE_0 = [*range(4), *range(8, 12)]
 
 
@@ -89,13 +88,14 @@ NODE_0 = [*range(4), *range(8, 12)]
          [("4-7,12-15", "not allowed")], {0: 6}, [0, 8]),
         # Of both nodes, as given; background work beside them.
         (range(16), (2, 3, 6, 7), None, [("2-3,6-7", THREADS)],
-         [("0-1,4-5,8-15", "the server and background work")], {0: 2, 1: 2}, [10, 11, 14, 15]),
+         [("0-1,4-5,8-9,12-13", "the server"), ("10-11,14-15", SERVER)],
+         {0: 2, 1: 2}, [10, 11, 14, 15]),
         # Another rank's GPU is on node 0, and on node 1.
         (range(16), None, NODE_0, [("5-7", THREADS), ("13-15", THREADS), ("4,12", SERVER)],
          [("0-3,8-11", "the server and other ranks")], {1: 6}, [4, 12]),
         (range(16), None, [*range(4, 8), *range(12, 16)],
          [("7", THREADS), ("15", THREADS), ("6,14", SERVER)],
-         [("0-5,8-13", "the server and other ranks")], {1: 2}, [4, 5, 6, 12, 13, 14]),
+         [("0-5,8-13", "the server and other ranks")], {1: 2}, [6, 14]),
     ],
 )  # fmt: skip
 def test_a_gpu_on_the_second_of_two_nodes(
@@ -122,7 +122,7 @@ def test_a_gpu_on_the_second_of_two_nodes(
     assert ("far from the GPU: none of the GPU's CPUs, 4-7,12-15" in caplog.text) == is_far
     assert ranks_module.nodes_of_worker(runner, config) == (list(nodes), list(nodes.values()))
     by_node = numa.cpus_by_node(allowed)
-    assert background_cpus(allowed, plan.threads, by_node) == background
+    assert plan.background == background
 
     spec = ArenaSpec(2, 4000, 32, 2, 4, 64, "bfloat16", 0.125, 4, 8, 0.0, len(nodes))
     with Arena.create(spec, numa_nodes=list(nodes), hugepages=False) as arena:

@@ -65,7 +65,7 @@ def test_bad_messages_are_refused_and_counted(process, wake_fd):
     assert heard(process.peer, 1) == [m.Hello()], "the server speaks first"
     socket, [address] = process.peer._socket, process.peer._address
     token = process.peer._token
-    good = m.Heartbeat(number=1, stats=STATS)
+    good = m.Heartbeat(stats=STATS)
     bad = [
         [token, m.encode(msgspec.structs.replace(good, version=9))],
         [token, m.encode(m.Stop())],

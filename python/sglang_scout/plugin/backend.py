@@ -80,6 +80,7 @@ class ScoutAttnBackend(AttentionBackend):
         self.worker = WorkerClient(
             self.pool.arena,
             cpus,
+            background_cpus=self.cpu_plan.background,
             nodes=list(worker_nodes(cpus).values()) or None,
             config=worker_config(self.config, runner.device),
         )

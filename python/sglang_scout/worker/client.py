@@ -64,6 +64,7 @@ class WorkerClient:
     Args:
         arena: holds the pages and the ring; must stay open while the client is in use.
         cpus: one worker thread is pinned to each.
+        background_cpus: for mapping pages; empty: any.
         nodes: CPUs local to each of the arena's NUMA nodes: of node 0, of node 1 ...
             Not needed for an arena of one node.
         config: timing and threads.
@@ -79,6 +80,7 @@ class WorkerClient:
         arena: Arena,
         cpus: Sequence[int],
         *,
+        background_cpus: Sequence[int] = (),
         nodes: Sequence[Sequence[int]] | None = None,
         config: WorkerConfig | None = None,
         log: logging.Logger | None = None,
@@ -106,6 +108,7 @@ class WorkerClient:
             arena,
             self._cpus,
             self._cpu_nodes,
+            background_cpus,
             most,
             self._config,
             log or logging.getLogger(__name__),

@@ -22,8 +22,8 @@ ROOMY_CORES = 8
 """From this many cores on, two are left, so that the thread that a step waits for has its own core."""
 ENOUGH_THREADS = 16
 """From this many cores on, their SMT siblings stay free. Attention to pages is bound by memory bandwidth, most of which
-16 threads draw from a socket: a second thread on a core adds little, and disturbs what else runs there. Not measured on
-a machine with SMT."""
+16 threads draw from a socket: a second thread on a core adds little, and disturbs what else runs there. Of each rank.
+Not measured on a machine with SMT."""
 
 ATTENTION = "attention threads, one each"
 
@@ -41,11 +41,13 @@ class CpuPlan(NamedTuple):
 
     Attributes:
         threads: an attention thread is pinned to each; SMT siblings of others last.
+        background: of background work; empty: any.
         rows: each CPU of the machine in one of them.
         warning: empty if there is none.
     """
 
     threads: list[int]
+    background: list[int]
     rows: list[CpuUse]
     warning: str
 
@@ -83,28 +85,35 @@ def plan_cpus(
         if near and not local:
             warning = f"none of the GPU's CPUs, {ranges(near)}, is allowed to this process"
             why += f": {warning}"
-    elsewhere = allowed.difference(home)
+    elsewhere, left = allowed.difference(home), set(home).difference(threads, free)
+    # Not on what other ranks have been dealt.
+    pool = allowed.difference(given).union(threads) if given else set(home)
+    background = background_cpus(pool, threads, numa.cpus_by_node(pool), core_of)
     rest = ("not used", f"{_nodes_of(elsewhere)}, far from the GPU")
-    if given:
-        rest = ("the server and background work", "not given by --kv-offload-cpus")
+    if given or not left:
+        rest = ("the server", "not given by --kv-offload-cpus" if given else _nodes_of(elsewhere))
     if share is not None:
         rest = ("the server and other ranks", "not this rank's share")
     online = set(numa.read_cpus("devices/system/cpu/online"))
-    left = set(home).difference(threads, free)
+    keep = "scheduler, tokenizer, transfers: spinning slows an SMT sibling"
     rows = [
         (threads[:num_cores], ATTENTION, why),
         (threads[num_cores:], ATTENTION, f"SMT siblings, for up to {ENOUGH_THREADS} threads"),
-        (left, "the server", "scheduler, tokenizer, transfers: spinning slows an SMT sibling"),
+        (left.difference(background), "the server", keep),
+        (left.intersection(background), "the server and background work", keep),
         (free, "background work", "SMT siblings: attention is bound by memory bandwidth"),
-        (elsewhere, *rest),
+        (elsewhere.difference(background), *rest),
+        (elsewhere.intersection(background), f"{rest[0]} and background work", rest[1]),
         (online - allowed, "not allowed", "outside this process's cpuset"),
     ]
-    return CpuPlan(threads, [CpuUse(ranges(cpus), *of) for cpus, *of in rows if cpus], warning)
+    return CpuPlan(
+        threads, background, [CpuUse(ranges(cpus), *of) for cpus, *of in rows if cpus], warning
+    )
 
 
 def _nodes_of(cpus: Collection[int]) -> str:
-    nodes = ", ".join(map(str, numa.cpus_by_node(cpus)))
-    return f"NUMA node {nodes}" if nodes else "this process"
+    nodes = [str(node) for node in numa.cpus_by_node(cpus)]
+    return f"NUMA node{'s' * (len(nodes) > 1)} {', '.join(nodes)}" if nodes else "this process"
 
 
 def reserve_server_cores(

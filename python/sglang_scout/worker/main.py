@@ -24,9 +24,8 @@ from sglang_scout import _native
 from sglang_scout.core.errors import ScoutError, WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.cpus import background_cpus
 from sglang_scout.worker.die_with_parent import die_with_parent
-from sglang_scout.worker.numa import cpus_by_node, use_own_node
+from sglang_scout.worker.numa import use_own_node
 from sglang_scout.worker.populate import PopulateThread
 from sglang_scout.worker.ring import LAYOUT_VERSION
 from sglang_scout.worker.transport import Channel
@@ -68,13 +67,11 @@ class Worker:
 
     def _serve(self, arena: Arena, configure: m.Configure) -> None:
         """Until Stopped."""
-        allowed = os.sched_getaffinity(0)
-        others = background_cpus(allowed, configure.cpus, cpus_by_node(allowed))
         runtime = start_runtime(arena, self._args.epoch, configure)
         populating = None
         try:
             if configure.populate:
-                populating = PopulateThread(arena, others)
+                populating = PopulateThread(arena, configure.background_cpus)
             self._channel.send(m.Ready(isa=_native.isa(), threads=len(configure.cpus)))
             self._beat(runtime, configure.heartbeat_interval_s)
         finally:
@@ -83,14 +80,12 @@ class Worker:
                 populating.stop()
 
     def _beat(self, runtime: _native.RingRuntime, interval_s: float) -> None:
-        number = 0
         due_s = time.monotonic()
         draining = False
         while True:
             now_s = time.monotonic()
             if now_s >= due_s:
-                number += 1
-                self._channel.send(m.Heartbeat(number=number, stats=self._stats(runtime)))
+                self._channel.send(m.Heartbeat(stats=self._stats(runtime)))
                 due_s = now_s + interval_s
             if draining and not (stats := self._stats(runtime)).pending:
                 self._channel.send(m.Drained(stats=stats))
@@ -136,7 +131,7 @@ def attach(fd: int, register: m.Register) -> Arena:
 
 
 def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.RingRuntime:
-    """Pins the process and starts the threads. Raises WorkerError naming a CPU that it cannot use."""
+    """Pins this thread and starts those that compute. Raises WorkerError naming a CPU that it cannot use."""
     cpus = configure.cpus
     try:
         os.sched_setaffinity(0, cpus)

@@ -71,6 +71,7 @@ class Configure(Message, frozen=True, kw_only=True):
     Attributes:
         cpus: one thread is pinned to each.
         cpu_nodes: the arena's node of each, from 0.
+        background_cpus: of other threads; empty: any.
         threads_per_group: threads of a node that may share one sequence.
         spin_us: how long an idle thread polls before it sleeps.
         populate: pre-fault the whole arena in the background, see `populate.py`.
@@ -79,6 +80,7 @@ class Configure(Message, frozen=True, kw_only=True):
 
     cpus: list[int]
     cpu_nodes: list[int]
+    background_cpus: list[int]
     threads_per_group: int
     spin_us: int
     populate: bool
@@ -99,9 +101,8 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sent every heartbeat interval, numbered from 1."""
+    """Sent every heartbeat interval."""
 
-    number: int
     stats: Stats
 
 
@@ -119,12 +120,12 @@ class Stop(Message, frozen=True, kw_only=True):
     """Asks the process to exit."""
 
 
-FromWorker = Hello | Ready | Failed | Heartbeat | Drained
-FromClient = Hello | Register | Configure | Drain | Stop
+FromProcess = Hello | Ready | Failed | Heartbeat | Drained
+FromServer = Hello | Register | Configure | Drain | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[UnionType, msgspec.msgpack.Decoder[Message]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (FromWorker, FromClient)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (FromProcess, FromServer)
 }
 
 
@@ -143,7 +144,7 @@ def decode(data: bytes, kind: UnionType) -> Message:
 
     Args:
         data: as received.
-        kind: ``FromWorker`` or ``FromClient``.
+        kind: ``FromProcess`` or ``FromServer``.
 
     Raises:
         WorkerError: malformed, unknown or of another version.

@@ -73,7 +73,7 @@ class WorkerStatus:
         fallback_pages: pages that the caller computed instead.
         local_tickets: posts that never went to a worker: none was ready, or the slot was busy.
         late_tickets: waits that hit wait_timeout_s.
-        refused_messages: control messages dropped for size, contents or version.
+        refused_messages: control messages dropped for sender, token, contents or version.
         isa: instruction set of the worker's kernel, "" before the first Ready.
         last_error: why the last worker exited, or "".
     """

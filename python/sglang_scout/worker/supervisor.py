@@ -14,8 +14,7 @@ import os
 import select
 import threading
 import time
-
-import zmq
+from collections.abc import Sequence
 
 from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
@@ -24,7 +23,7 @@ from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.process import WorkerProcess
 from sglang_scout.worker.ring import LAYOUT_VERSION
 from sglang_scout.worker.settings import WorkerConfig, check_machine
-from sglang_scout.worker.transport import ZmqContext
+from sglang_scout.worker.transport import ZmqContext, open_context
 
 _STOPPED = ""  # exit reason of a worker that was told to stop
 
@@ -42,6 +41,7 @@ class Supervisor:
         arena: Arena,
         cpus: tuple[int, ...],
         cpu_nodes: tuple[int, ...],
+        background_cpus: Sequence[int],
         threads_per_group: int,
         config: WorkerConfig,
         log: logging.Logger,
@@ -50,10 +50,12 @@ class Supervisor:
         self._arena = arena
         self._cpus = cpus
         self._cpu_nodes = cpu_nodes
+        self._background_cpus = background_cpus
         self._threads_per_group = threads_per_group
         self._config = config
         self._log = log
-        self._context: ZmqContext | None = None
+        self._lock = threading.Lock()  # of a start's beginning, and a stop
+        self._context: ZmqContext
         self._thread: threading.Thread | None = None
         self._first_outcome = threading.Event()
         self._stopping = threading.Event()
@@ -75,35 +77,34 @@ class Supervisor:
             ConfigError: this machine is not supported.
         """
         check_machine()
-        if self._thread is not None:
-            raise WorkerError("the worker has been started already")
-        self._stopping.clear()
-        self._first_outcome.clear()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._context = zmq.Context()
-        self.state = "starting"
-        self._thread = threading.Thread(target=self._run, name="scout-supervisor", daemon=True)
-        self._thread.start()
+        with self._lock:
+            if self._thread is not None:
+                raise WorkerError("the CPU attention process has been started already")
+            self._context = open_context()
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._stopping.clear()
+            self._first_outcome.clear()
+            self.state, self.last_error = "starting", ""
+            self._thread = threading.Thread(target=self._run, name="scout-supervisor", daemon=True)
+            self._thread.start()
         self._first_outcome.wait()  # bounded by the ready deadline in the thread
         if self.state != "ready":
-            error = self.last_error
+            error = self.last_error or "stopped while it started"
             self.stop()
             self.state = "failed"
             raise WorkerError(error)
 
     def stop(self) -> None:
         """Stops the worker and the thread; idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self._stopping.set()
-        os.eventfd_write(self._wake_fd, 1)
-        thread.join()
-        if self._context is not None:
+        with self._lock:
+            if self._thread is None:
+                return
+            self._stopping.set()
+            os.eventfd_write(self._wake_fd, 1)
+            self._thread.join()
             self._context.term()
-        os.close(self._wake_fd)
-        self._wake_fd = -1
-        self.state = "stopped"
+            os.close(self._wake_fd)
+            self._thread, self.state = None, "stopped"
 
     def _run(self) -> None:
         try:
@@ -235,6 +236,7 @@ class Supervisor:
     def _configure(self) -> m.Configure:
         return m.Configure(
             cpus=list(self._cpus),
+            background_cpus=list(self._background_cpus),
             cpu_nodes=list(self._cpu_nodes),
             threads_per_group=self._threads_per_group,
             spin_us=self._config.spin_us,

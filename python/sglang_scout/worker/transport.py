@@ -4,8 +4,9 @@ The endpoint is ``ipc://@sglang-scout-PID-EPOCH-RANDOM``, a name in Linux's abst
 room and no short path in TMPDIR, and it ends with its process. Nor has it a mode, so whoever shares the network
 namespace may connect. What keeps others out:
 
-- libzmq closes connections of other users before it reads a byte (IPC_FILTER_UID, set before bind).
-- Each message must come from the one process expected at the other end, by the kernel's word (SO_PEERCRED).
+- libzmq closes connections of all processes but the server before it reads a byte: IPC_FILTER_PID, set before bind. It
+  is stricter than IPC_FILTER_UID, and must stand alone: libzmq accepts whom either lets in.
+- Each message must come from the one process and user expected at the other end, by the kernel's word (SO_PEERCRED).
 - Each carries the boot token of this start, which only the two processes know: none of an earlier life counts.
 - The name is not on the command line, which all can read, so nobody can bind it before the process does.
 
@@ -17,9 +18,12 @@ measured by heartbeats, death is told by a pidfd.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import secrets
+import threading
+import time
 from collections.abc import Iterable
 from types import UnionType
 
@@ -30,8 +34,47 @@ from sglang_scout.worker import messages as m
 
 _ENDPOINT_ENV, _TOKEN_ENV = "SGLANG_SCOUT_ENDPOINT", "SGLANG_SCOUT_BOOT_TOKEN"
 _RECONNECT_MS = 2  # until the process has bound
+_MAX_AT_ONCE = (
+    64  # messages: whoever sends without end must not keep the receiver from its other work
+)
+_LOG_INTERVAL_S = 1.0
+_SPARE_DESCRIPTORS, _SPARE_THREADS = 12, 3
 
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
+
+
+def open_context() -> ZmqContext:
+    """A context whose threads run.
+
+    libzmq aborts the process where a context cannot start them, so what it takes is tried first.
+
+    Raises:
+        WorkerError: too few descriptors or threads are left.
+    """
+    descriptors: list[int] = []
+    threads: list[threading.Thread] = []
+    done = threading.Event()
+    try:
+        for _ in range(_SPARE_DESCRIPTORS):
+            descriptors.append(os.eventfd(0))
+        for _ in range(_SPARE_THREADS):
+            thread = threading.Thread(target=done.wait, daemon=True)
+            thread.start()
+            threads.append(thread)
+    except (OSError, RuntimeError) as e:
+        raise WorkerError(
+            f"cannot start the CPU attention process: {e}; raise ulimit -n, or the limit of processes (ulimit -u, "
+            "pids.max)"
+        ) from e
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        for fd in descriptors:
+            os.close(fd)
+    context: ZmqContext = zmq.Context()
+    context.socket(zmq.PAIR).close(0)  # starts them
+    return context
 
 
 class Channel:
@@ -54,6 +97,7 @@ class Channel:
         self._socket, self._token, self._receives, self._log = socket, token.encode(), receives, log
         self._is_router = socket.type == zmq.ROUTER
         self._address: list[bytes] = []
+        self._log_s = 0.0  # not before
         socket.linger = 0
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES)  # ZMQ hangs up on whoever sends more
 
@@ -62,7 +106,7 @@ class Channel:
         """The server's end; set ``peer_pid`` when the process has been started. Raises zmq.ZMQError."""
         endpoint = f"ipc://@sglang-scout-{os.getpid()}-{epoch}-{secrets.token_hex(8)}"
         socket = context.socket(zmq.DEALER)
-        channel = cls(socket, endpoint, secrets.token_hex(16), m.FromWorker, -1, log)
+        channel = cls(socket, endpoint, secrets.token_hex(16), m.FromProcess, -1, log)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.connect(endpoint)
         return channel
@@ -76,8 +120,13 @@ class Channel:
         """The attention process's end."""
         endpoint, token = os.environ.pop(_ENDPOINT_ENV), os.environ.pop(_TOKEN_ENV)
         socket = context.socket(zmq.ROUTER)
-        channel = cls(socket, endpoint, token, m.FromClient, server_pid, log)
-        socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        channel = cls(socket, endpoint, token, m.FromServer, server_pid, log)
+        # For those that it refuses libzmq asks for the user's name, in its only thread: of a name service that is slow.
+        with contextlib.suppress(
+            AttributeError
+        ):  # not glibc; as an attribute the name would be mangled
+            getattr(ctypes.CDLL(None), "__nss_configure_lookup")(b"passwd", b"files")
+        socket.setsockopt(zmq.IPC_FILTER_PID, server_pid)
         socket.bind(endpoint)
         return channel
 
@@ -92,16 +141,19 @@ class Channel:
         return [one for one, _ in ready if isinstance(one, int)]
 
     def receive(self) -> list[m.Message]:
-        """The valid messages that have come. Others are logged and counted."""
+        """Valid ones of the messages that have come. Others are counted, and logged once a second."""
         received: list[m.Message] = []
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(_MAX_AT_ONCE):
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 try:
                     received.append(self._accept(frames))
                 except WorkerError as e:
                     self.refused += 1
-                    self._log.warning("control of CPU attention: dropped a message: %s", e)
+                    if (now_s := time.monotonic()) >= self._log_s:
+                        self._log_s = now_s + _LOG_INTERVAL_S
+                        what = "control of CPU attention: dropped a message (%d by now): %s"
+                        self._log.warning(what, self.refused, e)
         return received
 
     def send(self, message: m.Message) -> None:
