@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from sglang_scout.worker import populate
+from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from sglang_scout.worker.populate import PopulateThread
 
@@ -58,3 +60,21 @@ def test_a_system_that_refuses_is_told_of(make_arena, caplog):
     PopulateThread(arena)._thread.join()
     assert "0.0 of 0.0 GiB of the arena are mapped" in caplog.text
     assert "Cannot allocate memory" in caplog.text
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no other CPU")
+def test_it_keeps_off_the_cpus_that_compute(make_spec, cpu, until):
+    spec = make_spec(num_pages=40_000, head_dim=64)  # 0.5 GB: long enough to be seen
+    config = WorkerConfig(populate=True)
+    with Arena.create(spec) as arena, WorkerClient(arena, [cpu], config=config) as client:
+        tasks = f"/proc/{client.snapshot().pid}/task"
+        found: list[set[int]] = []
+
+        def seen() -> bool:
+            with contextlib.suppress(OSError):  # a thread that has ended
+                for thread in map(int, os.listdir(tasks)):
+                    if os.getpriority(os.PRIO_PROCESS, thread) == 19:
+                        found.append(os.sched_getaffinity(thread))
+            return any(cpu not in cpus for cpus in found)
+
+        until(seen, f"a thread of its own, {found}")

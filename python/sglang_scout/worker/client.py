@@ -64,7 +64,7 @@ class WorkerClient:
     Args:
         arena: holds the pages and the ring; must stay open while the client is in use.
         cpus: one worker thread is pinned to each.
-        background_cpus: for mapping pages; empty: any.
+        background_cpus: for mapping pages; empty: any but ``cpus``.
         nodes: CPUs local to each of the arena's NUMA nodes: of node 0, of node 1 ...
             Not needed for an arena of one node.
         config: timing and threads.

@@ -41,7 +41,7 @@ class CpuPlan(NamedTuple):
 
     Attributes:
         threads: an attention thread is pinned to each; SMT siblings of others last.
-        background: of background work; empty: any.
+        background: of background work; empty: any but these.
         rows: each CPU of the machine in one of them.
         warning: empty if there is none.
     """

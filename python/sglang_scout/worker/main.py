@@ -67,11 +67,12 @@ class Worker:
 
     def _serve(self, arena: Arena, configure: m.Configure) -> None:
         """Until Stopped."""
+        others = configure.background_cpus or os.sched_getaffinity(0).difference(configure.cpus)
         runtime = start_runtime(arena, self._args.epoch, configure)
         populating = None
         try:
             if configure.populate:
-                populating = PopulateThread(arena, configure.background_cpus)
+                populating = PopulateThread(arena, others)
             self._channel.send(m.Ready(isa=_native.isa(), threads=len(configure.cpus)))
             self._beat(runtime, configure.heartbeat_interval_s)
         finally:

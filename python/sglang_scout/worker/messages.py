@@ -71,7 +71,7 @@ class Configure(Message, frozen=True, kw_only=True):
     Attributes:
         cpus: one thread is pinned to each.
         cpu_nodes: the arena's node of each, from 0.
-        background_cpus: of other threads; empty: any.
+        background_cpus: for mapping pages; empty: any but `cpus`.
         threads_per_group: threads of a node that may share one sequence.
         spin_us: how long an idle thread polls before it sleeps.
         populate: pre-fault the whole arena in the background, see `populate.py`.

@@ -34,9 +34,8 @@ from sglang_scout.worker import messages as m
 
 _ENDPOINT_ENV, _TOKEN_ENV = "SGLANG_SCOUT_ENDPOINT", "SGLANG_SCOUT_BOOT_TOKEN"
 _RECONNECT_MS = 2  # until the process has bound
-_MAX_AT_ONCE = (
-    64  # messages: whoever sends without end must not keep the receiver from its other work
-)
+# Messages: whoever sends without end must not keep the receiver from its other work.
+_MAX_AT_ONCE = 64
 _LOG_INTERVAL_S = 1.0
 _SPARE_DESCRIPTORS, _SPARE_THREADS = 12, 3
 
@@ -121,10 +120,9 @@ class Channel:
         endpoint, token = os.environ.pop(_ENDPOINT_ENV), os.environ.pop(_TOKEN_ENV)
         socket = context.socket(zmq.ROUTER)
         channel = cls(socket, endpoint, token, m.FromServer, server_pid, log)
-        # For those that it refuses libzmq asks for the user's name, in its only thread: of a name service that is slow.
-        with contextlib.suppress(
-            AttributeError
-        ):  # not glibc; as an attribute the name would be mangled
+        # libzmq looks up the names of users that it refuses, in its only thread; a name service may be slow. In a class
+        # an attribute of this name would be mangled; other libraries than glibc have none.
+        with contextlib.suppress(AttributeError):
             getattr(ctypes.CDLL(None), "__nss_configure_lookup")(b"passwd", b"files")
         socket.setsockopt(zmq.IPC_FILTER_PID, server_pid)
         socket.bind(endpoint)
