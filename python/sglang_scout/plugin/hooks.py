@@ -50,6 +50,20 @@ _SHUTDOWN = Hook(
     "around",
     "handle SIGTERM, which the event loops of a prefill-decode pair do not",
 )
+_INTAKE = (
+    Hook(
+        "managers.scheduler.Scheduler.handle_generate_request",
+        "intake:around_handle_generate_request",
+        "around",
+        "refuse a prompt that would never fit and block the queue; if taking up a request raises, fail only that one",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.abort_request",
+        "intake:around_abort_request",
+        "around",
+        "abort the request with this id, not all whose ids begin so",
+    ),
+)
 
 _ON_IDLE = Hook(
     "managers.scheduler.Scheduler.on_idle",
@@ -90,8 +104,25 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.tokenizer_manager.TokenizerManager._validate_one_request",
             "http_hooks:before_validate_one_request",
             "before",
-            "refuse requests that would end a scheduler: token ids outside the vocabulary, no tokens, sampling "
-            "parameters of a wrong type, sessions; and requests after SIGTERM",
+            "refuse requests that would end a scheduler, by types and ranges of fields; and requests after SIGTERM",
+        ),
+        Hook(
+            "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+            "http_hooks:after_create_tokenized_object",
+            "after",
+            "know which requests are on their way to a scheduler",
+        ),
+        Hook(
+            "managers.tokenizer_manager.TokenizerManager.generate_request",
+            "http_hooks:around_generate_request",
+            "around",
+            "status 400 for what a request raises before it is sent; tell the other server of a request that failed",
+        ),
+        Hook(
+            "disaggregation.common.conn.CommonKVBootstrapServer._setup_routes",
+            "halves:after_setup_routes",
+            "after",
+            "a route by which the two servers tell each other of requests that failed",
         ),
         Hook(
             "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
@@ -155,6 +186,12 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "transfer_faults:around_connect",
             "around",
             "do not block forever on a message to a prefill server that is gone",
+        ),
+        Hook(
+            "disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
+            "transfer_faults:around_ensure_parallel_info",
+            "around",
+            "ask a prefill server's address for its ranks without blocking the steps of others",
         ),
         Hook(
             "disaggregation.utils._poll_with_failure_injection",
@@ -223,6 +260,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "the state in `/server_info`",
         ),
         _BATCH_REGISTER,
+        *_INTAKE,
         _ON_IDLE,
         _SHUTDOWN,
     ),
@@ -283,6 +321,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "the state in `/server_info`",
         ),
         _BATCH_REGISTER,
+        *_INTAKE,
         _ON_IDLE,
         _SHUTDOWN,
     ),

@@ -1,24 +1,89 @@
-"""The hook functions of the HTTP process; see ``hooks.py`` for targets and reasons."""
+"""What comes in over HTTP is checked once, before anything is sent to a scheduler; see ``hooks.py`` for targets.
+
+The types are those with which SGLang declares the message to its scheduler, where a wrong one ends the process.
+SGLang answers a ValueError with status 400.
+"""
 
 from __future__ import annotations
 
 import functools
+import ipaddress
+import logging
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from sglang.srt.managers.io_struct import GenerateReqInput
+from fastapi import HTTPException
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 
+from sglang_scout.plugin.halves import halves
 from sglang_scout.plugin.shutdown import refuse_new
+
+logger = logging.getLogger(__name__)
 
 MAX_TOP_LOGPROBS = 128
 """Capacity of SGLang's ``MetadataBuffers``."""
+
+RANGES = {
+    "bootstrap_port": (1, 2**16 - 1),
+    "bootstrap_room": (0, 2**63 - 1),
+    "disagg_prefill_dp_rank": (0, 0),
+    "logprob_start_len": (-1, 2**31 - 1),
+    "priority": (-(2**31), 2**31 - 1),
+    "routed_dp_rank": (0, 0),
+    "sampling_seed": (-(2**63), 2**63 - 1),
+    "top_k": (-(2**31), 2**31 - 1),
+    "top_logprobs_num": (0, MAX_TOP_LOGPROBS),
+}
+_MADE_HERE = {
+    "input_ids",
+    "mm_inputs",
+    "positional_embed_overrides",
+    "sampling_params",
+    "session_params",
+}
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
 @functools.cache
 def _types_of(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
     """A struct with the fields of ``kind`` by name, as ``kind`` may be an array on the wire."""
-    fields = [(field.name, field.type, None) for field in msgspec.structs.fields(kind)]
-    return msgspec.defstruct(kind.__name__, fields)
+    fields = [
+        (field.name, field.type, None)
+        for field in msgspec.structs.fields(kind)
+        if field.name not in _MADE_HERE
+    ]
+    return msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=True)
+
+
+def _check(values: dict[str, Any], kind: type[msgspec.Struct], what: str) -> None:
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        msgspec.convert(given, _types_of(kind))
+        msgspec.msgpack.encode(given)
+    except (msgspec.ValidationError, OverflowError, UnicodeEncodeError) as error:
+        raise ValueError(f"{what}: {error}") from None
+    for name, (least, most) in RANGES.items():
+        if name in given and not least <= given[name] <= most:
+            raise ValueError(f"{name} is {given[name]}; it must be from {least} to {most}")
+
+
+def _check_place(request: GenerateReqInput) -> None:
+    """Where the two halves of a request meet. SGLang's router gives all three; without a port it is the flag's."""
+    host, room = request.bootstrap_host, request.bootstrap_room
+    if (host is None) != (room is None) or (room is None and request.bootstrap_port is not None):
+        raise ValueError(
+            "bootstrap_host, bootstrap_port and bootstrap_room belong together; SGLang's router sets them"
+        )
+    if host is None or _HOST_NAME.fullmatch(host):
+        return
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise ValueError(f"bootstrap_host is {host!r}, not a host's name or address") from None
 
 
 def before_normalize(request: GenerateReqInput) -> None:
@@ -32,30 +97,64 @@ def before_normalize(request: GenerateReqInput) -> None:
 
 
 def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
-    """SGLang answers a ValueError with status 400. Its own checks do not cover the types of sampling parameters."""
+    """``obj`` is a request of one prompt, normalized."""
     if not isinstance(obj, GenerateReqInput):
         return  # SGLang refuses it itself
     refuse_new(manager, obj)
-    given = {name: value for name, value in obj.sampling_params.items() if value is not None}
-    try:
-        sampling = msgspec.convert(given, _types_of(manager.sampling_params_class))
-    except msgspec.ValidationError as error:
-        raise ValueError(f"sampling_params: {error}") from None
-    for name, bits in (("top_k", 32), ("sampling_seed", 64)):
-        value = getattr(sampling, name)
-        if value is not None and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
-            raise ValueError(f"{name} must be an integer of {bits} bits, got {value}.")
+    _check(obj.sampling_params, manager.sampling_params_class, "sampling_params")
+    sent = _types_of(TokenizedGenerateReqInput).__struct_fields__
+    values = {name: getattr(obj, name, None) for name in sent} | {"input_text": obj.text}
+    _check(values, TokenizedGenerateReqInput, "request")
+    _check_place(obj)
     if obj.session_params:
         raise ValueError("session_params: a pair of servers has no sessions; send the whole prompt")
-    if obj.top_logprobs_num > MAX_TOP_LOGPROBS:
-        raise ValueError(
-            f"top_logprobs_num is {obj.top_logprobs_num}; at most {MAX_TOP_LOGPROBS} go from server to server"
-        )
+    halves.meet(manager, obj)
     if input_ids is not None and not len(input_ids):
         raise ValueError("the prompt has no tokens; send one at least")
     size = manager.model_config.vocab_size
-    wrong = [token for token in input_ids or () if not 0 <= token < size]
-    if wrong:
-        raise ValueError(
-            f"input_ids holds {wrong[0]}, which is outside the model's vocabulary: ids are 0 to {size - 1}"
-        )
+    for name, ids in (("input_ids", input_ids), ("token_ids_logprob", obj.token_ids_logprob)):
+        if wrong := [token for token in ids or () if not 0 <= token < size]:
+            raise ValueError(
+                f"{name} holds {wrong[0]}, which is outside the model's vocabulary: ids are 0 to {size - 1}"
+            )
+
+
+def after_create_tokenized_object(
+    message: Any, manager: Any, obj: Any, *args: Any, **more: Any
+) -> Any:
+    """The next thing that happens to it is that it is sent."""
+    obj.kv_offload_sent = True
+    return message
+
+
+async def around_generate_request(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
+) -> AsyncIterator[Any]:
+    """Every request of every endpoint. An answer of an error is told to the server that has the other half."""
+    try:
+        async with aclosing(original(manager, obj, request)) as answers:
+            async for answer in answers:
+                halves.tell_of(obj, answer)
+                yield answer
+    except (ValueError, HTTPException) as error:
+        if "in KVPoll" in str(error):  # timed out, in a queue that is too long
+            error = HTTPException(
+                HTTPStatus.SERVICE_UNAVAILABLE, getattr(error, "detail", str(error))
+            )
+        if request is None or not await request.is_disconnected():
+            halves.tell(
+                obj, getattr(error, "status_code", 400), getattr(error, "detail", str(error))
+            )
+        raise error
+    except Exception as error:
+        if _is_sent(obj):
+            raise
+        logger.info("a request is refused", exc_info=True)
+        reason = f"{type(error).__name__}: {error}"
+        halves.tell(obj, 400, reason)
+        raise ValueError(reason) from error
+
+
+def _is_sent(obj: Any) -> bool:
+    parts = vars(obj).get("_sub_obj_cache", {}).values()
+    return any(hasattr(part, "kv_offload_sent") for part in (obj, *parts))

@@ -15,6 +15,8 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Thread
 from typing import Any
 
 import zmq
@@ -22,6 +24,7 @@ from sglang.srt.disaggregation.base import KVPoll
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_S = 0.05  # a step's time; a server that is well answers sooner
 _PROBE_S = 2.0
 HOLD_S = 2.0
 """Longer than the prefill server may still write to the pages of an ended request: one chunk of a prompt."""
@@ -41,6 +44,45 @@ def around_connect(
             return connected
     receiver.disconnect_endpoint(endpoint)
     return original(receiver, endpoint, is_ipv6)
+
+
+def around_ensure_parallel_info(
+    original: Callable[[Any, str], bool], manager: Any, address: str
+) -> bool:
+    """SGLang asks in the scheduler's thread, for 5 s if there is no answer, and asks again each second.
+
+    What differs between the servers, such as the page size, it raises: then the requests of this address fail.
+    """
+    if address in manager.prefill_info_table:
+        return True
+    questions: dict[str, Future[bool]] = vars(manager).setdefault("kv_offload_questions", {})
+    if address not in questions:
+        questions[address] = Future()
+        thread = Thread(
+            target=_ask, args=(original, manager, address, questions[address]), daemon=True
+        )
+        thread.start()
+    try:
+        answer = questions[address].result(_ANSWER_S)
+    except TimeoutError:
+        return False
+    except Exception as error:
+        answer = False
+        logger.error("--kv-offload: %s", error)
+        for room in list(manager.addr_to_rooms_tracker[address]):
+            manager.record_failure(room, str(error))
+            manager.update_status(room, KVPoll.Failed)
+    del questions[address]
+    return answer
+
+
+def _ask(
+    original: Callable[[Any, str], bool], manager: Any, address: str, answer: Future[bool]
+) -> None:
+    try:
+        answer.set_result(original(manager, address))
+    except Exception as error:
+        answer.set_exception(error)
 
 
 def after_heartbeat_success(_: None, manager: Any, address: str) -> None:

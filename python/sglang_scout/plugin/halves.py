@@ -1,0 +1,185 @@
+"""The two halves of a request tell each other when one is refused or fails; see ``hooks.py`` for targets.
+
+SGLang's router sends a request to both servers of a pair. If only one of them refuses it, because its pool is smaller,
+say, the other half would wait for it until a timeout, with pages. So the HTTP processes talk: the prefill server's
+bootstrap server, which every request names, has a WebSocket for each decode server. Over it goes the room of every
+request that ended with an error, in both directions. A stock server has no such route; nothing is told to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from fastapi import HTTPException
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.utils.network import NetworkAddress
+
+logger = logging.getLogger(__name__)
+
+ROUTE = "/kv_offload/failed"
+_CONNECT_S = 5.0
+_RETRY_S = 1.0
+_HEARTBEAT_S = 10.0
+
+
+class Failure(msgspec.Struct):
+    """``nth``: a room may be used again; of its requests, in the order in which they came."""
+
+    room: int
+    nth: int
+    status: int
+    message: str
+
+
+class _Recent(OrderedDict[Any, Any]):
+    def put(self, key: Any, value: Any, most: int = 1024) -> None:
+        self[key] = value
+        if len(self) > most:
+            self.popitem(last=False)
+
+
+class Halves:
+    """Of this HTTP process. Attributes of SGLang's requests of one prompt: ``kv_offload_nth``; ``kv_offload_sent``, to
+    the scheduler; ``kv_offload_ended``, because the other half was."""
+
+    def __init__(self) -> None:
+        self._manager: Any = None
+        self._counts = _Recent()  # of requests by room
+        self._told, self._heard = _Recent(), _Recent()  # whose other half has not been seen to end
+        self._sockets: dict[Any, asyncio.AbstractEventLoop] = {}
+        self._links: dict[str, asyncio.Task[None]] = {}  # by the bootstrap server's address
+
+    def meet(self, manager: Any, request: Any) -> None:
+        """A valid ``request`` of one prompt. A decode server connects to the server of the other half.
+
+        Raises:
+            ValueError: its room is in use.
+            ValueError, HTTPException: what the other half was answered, if it has failed.
+        """
+        self._manager, flags, room = manager, manager.server_args, request.bootstrap_room
+        if room is None or request.bootstrap_host == FAKE_BOOTSTRAP_HOST:
+            return
+        known = self._heard.pop((room, self._nth(request)), None)
+        if known:
+            request.kv_offload_ended = True
+            if known.status == HTTPStatus.BAD_REQUEST:
+                raise ValueError(known.message)
+            raise HTTPException(known.status, known.message)
+        if flags.disaggregation_mode == "decode":
+            port = request.bootstrap_port or flags.disaggregation_bootstrap_port
+            address = NetworkAddress(request.bootstrap_host, port).to_host_port_str()
+            if address not in self._links:
+                self._links[address] = asyncio.create_task(self._connect(address))
+        if any(other is not request for other in self._of(room)):
+            raise ValueError(f"bootstrap_room {room} is in use by another request")
+
+    def _nth(self, request: Any) -> int:
+        if not hasattr(request, "kv_offload_nth"):
+            room = request.bootstrap_room
+            request.kv_offload_nth = self._counts.get(room, 0) + 1
+            self._counts.put(room, request.kv_offload_nth, most=2**16)
+        return int(request.kv_offload_nth)
+
+    def _of(self, room: int) -> list[Any]:
+        """Requests of one prompt that have not ended."""
+        all_of = (state.obj for state in self._manager.rid_to_state.values())
+        return [one for one in all_of if getattr(one, "bootstrap_room", None) == room]
+
+    async def _connect(self, address: str) -> None:
+        try:
+            async with aiohttp.ClientSession() as session:  # which ignores http_proxy
+                async with asyncio.timeout(_CONNECT_S):
+                    socket = await session.ws_connect(
+                        f"http://{address}{ROUTE}", heartbeat=_HEARTBEAT_S
+                    )
+                await self._listen(socket)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            logger.info("--kv-offload: %s tells nothing of failed requests: %r", address, error)
+        await asyncio.sleep(_RETRY_S)  # then the next request tries again
+        del self._links[address]
+
+    async def accept(self, request: web.Request) -> web.WebSocketResponse:
+        """Runs in the bootstrap server's thread."""
+        socket = web.WebSocketResponse(heartbeat=_HEARTBEAT_S)
+        await socket.prepare(request)
+        await self._listen(socket)
+        return socket
+
+    async def _listen(self, socket: Any) -> None:
+        self._sockets[socket] = asyncio.get_running_loop()
+        try:
+            for failure in list(self._told.values()):
+                await socket.send_bytes(msgspec.json.encode(failure))
+            async for message in socket:
+                failure = msgspec.json.decode(message.data, type=Failure)
+                if self._manager is None:  # no request yet
+                    self._heard.put((failure.room, failure.nth), failure)
+                else:
+                    self._manager.event_loop.call_soon_threadsafe(self._hear, failure)
+        except (msgspec.MsgspecError, OSError) as error:
+            logger.warning("--kv-offload: what the other half's server tells: %r", error)
+        finally:
+            del self._sockets[socket]
+            await socket.close()
+
+    def _hear(self, failure: Failure) -> None:
+        """The other half has ended: end this one, or remember it until this one comes."""
+        key = failure.room, failure.nth
+        if self._told.pop(key, None):
+            return  # this one has ended too
+        for request in self._of(failure.room):
+            if self._nth(request) != failure.nth or not hasattr(request, "kv_offload_sent"):
+                continue
+            request.kv_offload_ended = True
+            reason = {
+                "type": "abort",
+                "status_code": failure.status,
+                "message": failure.message,
+            }
+            self._manager._dispatch_to_scheduler(AbortReq(rid=request.rid))
+            self._manager._handle_abort_req(AbortReq(rid=request.rid, finished_reason=reason))
+            return
+        self._heard.put(key, failure)
+
+    def tell(self, request: Any, status: int, message: str) -> None:
+        """``request``, of one prompt or several, was answered with an error."""
+        room = getattr(request, "bootstrap_room", None)
+        if isinstance(room, list):
+            for part in vars(request).get("_sub_obj_cache", {}).values():
+                self.tell(part, status, message)
+            return
+        if not isinstance(room, int) or hasattr(request, "kv_offload_ended"):
+            return
+        key = room, self._nth(request)
+        if self._heard.pop(key, None):
+            return
+        if status not in (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE):
+            status = HTTPStatus.BAD_REQUEST
+        failure = Failure(*key, status, message[:2000])
+        self._told.put(key, failure)
+        for socket, loop in list(self._sockets.items()):
+            asyncio.run_coroutine_threadsafe(socket.send_bytes(msgspec.json.encode(failure)), loop)
+
+    def tell_of(self, request: Any, answer: Any) -> None:
+        """An ``answer`` of a stream, or of several prompts: its errors are not raised."""
+        for one in answer if isinstance(answer, list) else [answer]:
+            about = one.get("meta_info", {})
+            reason = about.get("finish_reason") or {}
+            if reason.get("type") == "abort" and reason.get("status_code"):
+                of = request if request.is_single else request[request.rid.index(about["id"])]
+                self.tell(of, reason["status_code"], reason["message"])
+
+
+halves = Halves()
+
+
+def after_setup_routes(_: None, server: Any) -> None:
+    server.app.router.add_get(ROUTE, halves.accept)

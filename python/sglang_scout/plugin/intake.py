@@ -1,0 +1,105 @@
+"""How a scheduler takes up and aborts one request without harm to others; see ``hooks.py`` for targets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+
+logger = logging.getLogger(__name__)
+
+
+def _held(scheduler: Any) -> Iterator[Any]:
+    """SGLang's requests from their arrival to their end, some twice."""
+    yield from scheduler.waiting_queue
+    yield from scheduler.grammar_manager.grammar_queue
+    if scheduler.server_args.disaggregation_mode == "decode":
+        queue = scheduler.disagg_decode_prealloc_queue
+        for entry in (*queue.queue, *scheduler.disagg_decode_transfer_queue.queue):
+            yield entry.req
+        yield from queue.retracted_queue
+    else:
+        yield from scheduler.disagg_prefill_bootstrap_queue.queue
+        yield from scheduler.disagg_prefill_inflight_queue
+    for batch in (
+        scheduler.running_batch,
+        scheduler.last_batch,
+        getattr(scheduler, "cur_batch", None),
+    ):
+        yield from batch.reqs if batch is not None else ()
+    if scheduler.chunked_req is not None:
+        yield scheduler.chunked_req
+
+
+def _most_tokens(scheduler: Any) -> tuple[int, str]:
+    """With more a prompt would wait forever, and all behind it: SGLang also reserves room, even on an idle server."""
+    size, page = scheduler.max_total_num_tokens, scheduler.page_size
+    if scheduler.server_args.disaggregation_mode == "decode":
+        reserved = scheduler.disagg_decode_prealloc_queue.num_reserved_decode_tokens
+        return (
+            size - reserved
+        ) // page * page, f"less the {reserved} of --num-reserved-decode-tokens"
+    return (size - page - 3) // page * page, "less a page"
+
+
+def _refusal(scheduler: Any, request: Any) -> str | None:
+    most, why = _most_tokens(scheduler)
+    if (tokens := len(request.input_ids)) <= most:
+        return None
+    size = scheduler.max_total_num_tokens
+    return f"The prompt has {tokens} tokens; this server takes {most}: its pool has {size}, {why}."
+
+
+def around_handle_generate_request(
+    original: Callable[..., None], scheduler: Any, request: Any, **more: Any
+) -> None:
+    refusal = _refusal(scheduler, request)
+    if refusal is None:
+        try:
+            return original(scheduler, request, **more)
+        except Exception as error:
+            logger.exception("--kv-offload: request %s is refused", request.rid)
+            refusal = f"{type(error).__name__}: {error}"
+            _forget(scheduler, request.rid)
+    reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": refusal}
+    answer = AbortReq(rid=request.rid, finished_reason=reason)
+    scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
+    return None
+
+
+def _forget(scheduler: Any, rid: str) -> None:
+    """Take a request whose arrival raised out of the queue that it may have reached."""
+    scheduler.grammar_manager.grammar_queue[:] = [
+        req for req in scheduler.grammar_manager.grammar_queue if req.rid != rid
+    ]
+    if scheduler.server_args.disaggregation_mode == "decode":
+        queue = scheduler.disagg_decode_prealloc_queue
+        for entry in queue.queue:
+            if entry.req.rid == rid:
+                entry.kv_receiver.clear()
+        queue.queue = [entry for entry in queue.queue if entry.req.rid != rid]
+        queue.pending_reqs = [entry for entry in queue.pending_reqs if entry.req.rid != rid]
+    else:
+        queue = scheduler.disagg_prefill_bootstrap_queue
+        queue.queue = [req for req in queue.queue if req.rid != rid]
+
+
+def around_abort_request(original: Callable[..., None], scheduler: Any, request: Any) -> None:
+    """SGLang aborts every request whose id begins with the given one."""
+    others = {
+        id(req): req
+        for req in _held(scheduler)
+        if req.rid.startswith(request.rid) and req.rid != request.rid
+    }
+    if request.abort_all or not others:
+        return original(scheduler, request)
+    for req in others.values():
+        req.rid = "\0" + req.rid  # for this moment it begins otherwise
+    try:
+        return original(scheduler, request)
+    finally:
+        for req in others.values():
+            req.rid = req.rid[1:]
