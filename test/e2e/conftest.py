@@ -20,6 +20,7 @@ def servers(tiny_model):
         server_args=flags(
             kv_offload="scout", kv_offload_budget=128, kv_offload_config=json.dumps(CONFIG)
         ),
+        decode_args=flags(max_total_tokens=32768),
         max_running_requests=16,
         max_total_tokens=49152,
     ) as running:

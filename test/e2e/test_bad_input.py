@@ -2,8 +2,10 @@
 processes serve the next request."""
 
 import asyncio
+import contextlib
 import http.client
 import json
+import socket
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
@@ -12,6 +14,7 @@ import pytest
 
 from harness import assert_same_tokens, random_prompts, scheduler_pid, wait_until
 from servers.pd_cluster import HOST
+from servers.sglang_http import sse_events
 
 JSON = "application/json"
 ANSWER_S = 20
@@ -71,6 +74,12 @@ REFUSED = {
     "n: a billion": sampling(n=10**9),
     "session_params: of no session": body(input_ids=IDS, session_params={"id": "none"}),
     "top_logprobs_num: 129": body(input_ids=IDS, return_logprob=True, top_logprobs_num=129),
+    "logprob_start_len: -5": body(input_ids=IDS, return_logprob=True, logprob_start_len=-5),
+    "logprob_start_len: a list": body(input_ids=IDS, logprob_start_len=[0]),
+    "bootstrap_room: a list": body(input_ids=IDS, bootstrap_room=[5]),
+    "bootstrap_host: a list": body(input_ids=IDS, bootstrap_host=[HOST]),
+    "bootstrap_host: null": body(input_ids=IDS, bootstrap_host=None),
+    "rid: half a surrogate pair": body(input_ids=IDS, rid="\ud800"),
     "sampling_params: an unknown one": sampling(foo=1),
     "sampling_params: a string": {"input_ids": IDS, "sampling_params": "x"},
     "JSON: broken": b'{"input_ids": [5',
@@ -139,7 +148,7 @@ def post_to_pair(servers, data):
             "bootstrap_port": servers.bootstrap_port,
             "bootstrap_room": uuid.uuid4().int >> 65,
         }
-        meeting = json.dumps(data | {k: [v] * 2 if many else v for k, v in of_one.items()})
+        meeting = json.dumps({k: [v] * 2 if many else v for k, v in of_one.items()} | data)
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(one, ("prefill", "decode")))
 
@@ -165,6 +174,59 @@ def test_a_grammar_that_does_not_compile_is_refused(servers, served_after, case)
 @pytest.mark.parametrize("case", ANSWERED)
 def test_what_is_odd_is_answered(servers, served_after, case):
     assert post_to_pair(servers, ANSWERED[case]) == [200, 200]
+
+
+def test_what_only_one_server_refuses_ends_both_halves(servers, served_after):
+    """The decode server's pool is smaller; the prefill server waits for a half that fails, without a limit here."""
+    too_long = body(input_ids=[5] * (CONTEXT - 100))
+    assert post_to_pair(servers, too_long) == [400, 400]
+    status, message = post(servers.url, json.dumps(too_long))
+    assert (status, b"--num-reserved-decode-tokens" in message) == (400, True)
+
+
+def test_a_room_in_use_is_refused(servers, served_after):
+    twice = sampling(max_new_tokens=200, ignore_eos=True) | {"bootstrap_room": 5}
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: post_to_pair(servers, twice), range(2)))
+    assert [sorted(of_one_server) for of_one_server in zip(*answers, strict=True)] == [
+        [200, 400]
+    ] * 2
+
+
+def stream(servers, rid, max_new_tokens):
+    data = sampling(max_new_tokens=max_new_tokens, ignore_eos=True) | {"rid": rid, "stream": True}
+    return contextlib.closing(sse_events(servers.url + "/generate", data))
+
+
+def test_aborting_one_id_leaves_those_that_begin_with_it(servers, served_after):
+    with stream(servers, "job-12", 300) as longer:
+        next(longer)
+        with stream(servers, "job-1", 300) as events:
+            next(events)
+        *_, last = longer
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 300}
+
+
+def test_a_prefill_server_that_is_silent_delays_nobody(servers, served_after):
+    with socket.create_server((HOST, 0)) as silent, ThreadPoolExecutor(1) as pool:
+        place = {
+            "bootstrap_host": HOST,
+            "bootstrap_port": silent.getsockname()[1],
+            "bootstrap_room": 6,
+        }
+        with stream(servers, "other", 2000) as events:
+            next(events)
+            data = json.dumps(sampling() | place)
+            pool.submit(post, servers.server_url("decode"), data, timeout_s=1)
+            asked = [silent.accept()[0] for _ in range(2)]  # by the HTTP process and the scheduler
+            for _ in range(50):
+                next(events)
+            for connection in asked:  # neither has given up yet
+                connection.setblocking(False)
+                assert connection.recv(4096)
+                with pytest.raises(BlockingIOError):
+                    connection.recv(1)
+                connection.close()
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])

@@ -19,13 +19,16 @@ MANAGER = SimpleNamespace(
     model_config=SimpleNamespace(vocab_size=100),
     gracefully_exit=False,
     sampling_params_class=SamplingParams,
+    server_args=SimpleNamespace(disaggregation_mode="prefill"),
+    rid_to_state={},
 )
+PLACE = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 2**63 - 1}
 
 
-def request(logprobs=0, session=None, **sampling):
-    return GenerateReqInput(
-        input_ids=[5], sampling_params=sampling, top_logprobs_num=logprobs, session_params=session
-    )
+def request(fields=None, **sampling):
+    made = GenerateReqInput(input_ids=[5], sampling_params=sampling, **(fields or {}))
+    made.normalize_batch_and_arguments()
+    return made
 
 
 ENDING = SimpleNamespace(gracefully_exit=True)
@@ -49,7 +52,7 @@ def test_what_is_inside_goes_on(ids):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("max_new_tokens", 2.5), ("max_new_tokens", "4"), ("top_k", [1]), ("stop", 5), ("n", {})],
+    [("max_new_tokens", 2.5), ("max_new_tokens", "4"), ("top_k", [1]), ("stop", 5), ("min_p", {})],
 )
 def test_a_sampling_parameter_of_a_wrong_type_is_named(name, value):
     with pytest.raises(ValueError, match=rf"sampling_params: Expected .* at `\$\.{name}`"):
@@ -58,19 +61,51 @@ def test_a_sampling_parameter_of_a_wrong_type_is_named(name, value):
 
 @pytest.mark.parametrize(("name", "bits"), [("top_k", 32), ("sampling_seed", 64)])
 def test_a_number_of_too_many_bits_is_refused(name, bits):
-    with pytest.raises(ValueError, match=f"{name} must be an integer of {bits} bits"):
+    with pytest.raises(ValueError, match=f"{name} is .* from -{2 ** (bits - 1)} to"):
         before_validate_one_request(MANAGER, request(**{name: 2 ** (bits - 1)}), [5])
 
 
 def test_more_logprobs_than_there_is_room_for_are_refused():
-    before_validate_one_request(MANAGER, request(128), [5])
-    with pytest.raises(ValueError, match="top_logprobs_num is 129; at most 128"):
-        before_validate_one_request(MANAGER, request(129), [5])
+    before_validate_one_request(MANAGER, request({"top_logprobs_num": 128}), [5])
+    with pytest.raises(ValueError, match="top_logprobs_num is 129; .* from 0 to 128"):
+        before_validate_one_request(MANAGER, request({"top_logprobs_num": 129}), [5])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logprob_start_len", -5),
+        ("logprob_start_len", [0]),
+        ("return_logprob", 3),
+        ("token_ids_logprob", [100]),
+        ("priority", 2**31),
+        ("rid", ["a", "b"]),
+        ("rid", "\ud800"),
+        ("extra_key", "\ud800"),
+        ("bootstrap_host", "a/b?c"),
+        ("bootstrap_host", ["127.0.0.1"]),
+        ("bootstrap_port", 0),
+        ("bootstrap_port", "8998"),
+        ("bootstrap_room", -1),
+        ("bootstrap_room", 2**63),
+        ("bootstrap_room", 5.0),
+        ("bootstrap_room", None),
+        ("bootstrap_host", None),
+    ],
+)
+def test_a_field_of_a_wrong_type_or_range_is_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        before_validate_one_request(MANAGER, request(PLACE | {field: value}), [5])
+
+
+def test_a_request_without_a_place_or_with_the_flag_s_port_goes_on():
+    for place in ({}, PLACE, PLACE | {"bootstrap_port": None}, PLACE | {"bootstrap_host": "::1"}):
+        assert before_validate_one_request(MANAGER, request(place), [5]) is None
 
 
 def test_sessions_are_refused():
     with pytest.raises(ValueError, match="session_params: .*has no sessions"):
-        before_validate_one_request(MANAGER, request(session={"id": "a"}), [5])
+        before_validate_one_request(MANAGER, request({"session_params": {"id": "a"}}), [5])
 
 
 def test_several_answers_to_a_request_are_refused():

@@ -63,9 +63,13 @@ def _check(values: dict[str, Any], kind: type[msgspec.Struct], what: str) -> Non
     given = {name: value for name, value in values.items() if value is not None}
     try:
         msgspec.convert(given, _types_of(kind))
-        msgspec.msgpack.encode(given)
-    except (msgspec.ValidationError, OverflowError, UnicodeEncodeError) as error:
+    except msgspec.ValidationError as error:
         raise ValueError(f"{what}: {error}") from None
+    for name, value in given.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise ValueError(f"{what}: {name} cannot be sent: {error}") from None
     for name, (least, most) in RANGES.items():
         if name in given and not least <= given[name] <= most:
             raise ValueError(f"{name} is {given[name]}; it must be from {least} to {most}")

@@ -1,0 +1,146 @@
+"""Two HTTP processes that tell each other of failed requests, over a real socket; on real servers:
+test/e2e/test_bad_input.py."""
+
+import os
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
+from aiohttp import web  # noqa: E402
+from fastapi import HTTPException  # noqa: E402
+from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
+
+from sglang_scout.plugin.halves import ROUTE, Halves  # noqa: E402
+
+
+class Server:
+    """Of a pair; stands for SGLang's TokenizerManager."""
+
+    def __init__(self, mode):
+        self.halves, self.ended = Halves(), {}
+        self.server_args = SimpleNamespace(disaggregation_mode=mode)
+        self.event_loop = asyncio.get_running_loop()
+        self.rid_to_state = {}
+
+    def take(self, room, rid, port):
+        request = GenerateReqInput(
+            input_ids=[5], rid=rid, bootstrap_host="127.0.0.1", bootstrap_port=port, bootstrap_room=room
+        )  # fmt: skip
+        request.normalize_batch_and_arguments()
+        self.rid_to_state[rid] = SimpleNamespace(obj=request)
+        try:
+            self.halves.meet(self, request)
+        except (ValueError, HTTPException):
+            del self.rid_to_state[rid]
+            raise
+        request.kv_offload_sent = True
+        return request
+
+    def fail(self, request, status=400, message="too long"):
+        del self.rid_to_state[request.rid]
+        self.halves.tell(request, status, message)
+
+    def _dispatch_to_scheduler(self, abort):
+        assert abort.rid in self.rid_to_state
+
+    def _handle_abort_req(self, abort):
+        request = self.rid_to_state.pop(abort.rid).obj
+        self.ended[abort.rid] = (
+            abort.finished_reason["status_code"],
+            abort.finished_reason["message"],
+        )
+        self.halves.tell(request, *self.ended[abort.rid])  # as its answer would be; nobody hears it
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def with_a_pair(test):
+    async def run():
+        prefill, decode = Server("prefill"), Server("decode")
+        app = web.Application()
+        app.router.add_get(ROUTE, prefill.halves.accept)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            await test(prefill, decode, runner.addresses[0][1])
+        finally:
+            for link in decode.halves._links.values():
+                link.cancel()
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [400, 503])
+@pytest.mark.parametrize("here", ["prefill", "decode"])
+def test_the_other_half_ends_with_the_same_answer(here, status):
+    async def test(prefill, decode, port):
+        one, other = (prefill, decode) if here == "prefill" else (decode, prefill)
+        request, _ = one.take(1, "a", port), other.take(1, "b", port)
+        other.take(2, "c", port)
+        one.fail(request, status)
+        await until(lambda: other.ended)
+        assert other.ended == {"b": (status, "too long")}
+        assert list(other.rid_to_state) == ["c"]
+
+    with_a_pair(test)
+
+
+def test_a_half_that_comes_later_is_refused_and_the_next_of_the_room_is_not():
+    async def test(prefill, decode, port):
+        prefill.fail(prefill.take(1, "a", port))  # before anybody is connected
+        decode.take(9, "x", port)  # connects
+        await until(lambda: decode.halves._heard)
+        with pytest.raises(ValueError, match="too long"):
+            decode.take(1, "b", port)
+        assert decode.take(1, "c", port) and prefill.take(1, "d", port)
+
+    with_a_pair(test)
+
+
+def test_two_halves_that_fail_by_themselves_leave_nothing():
+    async def test(prefill, decode, port):
+        decode.take(9, "x", port)
+        await until(lambda: decode.halves._sockets)
+        for server in (prefill, decode):
+            server.fail(server.take(1, "a", port))
+        await until(lambda: not prefill.halves._told and not decode.halves._told)
+        assert not prefill.halves._heard and not decode.halves._heard
+
+    with_a_pair(test)
+
+
+def test_a_room_in_use_is_refused_and_only_the_second_half_ends():
+    async def test(prefill, decode, port):
+        decode.take(1, "a", port)
+        first = prefill.take(1, "a", port)
+        del prefill.rid_to_state[first.rid]  # it has its token
+        prefill.take(1, "b", port)
+        with pytest.raises(ValueError, match="room 1 is in use") as refusal:
+            decode.take(1, "b", port)
+        second = GenerateReqInput(input_ids=[5], bootstrap_room=1)
+        second.kv_offload_nth = 2
+        decode.halves.tell(second, 400, str(refusal.value))
+        await until(lambda: prefill.ended)
+        assert list(prefill.ended) == ["b"] and list(decode.rid_to_state) == ["a"]
+
+    with_a_pair(test)
+
+
+def test_a_server_that_does_not_answer_is_no_error():
+    async def test(prefill, decode, port):
+        decode.take(1, "a", 9)
+        await asyncio.sleep(0.1)
+        decode.fail(decode.take(2, "b", 9))
+
+    with_a_pair(test)
