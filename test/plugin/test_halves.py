@@ -15,6 +15,7 @@ from aiohttp import web  # noqa: E402
 from fastapi import HTTPException  # noqa: E402
 from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 
+from sglang_scout.plugin import halves  # noqa: E402
 from sglang_scout.plugin.halves import ROUTE, Halves  # noqa: E402
 
 
@@ -133,6 +134,31 @@ def test_a_room_in_use_is_refused_and_only_the_second_half_ends():
         decode.halves.tell(second, 400, str(refusal.value))
         await until(lambda: prefill.ended)
         assert list(prefill.ended) == ["b"] and list(decode.rid_to_state) == ["a"]
+
+    with_a_pair(test)
+
+
+def test_a_decode_server_that_ends_ends_what_it_had():
+    async def test(prefill, decode, port):
+        decode.take(1, "a", port)
+        prefill.take(1, "a", port), prefill.take(2, "of another server", port)
+        await until(lambda: any(link.there for link in prefill.halves._sockets.values()))
+        for link in decode.halves._links.values():
+            link.cancel()
+        await until(lambda: prefill.ended)
+        assert prefill.ended == {"a": (503, "The decode server is gone.")}
+
+    with_a_pair(test)
+
+
+def test_a_half_whose_other_half_never_comes_ends(monkeypatch):
+    monkeypatch.setattr(halves, "OTHER_HALF_S", 0.5)
+
+    async def test(prefill, decode, port):
+        decode.take(1, "a", port)
+        prefill.take(1, "a", port), prefill.take(2, "b", port)
+        await until(lambda: prefill.ended)
+        assert list(prefill.ended) == ["b"] and prefill.ended["b"][0] == 503
 
     with_a_pair(test)
 

@@ -35,6 +35,7 @@ from sglang_scout.policy.base import policies
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_RUNNING_REQUESTS = 64
+LAST_RESORT_S = 3600
 
 
 def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
@@ -86,6 +87,10 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
         check_resolved_graphs(adapter.resolved(self))
     check_model(self, config, profile, trained_weights(config))
     apply(HOOKS["http"])
+    # After halves.py has read the first: the HTTP processes know better whether the other half of a request waits in
+    # a queue or is lost. A queue of long prompts takes longer than SGLang's 300 s.
+    os.environ["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = str(LAST_RESORT_S)
+    os.environ.setdefault("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", str(LAST_RESORT_S))
     announce(self.disaggregation_mode, PROCESS_CPUS)
 
 

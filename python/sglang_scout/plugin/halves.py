@@ -2,8 +2,9 @@
 
 SGLang's router sends a request to both servers of a pair. If only one of them refuses it, because its pool is smaller,
 say, the other half would wait for it until a timeout, with pages. So the HTTP processes talk: the prefill server's
-bootstrap server, which every request names, has a WebSocket for each decode server. Over it goes the room of every
-request that ended with an error, in both directions. A stock server has no such route; nothing is told to it.
+bootstrap server, which every request names, has a WebSocket for each decode server. In both directions goes the room of
+every request that ended with an error, and to the prefill server that of every request that its decode server has: so
+it waits as long as that server is there, however long its queue, and no longer. A stock server has no such route.
 """
 
 from __future__ import annotations
@@ -12,31 +13,34 @@ import asyncio
 import logging
 from collections import OrderedDict
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 from aiohttp import web
 from fastapi import HTTPException
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
 
-ROUTE = "/kv_offload/failed"
+ROUTE = "/kv_offload/halves"
+OTHER_HALF_S = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+"""How long a prefill server waits for a decode server that has not told that it has the other half."""
 _CONNECT_S = 5.0
 _RETRY_S = 1.0
-_HEARTBEAT_S = 10.0
 
 
-class Failure(msgspec.Struct):
-    """``nth``: a room may be used again; of its requests, in the order in which they came."""
+class Half(msgspec.Struct):
+    """``nth``: a room may be used again; of its requests, in the order in which they came. ``status``: 0 while there is
+    no error."""
 
     room: int
     nth: int
-    status: int
-    message: str
+    status: int = 0
+    message: str = ""
 
 
 class _Recent(OrderedDict[Any, Any]):
@@ -44,6 +48,11 @@ class _Recent(OrderedDict[Any, Any]):
         self[key] = value
         if len(self) > most:
             self.popitem(last=False)
+
+
+class _Link(NamedTuple):
+    loop: asyncio.AbstractEventLoop
+    there: _Recent  # (room, nth) of the decode server's requests
 
 
 class Halves:
@@ -54,7 +63,7 @@ class Halves:
         self._manager: Any = None
         self._counts = _Recent()  # of requests by room
         self._told, self._heard = _Recent(), _Recent()  # whose other half has not been seen to end
-        self._sockets: dict[Any, asyncio.AbstractEventLoop] = {}
+        self._sockets: dict[Any, _Link] = {}
         self._links: dict[str, asyncio.Task[None]] = {}  # by the bootstrap server's address
 
     def meet(self, manager: Any, request: Any) -> None:
@@ -78,6 +87,9 @@ class Halves:
             address = NetworkAddress(request.bootstrap_host, port).to_host_port_str()
             if address not in self._links:
                 self._links[address] = asyncio.create_task(self._connect(address))
+            self._send(Half(room, request.kv_offload_nth))
+        else:
+            manager.event_loop.call_later(OTHER_HALF_S, self._miss, room, request.kv_offload_nth)
         if any(other is not request for other in self._of(room)):
             raise ValueError(f"bootstrap_room {room} is in use by another request")
 
@@ -97,9 +109,7 @@ class Halves:
         try:
             async with aiohttp.ClientSession() as session:  # which ignores http_proxy
                 async with asyncio.timeout(_CONNECT_S):
-                    socket = await session.ws_connect(
-                        f"http://{address}{ROUTE}", heartbeat=_HEARTBEAT_S
-                    )
+                    socket = await session.ws_connect(f"http://{address}{ROUTE}")
                 await self._listen(socket)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("--kv-offload: %s tells nothing of failed requests: %r", address, error)
@@ -108,46 +118,84 @@ class Halves:
 
     async def accept(self, request: web.Request) -> web.WebSocketResponse:
         """Runs in the bootstrap server's thread."""
-        socket = web.WebSocketResponse(heartbeat=_HEARTBEAT_S)
+        socket = web.WebSocketResponse()
         await socket.prepare(request)
         await self._listen(socket)
         return socket
 
     async def _listen(self, socket: Any) -> None:
-        self._sockets[socket] = asyncio.get_running_loop()
+        link = self._sockets[socket] = _Link(asyncio.get_running_loop(), _Recent())
         try:
-            for failure in list(self._told.values()):
-                await socket.send_bytes(msgspec.json.encode(failure))
+            for half in [*self._told.values(), *self._here()]:
+                await socket.send_bytes(msgspec.json.encode(half))
             async for message in socket:
-                failure = msgspec.json.decode(message.data, type=Failure)
-                if self._manager is None:  # no request yet
-                    self._heard.put((failure.room, failure.nth), failure)
+                half = msgspec.json.decode(message.data, type=Half)
+                if not half.status:
+                    link.there.put((half.room, half.nth), True, most=2**16)
+                elif self._manager is None:  # no request yet
+                    self._heard.put((half.room, half.nth), half)
                 else:
-                    self._manager.event_loop.call_soon_threadsafe(self._hear, failure)
+                    self._manager.event_loop.call_soon_threadsafe(self._hear, half)
         except (msgspec.MsgspecError, OSError) as error:
             logger.warning("--kv-offload: what the other half's server tells: %r", error)
         finally:
             del self._sockets[socket]
+            if link.there:
+                self._manager.event_loop.call_soon_threadsafe(self._lose, link)
             await socket.close()
 
-    def _hear(self, failure: Failure) -> None:
+    def _here(self) -> list[Half]:
+        if self._manager is None or self._manager.server_args.disaggregation_mode != "decode":
+            return []
+        requests = (state.obj for state in self._manager.rid_to_state.values())
+        return [
+            Half(one.bootstrap_room, one.kv_offload_nth)
+            for one in requests
+            if hasattr(one, "kv_offload_nth")
+        ]
+
+    def _send(self, half: Half) -> None:
+        for socket, link in list(self._sockets.items()):
+            asyncio.run_coroutine_threadsafe(
+                socket.send_bytes(msgspec.json.encode(half)), link.loop
+            )
+
+    def _hear(self, half: Half) -> None:
         """The other half has ended: end this one, or remember it until this one comes."""
-        key = failure.room, failure.nth
+        key = half.room, half.nth
         if self._told.pop(key, None):
             return  # this one has ended too
-        for request in self._of(failure.room):
-            if self._nth(request) != failure.nth or not hasattr(request, "kv_offload_sent"):
-                continue
-            request.kv_offload_ended = True
-            reason = {
-                "type": "abort",
-                "status_code": failure.status,
-                "message": failure.message,
-            }
-            self._manager._dispatch_to_scheduler(AbortReq(rid=request.rid))
-            self._manager._handle_abort_req(AbortReq(rid=request.rid, finished_reason=reason))
+        for request in self._of(half.room):
+            if self._nth(request) == half.nth and hasattr(request, "kv_offload_sent"):
+                request.kv_offload_ended = True
+                self._end(request, half.status, half.message)
+                return
+        self._heard.put(key, half)
+
+    def _lose(self, link: _Link) -> None:
+        """A decode server has ended, or its connection."""
+        for state in list(self._manager.rid_to_state.values()):
+            key = (
+                getattr(state.obj, "bootstrap_room", None),
+                getattr(state.obj, "kv_offload_nth", 0),
+            )
+            if key in link.there:
+                self._end(state.obj, HTTPStatus.SERVICE_UNAVAILABLE, "The decode server is gone.")
+
+    def _miss(self, room: int, nth: int) -> None:
+        if any((room, nth) in link.there for link in self._sockets.values()):
             return
-        self._heard.put(key, failure)
+        for request in self._of(room):
+            if request.kv_offload_nth == nth:
+                message = (
+                    f"No decode server has told within {OTHER_HALF_S} s that it has the other half."
+                )
+                self._end(request, HTTPStatus.SERVICE_UNAVAILABLE, message)
+
+    def _end(self, request: Any, status: int, message: str) -> None:
+        reason = {"type": "abort", "status_code": status, "message": message}
+        self._manager._dispatch_to_scheduler(AbortReq(rid=request.rid))
+        self._manager._handle_abort_req(AbortReq(rid=request.rid, finished_reason=reason))
 
     def tell(self, request: Any, status: int, message: str) -> None:
         """``request``, of one prompt or several, was answered with an error."""
@@ -163,10 +211,9 @@ class Halves:
             return
         if status not in (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE):
             status = HTTPStatus.BAD_REQUEST
-        failure = Failure(*key, status, message[:2000])
-        self._told.put(key, failure)
-        for socket, loop in list(self._sockets.items()):
-            asyncio.run_coroutine_threadsafe(socket.send_bytes(msgspec.json.encode(failure)), loop)
+        half = Half(*key, status, message[:2000])
+        self._told.put(key, half)
+        self._send(half)
 
     def tell_of(self, request: Any, answer: Any) -> None:
         """An ``answer`` of a stream, or of several prompts: its errors are not raised."""
