@@ -21,6 +21,7 @@ MANAGER = SimpleNamespace(
     sampling_params_class=SamplingParams,
     server_args=SimpleNamespace(disaggregation_mode="prefill"),
     rid_to_state={},
+    event_loop=SimpleNamespace(call_later=lambda *args: None),
 )
 PLACE = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 2**63 - 1}
 

@@ -79,7 +79,7 @@ class Halves:
         known = self._heard.pop((room, self._nth(request)), None)
         if known:
             request.kv_offload_ended = True
-            if known.status == HTTPStatus.BAD_REQUEST:
+            if known.status == HTTPStatus.BAD_REQUEST or request.stream:  # whose status has been sent
                 raise ValueError(known.message)
             raise HTTPException(known.status, known.message)
         if flags.disaggregation_mode == "decode":
@@ -214,15 +214,6 @@ class Halves:
         half = Half(*key, status, message[:2000])
         self._told.put(key, half)
         self._send(half)
-
-    def tell_of(self, request: Any, answer: Any) -> None:
-        """An ``answer`` of a stream, or of several prompts: its errors are not raised."""
-        for one in answer if isinstance(answer, list) else [answer]:
-            about = one.get("meta_info", {})
-            reason = about.get("finish_reason") or {}
-            if reason.get("type") == "abort" and reason.get("status_code"):
-                of = request if request.is_single else request[request.rid.index(about["id"])]
-                self.tell(of, reason["status_code"], reason["message"])
 
 
 halves = Halves()

@@ -10,7 +10,7 @@ import functools
 import ipaddress
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
@@ -45,6 +45,11 @@ _MADE_HERE = {
     "sampling_params",
     "session_params",
 }
+_STATUSES = {
+    "in KVPoll": HTTPStatus.SERVICE_UNAVAILABLE,  # timed out
+    "Grammar accept_token failed": HTTPStatus.BAD_REQUEST,  # it matches nothing
+}
+"""For what SGLang answers with status 500."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
@@ -105,6 +110,8 @@ def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | N
     if not isinstance(obj, GenerateReqInput):
         return  # SGLang refuses it itself
     refuse_new(manager, obj)
+    if not isinstance(obj.sampling_params, dict):
+        raise ValueError("sampling_params must be one object for one prompt")
     _check(obj.sampling_params, manager.sampling_params_class, "sampling_params")
     sent = _types_of(TokenizedGenerateReqInput).__struct_fields__
     values = {name: getattr(obj, name, None) for name in sent} | {"input_text": obj.text}
@@ -138,25 +145,43 @@ async def around_generate_request(
     try:
         async with aclosing(original(manager, obj, request)) as answers:
             async for answer in answers:
-                halves.tell_of(obj, answer)
+                for rid, reason in _errors(answer):
+                    halves.tell(obj if obj.is_single else obj[obj.rid.index(rid)], *reason)
                 yield answer
     except (ValueError, HTTPException) as error:
-        if "in KVPoll" in str(error):  # timed out, in a queue that is too long
-            error = HTTPException(
-                HTTPStatus.SERVICE_UNAVAILABLE, getattr(error, "detail", str(error))
-            )
+        message = getattr(error, "detail", str(error))
+        given = getattr(error, "status_code", HTTPStatus.BAD_REQUEST)
+        status = _status(given, message)
         if request is None or not await request.is_disconnected():
-            halves.tell(
-                obj, getattr(error, "status_code", 400), getattr(error, "detail", str(error))
-            )
-        raise error
+            halves.tell(obj, status, message)
+        if status == given:
+            raise
+        raise HTTPException(status, message) from error
     except Exception as error:
         if _is_sent(obj):
             raise
-        logger.info("a request is refused", exc_info=True)
-        reason = f"{type(error).__name__}: {error}"
-        halves.tell(obj, 400, reason)
-        raise ValueError(reason) from error
+        logger.info("--kv-offload: a request is refused", exc_info=True)
+        message = f"a field has a wrong type or length ({type(error).__name__}: {error})"
+        halves.tell(obj, HTTPStatus.BAD_REQUEST, message)
+        raise ValueError(message) from error
+
+
+def _errors(answer: Any) -> Iterator[tuple[str, tuple[int, str]]]:
+    """Request id, status and message of the errors in an answer to a stream or to several prompts."""
+    for one in answer if isinstance(answer, list) else [answer]:
+        about = one.get("meta_info", {})
+        reason = about.get("finish_reason") or {}
+        if reason.get("type") == "abort" and reason.get("status_code"):
+            reason["status_code"] = _status(reason["status_code"], reason["message"])
+            yield about["id"], (reason["status_code"], reason["message"])
+
+
+def _status(status: int, message: str) -> int:
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        for part, better in _STATUSES.items():
+            if part in message:
+                return better
+    return status
 
 
 def _is_sent(obj: Any) -> bool:
