@@ -76,10 +76,13 @@ class Halves:
         self._manager, flags, room = manager, manager.server_args, request.bootstrap_room
         if room is None or request.bootstrap_host == FAKE_BOOTSTRAP_HOST:
             return
-        known = self._heard.pop((room, self._nth(request)), None)
-        if known:
+        known = self._heard.get(room)
+        if known and known.nth <= self._nth(request):
+            del self._heard[room]
             request.kv_offload_ended = True
-            if known.status == HTTPStatus.BAD_REQUEST or request.stream:  # whose status has been sent
+            if (
+                known.status == HTTPStatus.BAD_REQUEST or request.stream
+            ):  # whose status has been sent
                 raise ValueError(known.message)
             raise HTTPException(known.status, known.message)
         if flags.disaggregation_mode == "decode":
@@ -87,9 +90,9 @@ class Halves:
             address = NetworkAddress(request.bootstrap_host, port).to_host_port_str()
             if address not in self._links:
                 self._links[address] = asyncio.create_task(self._connect(address))
-            self._send(Half(room, request.kv_offload_nth))
+            self._send(Half(room, self._nth(request)))
         else:
-            manager.event_loop.call_later(OTHER_HALF_S, self._miss, room, request.kv_offload_nth)
+            manager.event_loop.call_later(OTHER_HALF_S, self._miss, room, self._nth(request))
         if any(other is not request for other in self._of(room)):
             raise ValueError(f"bootstrap_room {room} is in use by another request")
 
@@ -133,7 +136,7 @@ class Halves:
                 if not half.status:
                     link.there.put((half.room, half.nth), True, most=2**16)
                 elif self._manager is None:  # no request yet
-                    self._heard.put((half.room, half.nth), half)
+                    self._heard.put(half.room, half)
                 else:
                     self._manager.event_loop.call_soon_threadsafe(self._hear, half)
         except (msgspec.MsgspecError, OSError) as error:
@@ -162,15 +165,16 @@ class Halves:
 
     def _hear(self, half: Half) -> None:
         """The other half has ended: end this one, or remember it until this one comes."""
-        key = half.room, half.nth
-        if self._told.pop(key, None):
+        told = self._told.get(half.room)
+        if told and told.nth == half.nth:
+            del self._told[half.room]
             return  # this one has ended too
         for request in self._of(half.room):
-            if self._nth(request) == half.nth and hasattr(request, "kv_offload_sent"):
+            if self._nth(request) >= half.nth and hasattr(request, "kv_offload_sent"):
                 request.kv_offload_ended = True
                 self._end(request, half.status, half.message)
                 return
-        self._heard.put(key, half)
+        self._heard.put(half.room, half)
 
     def _lose(self, link: _Link) -> None:
         """A decode server has ended, or its connection."""
@@ -206,13 +210,14 @@ class Halves:
             return
         if not isinstance(room, int) or hasattr(request, "kv_offload_ended"):
             return
-        key = room, self._nth(request)
-        if self._heard.pop(key, None):
+        heard = self._heard.get(room)
+        if heard and heard.nth == self._nth(request):
+            del self._heard[room]
             return
         if status not in (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE):
             status = HTTPStatus.BAD_REQUEST
-        half = Half(*key, status, message[:2000])
-        self._told.put(key, half)
+        half = Half(room, self._nth(request), status, message[:2000])
+        self._told.put(room, half)
         self._send(half)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 from fastapi import HTTPException
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 
 from sglang_scout.plugin.halves import halves
@@ -29,7 +30,6 @@ MAX_TOP_LOGPROBS = 128
 
 RANGES = {
     "bootstrap_port": (1, 2**16 - 1),
-    "bootstrap_room": (0, 2**63 - 1),
     "disagg_prefill_dp_rank": (0, 0),
     "logprob_start_len": (-1, 2**31 - 1),
     "priority": (-(2**31), 2**31 - 1),
@@ -41,7 +41,6 @@ RANGES = {
 _MADE_HERE = {
     "input_ids",
     "mm_inputs",
-    "positional_embed_overrides",
     "sampling_params",
     "session_params",
 }
@@ -83,6 +82,10 @@ def _check(values: dict[str, Any], kind: type[msgspec.Struct], what: str) -> Non
 def _check_place(request: GenerateReqInput) -> None:
     """Where the two halves of a request meet. SGLang's router gives all three; without a port it is the flag's."""
     host, room = request.bootstrap_host, request.bootstrap_room
+    if host == FAKE_BOOTSTRAP_HOST:
+        return  # SGLang's health check
+    if room is not None and not 1 <= room < 2**63:  # 0 is SGLang's for none
+        raise ValueError(f"bootstrap_room is {room}; it must be from 1 to {2**63 - 1}")
     if (host is None) != (room is None) or (room is None and request.bootstrap_port is not None):
         raise ValueError(
             "bootstrap_host, bootstrap_port and bootstrap_room belong together; SGLang's router sets them"

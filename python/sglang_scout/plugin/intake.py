@@ -45,29 +45,34 @@ def _most_tokens(scheduler: Any) -> tuple[int, str]:
     return (size - page - 3) // page * page, "less a page"
 
 
-def _refusal(scheduler: Any, request: Any) -> str | None:
+def _check_size(scheduler: Any, request: Any) -> None:
     most, why = _most_tokens(scheduler)
-    if (tokens := len(request.input_ids)) <= most:
-        return None
-    size = scheduler.max_total_num_tokens
-    return f"The prompt has {tokens} tokens; this server takes {most}: its pool has {size}, {why}."
+    if (tokens := len(request.input_ids or ())) > most:
+        size = scheduler.max_total_num_tokens
+        raise _Refusal(
+            f"The prompt has {tokens} tokens; this server takes {most}: its pool has {size}, {why}."
+        )
+
+
+class _Refusal(Exception):
+    pass
 
 
 def around_handle_generate_request(
     original: Callable[..., None], scheduler: Any, request: Any, **more: Any
 ) -> None:
-    refusal = _refusal(scheduler, request)
-    if refusal is None:
-        try:
-            return original(scheduler, request, **more)
-        except Exception as error:
+    try:
+        _check_size(scheduler, request)
+        original(scheduler, request, **more)
+    except Exception as error:
+        message = str(error)
+        if not isinstance(error, _Refusal):
+            message = f"{type(error).__name__}: {error}"
             logger.exception("--kv-offload: request %s is refused", request.rid)
-            refusal = f"{type(error).__name__}: {error}"
             _forget(scheduler, request.rid)
-    reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": refusal}
-    answer = AbortReq(rid=request.rid, finished_reason=reason)
-    scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
-    return None
+        reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
+        answer = AbortReq(rid=request.rid, finished_reason=reason)
+        scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
 
 
 def _forget(scheduler: Any, rid: str) -> None:
