@@ -90,6 +90,16 @@ CASES = {
     "replicas": ({"dp_size": 2}, ["--dp-size 2", "a server for each replica"]),
     "experts by rank": ({"ep_size": 2}, ["--ep-size 2", "--tp-size shares out experts"]),
     "experts by backend": ({"moe_a2a_backend": "deepep"}, ["--moe-a2a-backend deepep", "whole"]),
+    "unchecked requests": (
+        {"tokenizer_worker_num": 2}, ["--tokenizer-worker-num 2", "without the checks", "drop one"]
+    ),
+    "unchecked requests over gRPC": (
+        PREFILL | {"grpc_mode": True}, ["--grpc-mode True", "without the checks", "drop one"]
+    ),
+    "cut prompts": (
+        PREFILL | {"allow_auto_truncate": True},
+        ["--allow-auto-truncate True", "each server", "its own limit", "drop one"],
+    ),
     "mode": ({"disaggregation_mode": "null"}, ["--disaggregation-mode", "null", "decode"]),
     "page": ({"page_size": 16}, ["--page-size", "16", "32"]),
     "ranks": ({"tp_size": 2}, []),

@@ -41,6 +41,9 @@ _UNSUPPORTED: dict[str, Any] = {
     "enable_torch_compile": False,
     "kv_canary": "none",
     "model_impl": "sglang",
+    "tokenizer_worker_num": 1,
+    "allow_auto_truncate": False,
+    "grpc_mode": False,
     # In some releases only.
     "attn_dp_size": 1,
     "disaggregation_decode_allocation_policy": "early",
@@ -52,10 +55,12 @@ _UNSUPPORTED: dict[str, Any] = {
     "enable_nvidia_megakernel": False,
     "enable_pd_role_switch": False,
     "enable_prefill_cp": False,
+    "smg_grpc_mode": False,
 }
 _WHOLE_INPUTS = ": queries are predicted from layer inputs, which every rank must have whole"
 _ONE_PART = ": CPU attention reads a request's pages in this server's memory; use --tp-size"
 _ONE_REPLICA = ": start a server for each replica, behind one router"
+_UNCHECKED = ": such a server passes on requests without the checks that keep a bad one from ending a scheduler"
 _LORA = (
     ": queries are predicted from the model's own weights, and SGLang has no LoRA on a CPU to test others with; "
     "merge the adapter into the weights"
@@ -87,6 +92,10 @@ _WHY = {
     "enable_hisparse": ": it chooses what is attended to as well",
     "enable_two_batch_overlap": ": halves of a batch pass the layers in turns, and the hooks take a step for one",
     "model_impl": ": the hooks are on SGLang's own layers",
+    "tokenizer_worker_num": _UNCHECKED,
+    "grpc_mode": _UNCHECKED,
+    "smg_grpc_mode": _UNCHECKED,
+    "allow_auto_truncate": ": each server of a pair would cut a long prompt at its own limit, and attend to another",
     "disaggregation_enable_kv_checksum": ": its checks are CUDA kernels over all that is sent, of digests and hints "
     "too, which only some pages have; page_checksums in --kv-offload-config finds KV that changes in host memory",
     "kv_canary": ": its checks are CUDA kernels, over pools on the device that SGLang knows by name, and its tags are "
