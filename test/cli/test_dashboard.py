@@ -5,11 +5,11 @@ import copy
 import http.server
 import json
 import threading
-import urllib.request
 
 import pytest
 
 from servers.dashboard_process import dashboard
+from servers.sglang_http import DIRECT
 from sglang_scout.cli import main
 from sglang_scout.cli.live_state import view
 
@@ -84,7 +84,7 @@ def decode_server(answer):
 
 def events(url, count):
     found = []
-    with urllib.request.urlopen(url + "/events", timeout=20) as stream:
+    with DIRECT.open(url + "/events", timeout=20) as stream:
         while len(found) < count:
             line = stream.readline().decode()
             if line.startswith("data: "):
@@ -100,7 +100,7 @@ def test_the_page_and_its_events():
         return {"internal_states": [{"kv_offload": state}]}
 
     with decode_server(answer) as decode_url, dashboard(decode_url) as url:
-        with urllib.request.urlopen(url) as page:
+        with DIRECT.open(url) as page:
             text = page.read().decode()
         assert "EventSource" in text and "://" not in text, "the page needs nothing from elsewhere"
         shown = [x for x in events(url, 4) if "error" not in x]

@@ -10,6 +10,11 @@ from servers.pd_cluster import flags
 # Recall in every step and room for everything: a request's residency then depends only on its own history, so its
 # tokens are deterministic, and a difference is a fault.
 CONFIG = {"recall": "fixed", "recall_interval": 1, "resident_tokens": 32768}
+# Servers reach each other without it.
+DEAD_PROXY = dict.fromkeys(
+    ("http_proxy", "https_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), "http://127.0.0.1:9"
+)
+DEAD_PROXY |= {"no_proxy": "", "NO_PROXY": ""}
 
 
 @pytest.fixture(scope="session")
@@ -23,5 +28,6 @@ def servers(tiny_model):
         decode_args=flags(max_total_tokens=32768),
         max_running_requests=16,
         max_total_tokens=49152,
+        env=DEAD_PROXY,
     ) as running:
         yield running

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 
 from servers.pd_cluster import HOST
 from servers.server_process import free_ports
+from servers.sglang_http import DIRECT
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def dashboard(decode_url: str) -> Iterator[str]:
     deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(OSError):
-            urllib.request.urlopen(url, timeout=5).close()
+            DIRECT.open(url, timeout=5).close()
             break
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)

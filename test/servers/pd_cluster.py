@@ -107,7 +107,8 @@ class PDCluster:
         # characters.
         self.scratch_dir = tempfile.mkdtemp(prefix="scout-")
         self._extra_environment = dict(env or {})
-        self.environment = self._environment(device)
+        # Of the router and of clients, which would ask a proxy for the servers.
+        self.environment = self._environment(device) | {"no_proxy": HOST}
 
         wanted = {"prefill": prefill_args, "decode": decode_args, **(more_decodes or {})}
         ports = free_ports(3 + 2 * len(wanted))

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from servers.processes import identities_of, processes_of
+from servers.sglang_http import DIRECT
 from sglang_scout.worker import die_with_parent
 
 _POLL_S = 0.25
@@ -183,7 +183,7 @@ def wait_healthy(
         for running in servers:
             running.check()
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with DIRECT.open(url, timeout=5):
                 return
         except (OSError, urllib.error.URLError) as error:
             answer = str(error)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""For servers on this machine, which a proxy of the environment may not reach."""
+
 
 class RequestFailed(RuntimeError):
     """A server refused or aborted a request; has the server's message."""
@@ -38,7 +41,7 @@ def http_json(url: str, payload: Any = None, *, timeout_s: float = 600.0) -> Any
     data = None if payload is None else json.dumps(payload).encode()
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        with DIRECT.open(request, timeout=timeout_s) as response:
             body = response.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
         detail = error.read().decode(errors="replace")[:2000]

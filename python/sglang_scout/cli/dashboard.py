@@ -27,6 +27,7 @@ DESCRIPTION = (
 PAGE = Path(__file__).with_name("dashboard.html")
 HOST = "127.0.0.1"
 INTERVAL_S = 1.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +80,7 @@ class Poller:
 
     def _poll(self) -> dict[str, Any]:
         try:
-            with urllib.request.urlopen(self._url, timeout=5.0) as answer:
+            with DIRECT.open(self._url, timeout=5.0) as answer:
                 state = json.load(answer)["internal_states"][0].get("kv_offload")
         except (OSError, ValueError, LookupError) as error:
             return {"error": f"{self._url}: {error}"}

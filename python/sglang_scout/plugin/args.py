@@ -29,6 +29,7 @@ from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import HOOKS
 from sglang_scout.plugin.launch import PROCESS_CPUS, ROLE_ENV, announce
 from sglang_scout.plugin.line import adapter
+from sglang_scout.plugin.proxies import reach_directly
 from sglang_scout.plugin.support import check_model
 from sglang_scout.policy.base import policies
 
@@ -82,6 +83,7 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
     # Longer than the router keeps an idle connection, observed to be 95 to 100 s: with SGLang's 5 s a server may close
     # one just as the router sends a request on it, and the other server waits for that request until it times out.
     os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "120")
+    reach_directly(self.host)
     original(self)
     if self.disaggregation_mode == "decode":
         check_resolved_graphs(adapter.resolved(self))

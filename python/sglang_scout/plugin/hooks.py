@@ -65,6 +65,12 @@ _INTAKE = (
     ),
 )
 
+_REACH_DIRECTLY = Hook(
+    "disaggregation.common.conn.CommonKVManager.__init__",
+    "proxies:before_kv_manager",
+    "before",
+    "do not ask the other server of the pair through a proxy",
+)
 _ON_IDLE = Hook(
     "managers.scheduler.Scheduler.on_idle",
     "idle:before_on_idle",
@@ -261,6 +267,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
         ),
         _BATCH_REGISTER,
         *_INTAKE,
+        _REACH_DIRECTLY,
         _ON_IDLE,
         _SHUTDOWN,
     ),
@@ -322,6 +329,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
         ),
         _BATCH_REGISTER,
         *_INTAKE,
+        _REACH_DIRECTLY,
         _ON_IDLE,
         _SHUTDOWN,
     ),
