@@ -65,6 +65,17 @@ def test_variables_without_which_a_server_ends(monkeypatch):
     assert doctor.check_environment().state == "ok", "a GPU's server does without"
 
 
+def test_a_folder_whose_path_is_too_long_for_sockets(monkeypatch, tmp_path):
+    for size, states in ((95, ("ok", "warning")), (96, ("failed",))):
+        folder = f"{tmp_path}/".ljust(size, "t")
+        os.mkdir(folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        check = doctor.check_environment()
+        assert check.state in states
+    assert check.found.startswith(f"TMPDIR={folder}: its 96 bytes") and "95" in check.fix
+
+
 def test_a_wrong_cpu_list_is_named(capsys):
     absent = max(os.sched_getaffinity(0)) + 1
     assert main(["doctor", "--cpus", f"0-{absent}"]) == 2

@@ -13,6 +13,7 @@ import platform
 import runpy
 import shutil
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,9 @@ CASES = {
         PREFILL | {"allow_auto_truncate": True},
         ["--allow-auto-truncate True", "each server", "its own limit", "drop one"],
     ),
+    "longest folder for sockets": ({"TMPDIR": 95}, []),
+    "too long a folder for sockets": ({"TMPDIR": 96}, ["TMPDIR=/", "96 bytes", "107", "at most 95"]),
+    "and on the prefill server": (PREFILL | {"TMPDIR": 96}, ["TMPDIR=/", "at most 95"]),
     "mode": ({"disaggregation_mode": "null"}, ["--disaggregation-mode", "null", "decode"]),
     "page": ({"page_size": 16}, ["--page-size", "16", "32"]),
     "ranks": ({"tp_size": 2}, []),
@@ -241,6 +245,15 @@ def seen(made):
             "config": made.kv_offload_config}  # fmt: skip
 
 
+def use_tmpdir(size, folder):
+    """A folder with a path of ``size`` bytes; 0: the usual one."""
+    tempfile.tempdir = None
+    os.environ.pop("TMPDIR", None)
+    if size:
+        os.environ["TMPDIR"] = path = f"{folder}/".ljust(size, "t")
+        os.makedirs(path, exist_ok=True)
+
+
 def serve_flags(cases, model, folder):
     """The result of each case, and of a command line, as files in ``folder``."""
     from sglang.srt.plugins import load_plugins
@@ -261,6 +274,7 @@ def serve_flags(cases, model, folder):
     for given in cases:
         given = common | {"kv_offload": "scout"} | given
         machine = given.pop("machine", platform.machine())
+        use_tmpdir(given.pop("TMPDIR", 0), folder)
         try:
             with patch("platform.machine", lambda m=machine: m):
                 made = resolved(ServerArgs(**given))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_scout.cli.machine import has_rdma
+from sglang_scout.core.files import SOCKET_PATH_BYTES
 
 NO_NCCL = "no-gpu"
 NO_DRIVER = Path(sys.prefix) / "lib" / "no-driver"
@@ -56,6 +58,13 @@ def cuda_environment() -> dict[str, str]:
 def server_environment(device: str) -> dict[str, str]:
     """The environment of a server with ``--device device``."""
     return cpu_environment() if device == "cpu" else cuda_environment()
+
+
+def make_scratch_dir() -> str:
+    """A new folder for the sockets that SGLang creates and leaves: in TMPDIR, unless their paths would be too long."""
+    parent = tempfile.gettempdir()
+    fits = len(os.fsencode(parent)) + len("/scout-abcdefgh/tmpabcdefgh") <= SOCKET_PATH_BYTES
+    return tempfile.mkdtemp(prefix="scout-", dir=parent if fits else "/tmp")
 
 
 def started_environment(

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from servers.environment import started_environment
+from servers.environment import make_scratch_dir, started_environment
 from servers.processes import CLUSTER_VARIABLE, processes_of
 from servers.server_process import ServerProcess, free_ports, settle_s_of, stop_all, wait_healthy
 from servers.sglang_http import Generation, generate, http_json
@@ -103,9 +103,7 @@ class PDCluster:
         self._settle_s = settle_s_of(device, prefill_device)
         self.startup_s = 0.0
         self.one_by_one = one_by_one
-        # SGLang creates its ipc sockets here and leaves them. Not below log_dir: a socket's path is limited to 107
-        # characters.
-        self.scratch_dir = tempfile.mkdtemp(prefix="scout-")
+        self.scratch_dir = make_scratch_dir()
         self._extra_environment = dict(env or {})
         # Of the router and of clients, which would ask a proxy for the servers.
         self.environment = self._environment(device) | {"no_proxy": HOST}

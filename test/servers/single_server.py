@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from servers.environment import started_environment
+from servers.environment import make_scratch_dir, started_environment
 from servers.pd_cluster import HOST, flags
 from servers.processes import CLUSTER_VARIABLE
 from servers.server_process import ServerProcess, free_ports, settle_s_of, stop_all, wait_healthy
@@ -44,8 +43,7 @@ class SingleServer:
         settle_s: float | None = None,
     ) -> None:
         self._id = uuid.uuid4().hex
-        # Sockets are in a folder that is removed; its name is short, as socket paths must be.
-        self._scratch = tempfile.mkdtemp(prefix="scout-")
+        self._scratch = make_scratch_dir()
         more = {**(environment or {}), CLUSTER_VARIABLE: self._id}
         variables = started_environment(device, model, self._scratch, more)
         port, nccl_port = free_ports(2)

@@ -1,13 +1,16 @@
 """The launcher's environment equals that of scripts/cpu_env.sh."""
 
 import os
+import shutil
+import socket
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from servers import environment
-from servers.environment import cpu_environment, cuda_environment
+from servers.environment import cpu_environment, cuda_environment, make_scratch_dir
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cpu_env.sh"
 NAMES = ("TOKENIZERS_PARALLELISM", "MOONCAKE_PROTOCOL", "SGLANG_USE_CPU_ENGINE", "OMP_WAIT_POLICY",
@@ -48,3 +51,15 @@ def test_cuda_environment(monkeypatch):
         assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_NCCL_SO_PATH"} & set(ours)
     monkeypatch.setenv("SGLANG_NCCL_SO_PATH", "/opt/libnccl.so.2")
     assert cuda_environment()["SGLANG_NCCL_SO_PATH"] == "/opt/libnccl.so.2"
+
+
+@pytest.mark.parametrize(("size", "fits"), [(80, True), (81, False)])
+def test_scratch_dir(monkeypatch, tmp_path, size, fits):
+    parent = f"{tmp_path}/".ljust(size, "t")
+    os.mkdir(parent)
+    monkeypatch.setattr("tempfile.tempdir", parent)
+    scratch = make_scratch_dir()
+    with tempfile.NamedTemporaryFile(dir=scratch) as file, socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(file.name[:-1] + "_")
+    assert scratch.startswith(parent) == fits
+    shutil.rmtree(scratch)

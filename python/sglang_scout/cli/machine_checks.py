@@ -11,6 +11,8 @@ from typing import Any
 from sglang_scout.cli import machine
 from sglang_scout.cli.table import columns, gib
 from sglang_scout.core.cpu_list import ranges
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.files import check_socket_folder
 from sglang_scout.worker import numa
 from sglang_scout.worker.cpus import plan_cpus
 
@@ -86,7 +88,12 @@ def check_gpu() -> Check:
 
 
 def check_environment() -> Check:
-    """The variables without which a manually started server fails at start."""
+    """The variables by which a manually started server fails at start."""
+    try:
+        check_socket_folder()
+    except ConfigError as error:
+        what, _, fix = str(error).rpartition("; ")
+        return Check("environment", FAILED, what, fix)
     wanted = {} if machine.nvidia_gpus() else {"SGLANG_USE_CPU_ENGINE": "1"}
     if not machine.has_rdma():
         wanted["MOONCAKE_PROTOCOL"] = "tcp"

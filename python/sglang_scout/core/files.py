@@ -1,12 +1,27 @@
-"""Checks output files at the start, before minutes of work."""
+"""Checks files at the start, before minutes of work."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterable
 
 from sglang_scout.core.errors import ConfigError
+
+SOCKET_PATH_BYTES = 107
+"""Limit of Linux for the path of a socket."""
+
+
+def check_socket_folder() -> None:
+    """Refuse a folder for temporary files whose path is too long for the sockets that SGLang creates in it."""
+    folder = tempfile.gettempdir()
+    size, limit = len(os.fsencode(folder)), SOCKET_PATH_BYTES - len("/tmpabcdefgh")
+    if size > limit:
+        raise ConfigError(
+            f"TMPDIR={folder}: its {size} bytes are too many for SGLang's sockets in it, whose path is limited to "
+            f"{SOCKET_PATH_BYTES}; set TMPDIR to a folder whose path has at most {limit}"
+        )
 
 
 def check_writable(what: str, path: str) -> None:

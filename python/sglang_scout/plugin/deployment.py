@@ -9,6 +9,7 @@ from sglang.srt.utils import get_device
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.files import check_socket_folder
 from sglang_scout.core.served_models import FP8_KV
 from sglang_scout.plugin.line import VERSION, adapter
 from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes, free_pool_bytes
@@ -158,6 +159,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
             f"--kv-offload-cpus {args.kv_offload_cpus!r}: {len(config.cpus)} CPU for the attention processes of "
             f"--tp-size {args.tp_size} ranks; name at least {args.tp_size}, or drop the flag"
         )
+    check_socket_folder()
     _check_memory(config)
     if args.disaggregation_mode == "decode":
         check_machine()
