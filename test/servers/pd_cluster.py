@@ -105,8 +105,8 @@ class PDCluster:
         self.one_by_one = one_by_one
         self.scratch_dir = make_scratch_dir()
         self._extra_environment = dict(env or {})
-        # Of the router and of clients, which would ask a proxy for the servers.
-        self.environment = self._environment(device) | {"no_proxy": HOST}
+        # Of the router and of clients, which would ask a proxy for the servers; the router reads NO_PROXY first.
+        self.environment = self._environment(device) | {"NO_PROXY": HOST, "no_proxy": HOST}
 
         wanted = {"prefill": prefill_args, "decode": decode_args, **(more_decodes or {})}
         ports = free_ports(3 + 2 * len(wanted))
