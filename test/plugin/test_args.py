@@ -97,6 +97,10 @@ CASES = {
     "unchecked requests over gRPC": (
         PREFILL | {"grpc_mode": True}, ["--grpc-mode True", "without the checks", "drop one"]
     ),
+    "unchecked parameters": (
+        {"preferred_sampling_params": {"top_k": 2**40}},
+        ["--preferred-sampling-params {'top_k'", "after its checks", "drop one"],
+    ),
     "cut prompts": (
         PREFILL | {"allow_auto_truncate": True},
         ["--allow-auto-truncate True", "each server", "its own limit", "drop one"],

@@ -44,6 +44,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "model_impl": "sglang",
     "tokenizer_worker_num": 1,
     "allow_auto_truncate": False,
+    "preferred_sampling_params": None,
     "grpc_mode": False,
     # In some releases only.
     "attn_dp_size": 1,
@@ -96,6 +97,7 @@ _WHY = {
     "tokenizer_worker_num": _UNCHECKED,
     "grpc_mode": _UNCHECKED,
     "smg_grpc_mode": _UNCHECKED,
+    "preferred_sampling_params": ": they join a request after its checks; let clients send them",
     "allow_auto_truncate": ": each server of a pair would cut a long prompt at its own limit, and attend to another",
     "disaggregation_enable_kv_checksum": ": its checks are CUDA kernels over all that is sent, of digests and hints "
     "too, which only some pages have; page_checksums in --kv-offload-config finds KV that changes in host memory",
