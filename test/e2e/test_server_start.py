@@ -4,20 +4,19 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from servers.environment import cpu_environment
 from servers.pd_cluster import flags
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_a_folder_whose_path_is_too_long_for_sockets(tiny_model, tmp_path, mode):
+def test_a_folder_whose_path_is_too_long_for_sockets(tiny_model, tmp_path):
     folder = f"{tmp_path}/".ljust(100, "t")
     os.mkdir(folder)
     command = [sys.executable, "-m", "sglang.launch_server"]
     command += flags(
-        model_path=tiny_model("qwen3"), device="cpu", disaggregation_mode=mode, kv_offload="scout"
+        model_path=tiny_model("qwen3"),
+        device="cpu",
+        disaggregation_mode="decode",
+        kv_offload="scout",
     )
     environment = {**cpu_environment(), "TMPDIR": folder}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
