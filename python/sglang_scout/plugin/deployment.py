@@ -46,6 +46,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "allow_auto_truncate": False,
     "preferred_sampling_params": None,
     "grpc_mode": False,
+    "use_ray": False,
     # In some releases only.
     "attn_dp_size": 1,
     "disaggregation_decode_allocation_policy": "early",
@@ -97,6 +98,7 @@ _WHY = {
     "tokenizer_worker_num": _UNCHECKED,
     "grpc_mode": _UNCHECKED,
     "smg_grpc_mode": _UNCHECKED,
+    "use_ray": ": its schedulers do not load plugins",
     "preferred_sampling_params": ": they join a request after its checks; let clients send them",
     "allow_auto_truncate": ": each server of a pair would cut a long prompt at its own limit, and attend to another",
     "disaggregation_enable_kv_checksum": ": its checks are CUDA kernels over all that is sent, of digests and hints "
