@@ -13,7 +13,7 @@ from fastapi import HTTPException  # noqa: E402
 from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-from sglang_scout.plugin.http_hooks import before_normalize, before_validate_one_request  # noqa: E402
+from sglang_scout.plugin.http_hooks import before_validate_one_request  # noqa: E402
 
 MANAGER = SimpleNamespace(
     model_config=SimpleNamespace(vocab_size=100),
@@ -102,19 +102,6 @@ def test_a_field_of_a_wrong_type_or_range_is_named(field, value):
 def test_a_request_without_a_place_or_with_the_flag_s_port_goes_on():
     for place in ({}, PLACE, PLACE | {"bootstrap_port": None}, PLACE | {"bootstrap_host": "::1"}):
         assert before_validate_one_request(MANAGER, request(place), [5]) is None
-
-
-def test_sessions_are_refused():
-    with pytest.raises(ValueError, match="session_params: .*has no sessions"):
-        before_validate_one_request(MANAGER, request({"session_params": {"id": "a"}}), [5])
-
-
-def test_several_answers_to_a_request_are_refused():
-    for one in ({}, {"n": 1}, [{"n": 1}, {}], None):
-        before_normalize(GenerateReqInput(input_ids=[5], sampling_params=one))
-    for several in ({"n": 2}, [{}, {"n": 10**9}], {"n": "3"}):
-        with pytest.raises(ValueError, match="one answer to a request"):
-            before_normalize(GenerateReqInput(input_ids=[5], sampling_params=several))
 
 
 def test_numbers_of_either_kind_and_null_are_temperatures():

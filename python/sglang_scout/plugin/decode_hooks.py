@@ -148,6 +148,21 @@ def after_alloc_for_decode(result: Any, batch: Any, token_per_req: int) -> Any:
     return result
 
 
+def around_cumulate_penalty(original: Callable[[Any], None], batch: Any) -> None:
+    """A step that overlaps its predecessor does not know the newest token: one server counts each token a step late,
+    and in the first step after the prompt the prompt's last. Here the first token is known then, and is the newest in
+    the next step too."""
+    joined = [
+        request
+        for request in batch.reqs
+        if batch.enable_overlap and request.decode_batch_idx == 0 and len(request.output_ids) == 1
+    ]
+    tokens = [request.output_ids.pop() for request in joined]
+    original(batch)
+    for request, token in zip(joined, tokens, strict=True):
+        request.output_ids.append(token)
+
+
 def around_offload_kv_cache(
     original: Callable[..., None], req: Any, tables: Any, allocator: Any
 ) -> None:

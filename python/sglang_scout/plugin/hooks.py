@@ -134,7 +134,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
             "http_hooks:before_normalize",
             "before",
-            "refuse `n` above 1, which a pair would never answer",
+            "refuse what a pair would answer in part or never: `n` above 1, log-probabilities that one half has not, …",
         ),
         Hook(
             "managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
@@ -186,6 +186,12 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "decode_hooks:after_alloc_for_decode",
             "after",
             "track on the host which pages a step allocates",
+        ),
+        Hook(
+            "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens",
+            "decode_hooks:around_cumulate_penalty",
+            "around",
+            "with penalties, do not count a request's first token twice",
         ),
         Hook(
             "disaggregation.common.conn.CommonKVReceiver._connect",

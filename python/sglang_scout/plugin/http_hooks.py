@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 
 from sglang_scout.plugin.halves import halves
+from sglang_scout.plugin.pair_limits import refuse_beyond
 from sglang_scout.plugin.shutdown import refuse_new
 
 logger = logging.getLogger(__name__)
@@ -99,13 +100,8 @@ def _check_place(request: GenerateReqInput) -> None:
 
 
 def before_normalize(request: GenerateReqInput) -> None:
-    """SGLang would make ``n`` requests, for any n, with one bootstrap room for all."""
-    given = request.sampling_params or {}
-    for sampling in given if isinstance(given, list) else [given]:
-        if sampling.get("n") not in (None, 1):
-            raise ValueError(
-                f"n is {sampling['n']}: a pair of servers gives one answer to a request; send it again for another"
-            )
+    """Before, as SGLang would make ``n`` requests, for any n, with one bootstrap room for all."""
+    refuse_beyond(request)
 
 
 def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
@@ -120,8 +116,6 @@ def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | N
     values = {name: getattr(obj, name, None) for name in sent} | {"input_text": obj.text}
     _check(values, TokenizedGenerateReqInput, "request")
     _check_place(obj)
-    if obj.session_params:
-        raise ValueError("session_params: a pair of servers has no sessions; send the whole prompt")
     halves.meet(manager, obj)
     if input_ids is not None and not len(input_ids):
         raise ValueError("the prompt has no tokens; send one at least")
