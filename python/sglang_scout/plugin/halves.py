@@ -80,9 +80,8 @@ class Halves:
         if known and known.nth <= self._nth(request):
             del self._heard[room]
             request.kv_offload_ended = True
-            if (
-                known.status == HTTPStatus.BAD_REQUEST or request.stream
-            ):  # whose status has been sent
+            # The status of a stream has been sent.
+            if known.status == HTTPStatus.BAD_REQUEST or request.stream:
                 raise ValueError(known.message)
             raise HTTPException(known.status, known.message)
         if flags.disaggregation_mode == "decode":
@@ -139,11 +138,11 @@ class Halves:
                     self._heard.put(half.room, half)
                 else:
                     self._manager.event_loop.call_soon_threadsafe(self._hear, half)
-        except (msgspec.MsgspecError, OSError) as error:
+        except (msgspec.MsgspecError, OSError, TypeError) as error:
             logger.warning("--kv-offload: what the other half's server tells: %r", error)
         finally:
             del self._sockets[socket]
-            if link.there:
+            if link.there and self._manager is not None:
                 self._manager.event_loop.call_soon_threadsafe(self._lose, link)
             await socket.close()
 
@@ -179,21 +178,16 @@ class Halves:
     def _lose(self, link: _Link) -> None:
         """A decode server has ended, or its connection."""
         for state in list(self._manager.rid_to_state.values()):
-            key = (
-                getattr(state.obj, "bootstrap_room", None),
-                getattr(state.obj, "kv_offload_nth", 0),
-            )
-            if key in link.there:
+            nth = getattr(state.obj, "kv_offload_nth", None)
+            if nth and (state.obj.bootstrap_room, nth) in link.there:
                 self._end(state.obj, HTTPStatus.SERVICE_UNAVAILABLE, "The decode server is gone.")
 
     def _miss(self, room: int, nth: int) -> None:
         if any((room, nth) in link.there for link in self._sockets.values()):
             return
         for request in self._of(room):
-            if request.kv_offload_nth == nth:
-                message = (
-                    f"No decode server has told within {OTHER_HALF_S} s that it has the other half."
-                )
+            if self._nth(request) == nth:
+                message = f"No decode server has had the other half within {OTHER_HALF_S} s."
                 self._end(request, HTTPStatus.SERVICE_UNAVAILABLE, message)
 
     def _end(self, request: Any, status: int, message: str) -> None:

@@ -24,12 +24,9 @@ def _held(scheduler: Any) -> Iterator[Any]:
     else:
         yield from scheduler.disagg_prefill_bootstrap_queue.queue
         yield from scheduler.disagg_prefill_inflight_queue
-    for batch in (
-        scheduler.running_batch,
-        scheduler.last_batch,
-        getattr(scheduler, "cur_batch", None),
-    ):
-        yield from batch.reqs if batch is not None else ()
+    for name in ("running_batch", "last_batch", "cur_batch"):  # the last in 0.5.15.post1 only
+        if (batch := getattr(scheduler, name, None)) is not None:
+            yield from batch.reqs
     if scheduler.chunked_req is not None:
         yield scheduler.chunked_req
 
@@ -39,10 +36,10 @@ def _most_tokens(scheduler: Any) -> tuple[int, str]:
     size, page = scheduler.max_total_num_tokens, scheduler.page_size
     if scheduler.server_args.disaggregation_mode == "decode":
         reserved = scheduler.disagg_decode_prealloc_queue.num_reserved_decode_tokens
-        return (
-            size - reserved
-        ) // page * page, f"less the {reserved} of --num-reserved-decode-tokens"
-    return (size - page - 3) // page * page, "less a page"
+        most, why = size - reserved, f"less the {reserved} of --num-reserved-decode-tokens"
+    else:
+        most, why = size - page - 3, "less a page"
+    return most // page * page, why
 
 
 def _check_size(scheduler: Any, request: Any) -> None:
@@ -94,17 +91,13 @@ def _forget(scheduler: Any, rid: str) -> None:
 
 def around_abort_request(original: Callable[..., None], scheduler: Any, request: Any) -> None:
     """SGLang aborts every request whose id begins with the given one."""
-    others = {
-        id(req): req
-        for req in _held(scheduler)
-        if req.rid.startswith(request.rid) and req.rid != request.rid
-    }
-    if request.abort_all or not others:
-        return original(scheduler, request)
+    others = {}
+    if not request.abort_all:
+        others = {id(req): req for req in _held(scheduler) if req.rid != request.rid}
     for req in others.values():
         req.rid = "\0" + req.rid  # for this moment it begins otherwise
     try:
-        return original(scheduler, request)
+        original(scheduler, request)
     finally:
         for req in others.values():
             req.rid = req.rid[1:]
