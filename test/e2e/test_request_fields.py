@@ -53,11 +53,12 @@ def harm(servers: PDCluster, pids: dict[str, int], expected: tuple[int, ...]) ->
 
 
 def wrong_answer(case: Case, statuses: dict[str, int | str]) -> str:
-    """A server alone waits for the other half of its request until the client gives up."""
-    alone = case.to in (("prefill",), ("decode",))
-    answers = [one for one in statuses.values() if not (alone and one == "hung")]
-    right = all(isinstance(one, int) and one < 500 for one in answers)
-    alike = len({one // 100 for one in answers if isinstance(one, int)}) < 2
+    """Where the halves meet may be wrong or in use: only the servers are judged then. So is what SGLang's parser of
+    OpenAI's requests, before any code of ours, answers with 500."""
+    if any(name.startswith("bootstrap") for name in case.odd) or "response_format" in case.odd:
+        return ""
+    right = all(isinstance(one, int) and one < 500 for one in statuses.values())
+    alike = len({one // 100 for one in statuses.values() if isinstance(one, int)}) < 2
     return "" if right and alike else f"answers {statuses}"
 
 
@@ -82,7 +83,7 @@ def send_all(servers: PDCluster, cases: list[Case]) -> None:
             after = harm(servers, pids, expected)
             if wrong or after:
                 replay = json.dumps(case.body(servers.bootstrap_port))
-                faults.append(f"{case}\n  {wrong}\n  {after}\n  POST {case.path} {replay[:2000]}")
+                faults.append(f"{case}\n  {wrong}\n  {after}\n  POST {case.path} {replay[:500]}")
             if after:
                 named = True
                 break

@@ -124,6 +124,18 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "around",
             "status 400 for what a request raises before it is sent; tell the other server of a request that failed",
         ),
+        *(
+            Hook(
+                f"entrypoints.openai.{name}._convert_to_internal_request",
+                "http_hooks:around_convert",
+                "around",
+                "status 400 for what an OpenAI request raises",
+            )
+            for name in (
+                "serving_chat.OpenAIServingChat",
+                "serving_completions.OpenAIServingCompletion",
+            )
+        ),
         Hook(
             "disaggregation.common.conn.CommonKVBootstrapServer._setup_routes",
             "halves:after_setup_routes",

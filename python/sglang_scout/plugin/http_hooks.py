@@ -135,6 +135,21 @@ def after_create_tokenized_object(
     return message
 
 
+def around_convert(original: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """OpenAI's request as SGLang's own."""
+    try:
+        return original(*args, **more)
+    except (ValueError, HTTPException):
+        raise
+    except Exception as error:
+        raise _odd_field(error) from error
+
+
+def _odd_field(error: Exception) -> ValueError:
+    logger.info("--kv-offload: a request is refused", exc_info=error)
+    return ValueError(f"a field has a wrong type or length ({type(error).__name__}: {error})")
+
+
 async def around_generate_request(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
@@ -157,10 +172,9 @@ async def around_generate_request(
     except Exception as error:
         if _is_sent(obj):
             raise
-        logger.info("--kv-offload: a request is refused", exc_info=True)
-        message = f"a field has a wrong type or length ({type(error).__name__}: {error})"
-        halves.tell(obj, HTTPStatus.BAD_REQUEST, message)
-        raise ValueError(message) from error
+        refusal = _odd_field(error)
+        halves.tell(obj, HTTPStatus.BAD_REQUEST, str(refusal))
+        raise refusal from error
 
 
 def _errors(answer: Any) -> Iterator[tuple[str, tuple[int, str]]]:
