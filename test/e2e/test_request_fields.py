@@ -15,6 +15,8 @@ from servers.pd_cluster import HOST, flags
 from servers.server_process import ServerFailed
 from servers.sglang_http import RequestFailed
 
+# Tokens depend on a request alone, as in conftest.py.
+CONFIG = {"recall": "fixed", "recall_interval": 1, "resident_tokens": 49152}
 GIVE_UP_S = 4
 IN_FLIGHT = 12  # of max_running_requests=16
 MAX_FAULTS = 20  # then the message is long enough
@@ -104,7 +106,9 @@ def test_a_sample_of_requests_with_odd_fields(servers, silent_port):
 def test_requests_with_odd_fields(tiny_model, silent_port):
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=flags(kv_offload="scout", kv_offload_budget=128),
+        server_args=flags(
+            kv_offload="scout", kv_offload_budget=128, kv_offload_config=json.dumps(CONFIG)
+        ),
         max_running_requests=16,
         max_total_tokens=49152,
         # Halves without the other are ended while the test runs.
