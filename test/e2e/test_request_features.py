@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import os
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from harness import scheduler_pid
 from servers.pd_cluster import HOST, flags
 from servers.sglang_http import RequestFailed, http_json, sse_events
 from servers.single_server import SingleServer
@@ -190,6 +193,15 @@ def test_a_request_is_aborted_by_its_id(servers):
     http_json(servers.server_url("decode") + "/abort_request", {"rid": "the one"}, timeout_s=20)
     *_, last = stream
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_prefill_server_is_healthy_however_long_its_step_takes(servers):
+    scheduler = scheduler_pid(servers, "prefill")
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        http_json(servers.server_url("prefill") + "/health", timeout_s=5)  # as SGLang's router
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
 
 
 def test_every_limit_is_tested():

@@ -84,6 +84,10 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
     # one just as the router sends a request on it, and the other server waits for that request until it times out.
     os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "120")
     reach_directly(self.host)
+    if self.disaggregation_mode == "prefill" and on_cpu(self):
+        # Else /health waits for the scheduler, whose step on a CPU may take longer than the 20 s after which SGLang, or
+        # the 5 s after which the router, calls the server unhealthy. A scheduler that ends takes the server with it.
+        os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
     original(self)
     if self.disaggregation_mode == "decode":
         check_resolved_graphs(adapter.resolved(self))
