@@ -95,6 +95,7 @@ REFUSED_BY_ONE = {
 }
 # Has an answer, if a short one.
 ANSWERED = {
+    "regex": sampling(regex="[0-9]{4}abc"),
     "max_new_tokens: 0": sampling(max_new_tokens=0),
     "temperature: tiny": sampling(temperature=1e-300),
     "temperature: huge": sampling(temperature=1e30),

@@ -71,6 +71,13 @@ _REACH_DIRECTLY = Hook(
     "before",
     "do not ask the other server of the pair through a proxy",
 )
+_VOCAB_MASK = Hook(
+    {"0.5.15.post1": "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask"},
+    "sglang_0_5_15:around_apply_vocab_mask",
+    "around",
+    "on a CPU, a request with a grammar would end the server",
+)
+
 _ON_IDLE = Hook(
     "managers.scheduler.Scheduler.on_idle",
     "idle:before_on_idle",
@@ -288,6 +295,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
         _REACH_DIRECTLY,
         _ON_IDLE,
         _SHUTDOWN,
+        _VOCAB_MASK,
     ),
     "prefill": (
         Hook(
@@ -350,5 +358,6 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
         _REACH_DIRECTLY,
         _ON_IDLE,
         _SHUTDOWN,
+        _VOCAB_MASK,
     ),
 }

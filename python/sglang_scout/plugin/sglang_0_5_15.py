@@ -136,3 +136,15 @@ def around_resume_retracted_reqs(
         # A lookup without a hit; ChunkCache has no such node and is queried again.
         req.last_node = getattr(queue.tree_cache, "root_node", None)
     return restored
+
+
+def around_apply_vocab_mask(
+    original: Callable[..., None], grammar: Any, logits: torch.Tensor, vocab_mask: torch.Tensor
+) -> None:
+    """As newer releases do."""
+    if logits.device.type == "cpu":
+        import xgrammar
+
+        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
+    else:
+        original(grammar, logits, vocab_mask)
