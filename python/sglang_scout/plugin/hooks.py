@@ -323,6 +323,12 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "record the real queries of each prompt's last token",
         ),
         Hook(
+            {"0.5.15.post1": "disaggregation.prefill.PrefillBootstrapQueue.add"},
+            "sglang_0_5_15:around_add_to_bootstrap_queue",
+            "around",
+            "status 400, not a token, for a grammar that does not compile",
+        ),
+        Hook(
             _KV_MANAGER + "_send_kvcache_generic",
             "prefill_hooks:around_send_kvcache",
             "around",

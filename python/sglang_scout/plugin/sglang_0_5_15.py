@@ -148,3 +148,16 @@ def around_apply_vocab_mask(
         xgrammar.apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
     else:
         original(grammar, logits, vocab_mask)
+
+
+def around_add_to_bootstrap_queue(
+    original: Callable[..., None], queue: Any, req: Any, num_kv_heads: int
+) -> None:
+    """Newer releases answer such a request here too; this one would compute a token of a prompt put in its place."""
+    if req.to_finish is None:
+        original(queue, req, num_kv_heads)
+        return
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    prepare_abort(req, req.to_finish.message, status_code=req.to_finish.status_code)
+    queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
