@@ -255,6 +255,12 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "with the radix cache, free all pages of a retracted request",
         ),
         Hook(
+            {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue._resolve_pending_reqs"},
+            "sglang_0_5_15:before_resolve_pending_reqs",
+            "before",
+            "forget a request of a lost prefill server once its client has left; it would end this server",
+        ),
+        Hook(
             "models.utils.enable_fused_set_kv_buffer",
             "decode_hooks:no_fused_set_kv_buffer",
             "replace",

@@ -161,3 +161,8 @@ def around_add_to_bootstrap_queue(
 
     prepare_abort(req, req.to_finish.message, status_code=req.to_finish.status_code)
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def before_resolve_pending_reqs(queue: Any) -> None:
+    """As newer releases do."""
+    queue.pending_reqs = [entry for entry in queue.pending_reqs if entry.kv_receiver is not None]
