@@ -69,6 +69,7 @@ REFUSED = {
     "stop_token_ids: strings": sampling(stop_token_ids=["a"]),
     "min_new_tokens: more than max_new_tokens": sampling(min_new_tokens=100),
     "logit_bias: outside the vocabulary": sampling(logit_bias={"999999": 5.0}),
+    "logit_bias: larger than 32 bits": sampling(logit_bias={"5": 1e308}),
     "sampling_seed: larger than 64 bits": sampling(sampling_seed=2**80, temperature=1),
     "n: 3": sampling(n=3),
     "n: a billion": sampling(n=10**9),

@@ -26,6 +26,7 @@ from sglang_scout.plugin.shutdown import refuse_new
 
 logger = logging.getLogger(__name__)
 
+FLOAT32_MAX = 3.4028234e38
 MAX_TOP_LOGPROBS = 128
 """Capacity of SGLang's ``MetadataBuffers``."""
 
@@ -112,6 +113,11 @@ def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | N
     if not isinstance(obj.sampling_params, dict):
         raise ValueError("sampling_params must be one object for one prompt")
     _check(obj.sampling_params, manager.sampling_params_class, "sampling_params")
+    for token, bias in (obj.sampling_params.get("logit_bias") or {}).items():
+        if not abs(bias) <= FLOAT32_MAX:
+            raise ValueError(
+                f"logit_bias of token {token} is {bias}, which is no number of 32 bits"
+            )
     sent = _types_of(TokenizedGenerateReqInput).__struct_fields__
     values = {name: getattr(obj, name, None) for name in sent} | {"input_text": obj.text}
     _check(values, TokenizedGenerateReqInput, "request")
