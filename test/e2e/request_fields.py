@@ -135,10 +135,12 @@ class Case:
         if self.to != ("router",):
             prompts = body.get("input_ids") or body.get("text") or body.get("prompt")
             many = isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list)
-            room = uuid.uuid4().int >> 65  # 63 bits
+            places = range(len(prompts)) if many else (0,)
+            room = uuid.uuid4().int >> 66  # 62 bits; each prompt of a batch needs its own
             meeting = {"host": HOST, "port": bootstrap_port, "room": room}
             for key, value in meeting.items():
-                body.setdefault("bootstrap_" + key, [value] * len(prompts) if many else value)
+                values = [value + place if key == "room" else value for place in places]
+                body.setdefault("bootstrap_" + key, values if many else value)
         return body
 
 
