@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.managers.io_struct import AbortReq
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,20 @@ def _check_size(scheduler: Any, request: Any) -> None:
         )
 
 
+def _check_room(scheduler: Any, room: int | None) -> None:
+    """What is left of an earlier request of this room: its status would end the process, or the new one."""
+    of_decode = scheduler.server_args.disaggregation_mode == "decode"
+    name = "disagg_decode_prealloc_queue" if of_decode else "disagg_prefill_bootstrap_queue"
+    manager = getattr(scheduler, name).kv_manager
+    statuses = getattr(manager, "request_status", {})
+    if room is None or statuses.get(room) not in (KVPoll.Success, KVPoll.Failed):
+        return
+    if all(req.bootstrap_room != room for req in _held(scheduler)):
+        for table in (statuses, getattr(manager, "transfer_infos", {})):
+            table.pop(room, None)
+    raise _Refusal(f"bootstrap_room {room} has ended; another request needs another room")
+
+
 class _Refusal(Exception):
     pass
 
@@ -60,6 +75,7 @@ def around_handle_generate_request(
 ) -> None:
     try:
         _check_size(scheduler, request)
+        _check_room(scheduler, request.bootstrap_room)
         original(scheduler, request, **more)
     except Exception as error:
         message = str(error)
