@@ -186,6 +186,16 @@ def test_a_room_in_use_is_refused(servers, served_after):
     ] * 2
 
 
+def test_a_room_of_which_something_is_left_is_refused(servers, served_after):
+    place = {"bootstrap_host": HOST, "bootstrap_port": servers.bootstrap_port, "bootstrap_room": 7}
+    with pytest.raises(
+        TimeoutError
+    ):  # the prefill server hears of it, and that the client has left
+        post(servers.server_url("decode"), json.dumps(sampling() | place), timeout_s=1)
+    wait_until("pages are free", lambda: servers.kv_offload()["host_pages_used"] == 0, 20)
+    assert post_to_pair(servers, sampling() | {"bootstrap_room": 7}) == [400, 400]
+
+
 def stream(servers, rid, max_new_tokens):
     data = sampling(max_new_tokens=max_new_tokens, ignore_eos=True) | {"rid": rid, "stream": True}
     return contextlib.closing(sse_events(servers.url + "/generate", data))
