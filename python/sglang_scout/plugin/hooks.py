@@ -256,8 +256,8 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
         ),
         Hook(
             {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue._resolve_pending_reqs"},
-            "sglang_0_5_15:before_resolve_pending_reqs",
-            "before",
+            "sglang_0_5_15:around_resolve_pending_reqs",
+            "around",
             "forget a request of a lost prefill server once its client has left; it would end this server",
         ),
         Hook(

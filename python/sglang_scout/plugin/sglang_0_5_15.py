@@ -163,6 +163,7 @@ def around_add_to_bootstrap_queue(
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
 
 
-def before_resolve_pending_reqs(queue: Any) -> None:
+def around_resolve_pending_reqs(original: Callable[[Any], None], queue: Any) -> None:
     """As newer releases do."""
     queue.pending_reqs = [entry for entry in queue.pending_reqs if entry.kv_receiver is not None]
+    original(queue)
