@@ -1,4 +1,4 @@
-"""Requests that a pair cannot answer as one server would; on real servers: test/e2e/test_request_features.py."""
+"""Requests that a pair cannot answer as one server would; on real servers: test/e2e/test_answers.py."""
 
 import os
 

@@ -168,9 +168,8 @@ def differences(expected, actual, where="answer") -> Iterator[str]:
         yield f"{where} is {actual!r}, not {expected!r}"
 
 
-@pytest.mark.parametrize(
-    "feature", [*SAME, *GRAMMARS, *(pytest.param(s, marks=pytest.mark.slow) for s in SLOW)]
-)
+@pytest.mark.slow  # starts one more server; test_identity.py compares tokens in every run
+@pytest.mark.parametrize("feature", [*SAME, *GRAMMARS, *SLOW])
 def test_the_answer_is_that_of_one_server(servers, stock, feature):
     expected, actual = (
         answer(url, *(SAME | GRAMMARS | SLOW)[feature]) for url in (stock, servers.url)
