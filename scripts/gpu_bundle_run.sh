@@ -78,8 +78,12 @@ here, work = map(Path, sys.argv[1:])
 
 
 def unpack(path):
-    with tarfile.open(path) as archive:
-        archive.extractall(work / path.name.partition(".")[0].partition("-")[0], filter="data")
+    folder = work / path.name.partition(".")[0].partition("-")[0]
+    try:
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
+    except FileExistsError:  # another process made the same folder at the same moment
+        unpack(path)
 
 
 with ProcessPoolExecutor(os.cpu_count()) as pool:

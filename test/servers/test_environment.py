@@ -60,6 +60,6 @@ def test_scratch_dir(monkeypatch, tmp_path, size, fits):
     monkeypatch.setattr("tempfile.tempdir", parent)
     scratch = make_scratch_dir()
     with tempfile.NamedTemporaryFile(dir=scratch) as file, socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(file.name[:-1] + "_")
+        bound.bind(file.name[:-1] + "-")  # as long, and no name of tempfile's
     assert scratch.startswith(parent) == fits
     shutil.rmtree(scratch)
