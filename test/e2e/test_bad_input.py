@@ -67,6 +67,9 @@ REFUSED = {
     "repetition_penalty: 0": sampling(repetition_penalty=0),
     "stop: a number": sampling(stop=5),
     "stop_token_ids: strings": sampling(stop_token_ids=["a"]),
+    "stop_token_ids: outside the vocabulary, with min_new_tokens": sampling(
+        stop_token_ids=[513], min_new_tokens=3
+    ),
     "min_new_tokens: more than max_new_tokens": sampling(min_new_tokens=100),
     "logit_bias: outside the vocabulary": sampling(logit_bias={"999999": 5.0}),
     "logit_bias: larger than 32 bits": sampling(logit_bias={"5": 1e308}),
@@ -204,8 +207,9 @@ def stream(servers, rid, max_new_tokens):
 def test_aborting_one_id_leaves_those_that_begin_with_it(servers, served_after):
     with stream(servers, "job-12", 300) as longer:
         next(longer)
-        with stream(servers, "job-1", 300) as events:
-            next(events)
+        for rid in ("job-1", "\0"):
+            with stream(servers, rid, 300) as events:
+                next(events)
         *_, last = longer
     assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 300}
 

@@ -31,6 +31,7 @@ OTHER_HALF_S = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
 """How long a prefill server waits for a decode server that has not told that it has the other half."""
 _CONNECT_S = 5.0
 _RETRY_S = 1.0
+_HEARTBEAT_S = 120.0  # for a host that is lost; much longer than a process may be busy
 
 
 class Half(msgspec.Struct):
@@ -111,7 +112,9 @@ class Halves:
         try:
             async with aiohttp.ClientSession() as session:  # which ignores http_proxy
                 async with asyncio.timeout(_CONNECT_S):
-                    socket = await session.ws_connect(f"http://{address}{ROUTE}")
+                    socket = await session.ws_connect(
+                        f"http://{address}{ROUTE}", heartbeat=_HEARTBEAT_S
+                    )
                 await self._listen(socket)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("--kv-offload: %s tells nothing of failed requests: %r", address, error)
@@ -120,7 +123,7 @@ class Halves:
 
     async def accept(self, request: web.Request) -> web.WebSocketResponse:
         """Runs in the bootstrap server's thread."""
-        socket = web.WebSocketResponse()
+        socket = web.WebSocketResponse(heartbeat=_HEARTBEAT_S)
         await socket.prepare(request)
         await self._listen(socket)
         return socket

@@ -126,7 +126,13 @@ def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | N
     if input_ids is not None and not len(input_ids):
         raise ValueError("the prompt has no tokens; send one at least")
     size = manager.model_config.vocab_size
-    for name, ids in (("input_ids", input_ids), ("token_ids_logprob", obj.token_ids_logprob)):
+    sampling = obj.sampling_params
+    masked = sampling.get("stop_token_ids") if sampling.get("min_new_tokens") else None
+    for name, ids in (
+        ("input_ids", input_ids),
+        ("token_ids_logprob", obj.token_ids_logprob),
+        ("stop_token_ids with min_new_tokens", masked),
+    ):
         if wrong := [token for token in ids or () if not 0 <= token < size]:
             raise ValueError(
                 f"{name} holds {wrong[0]}, which is outside the model's vocabulary: ids are 0 to {size - 1}"

@@ -39,7 +39,7 @@ def _most_tokens(scheduler: Any) -> tuple[int, str]:
         reserved = scheduler.disagg_decode_prealloc_queue.num_reserved_decode_tokens
         most, why = size - reserved, f"less the {reserved} of --num-reserved-decode-tokens"
     else:
-        most, why = size - page - 3, "less a page"
+        most, why = size - page - 3, "less two pages"
     return most // page * page, why
 
 
@@ -109,11 +109,11 @@ def around_abort_request(original: Callable[..., None], scheduler: Any, request:
     """SGLang aborts every request whose id begins with the given one."""
     others = {}
     if not request.abort_all:
-        others = {id(req): req for req in _held(scheduler) if req.rid != request.rid}
-    for req in others.values():
-        req.rid = "\0" + req.rid  # for this moment it begins otherwise
+        others = {id(req): (req, req.rid) for req in _held(scheduler) if req.rid != request.rid}
+    for req, _ in others.values():
+        req.rid = ""  # for this moment it begins with no id
     try:
         original(scheduler, request)
     finally:
-        for req in others.values():
-            req.rid = req.rid[1:]
+        for req, rid in others.values():
+            req.rid = rid

@@ -56,14 +56,15 @@ def around_ensure_parallel_info(
     if address in manager.prefill_info_table:
         return True
     questions: dict[str, Future[bool]] = vars(manager).setdefault("kv_offload_questions", {})
-    if address not in questions:
+    is_new = address not in questions
+    if is_new:
         questions[address] = Future()
         thread = Thread(
             target=_ask, args=(original, manager, address, questions[address]), daemon=True
         )
         thread.start()
     try:
-        answer = questions[address].result(_ANSWER_S)
+        answer = questions[address].result(_ANSWER_S if is_new else 0)
     except TimeoutError:
         return False
     except Exception as error:
