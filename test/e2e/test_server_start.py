@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from servers.environment import cpu_environment
 from servers.pd_cluster import flags
 
 
+@pytest.mark.slow
 def test_a_folder_whose_path_is_too_long_for_sockets(tiny_model, tmp_path):
     folder = f"{tmp_path}/".ljust(100, "t")
     os.mkdir(folder)
