@@ -48,6 +48,7 @@ from sglang_scout.ops.pack import pack_pages
 from sglang_scout.ops.predict import add_norm, rotate_heads
 from sglang_scout.ops.rotated import (
     STATS_BYTES,
+    Coordinates,
     build_layer_rotated,
     planes_shape,
     score_rotated,
@@ -135,8 +136,10 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
         arguments = (empty(B * H, E), empty(P, H, W, E, dtype=own), table, row)
         yield f"score_embeddings, {W} of {E}, {model}", score_embeddings, arguments
     for bits, parts in rotated_parts(model, P).items():
-        yield f"score_rotated, {bits} bits, {model}", score_rotated, (q, *parts, table, row, 0.1)
-        arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1)
+        by = coordinates(bits, H, D)
+        arguments = (q, *parts, table, row, 0.1, "mass", None, None, by)
+        yield f"score_rotated, {bits} bits, {model}", score_rotated, arguments
+        arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1, by)
         yield f"mass_change_rotated, {bits} bits, {model}", mass_change_rotated, arguments
     for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
         arguments = (real_q, k, v, table, row, row, 0.1, cap, None, table[0], row)
@@ -176,6 +179,13 @@ def rotated_parts(model: str, *lead: int) -> dict[int, list[torch.Tensor]]:
     }
 
 
+def coordinates(bits: int, *size: int) -> Coordinates | None:
+    """Of digests of one bit, for heads and dimension ``size``, or layers before them."""
+    *lead, D = size
+    square = empty(*size, D)
+    return Coordinates(square, square, empty(*lead, 4, D)) if bits == 1 else None
+
+
 def pages_of_all_layers(model: str) -> Iterator[Case]:
     H, _, D, dtype, *_ = MODELS[model]
     L, P, own = 3, 4096, model_dtype(dtype)
@@ -193,7 +203,7 @@ def pages_of_all_layers(model: str) -> Iterator[Case]:
             yield (
                 f"build_layer_rotated, {bits} bits{of}, {model}",
                 build_layer_rotated,
-                (layers, ids, *parts, rows),
+                (layers, ids, *parts, rows, coordinates(bits, L, H, D)),
             )
     slots = [k.new_empty(L, 9, *k.shape[1:])] * 2
     yield f"copy_layer_pages, {model}", copy_layer_pages, (layers, empty(3, 64, dtype=I64), *slots)

@@ -1,9 +1,11 @@
 """Random weights that choose pages, as trained ones are held."""
 
 import numpy as np
+import torch
 
 from sglang_scout.core.forecast import VERSION, Header, PageWeights
 from sglang_scout.core.profile import ModelIdentity
+from sglang_scout.ops.rotated import Coordinates
 
 
 def identity(
@@ -29,3 +31,36 @@ def pilot_weights(model=None, rank=8):
     group = model.num_q_heads // model.num_kv_heads
     w_k, w_q = (draw((*lead, n * model.head_dim), np.float32) for n in (2, group))
     return PageWeights(Header(VERSION, "pilot", model), {"w_k": w_k, "w_q": w_q})
+
+
+def coordinates(*size, seed=0):
+    """Of KV heads and dimension ``size``, or layers before them: channels of none to four bits."""
+    draw, D = torch.Generator().manual_seed(seed), size[-1]
+    turn = torch.linalg.qr(torch.randn(*size, D, generator=draw)).Q
+    scale = 0.5 + torch.rand(*size, 1, generator=draw)
+    bits = torch.zeros(size, dtype=torch.long)
+    for of_head in bits.view(-1, D):
+        while (left := D - int(of_head.sum())) > 0:
+            channel = int(torch.randint(D, (), generator=draw))
+            of_head[channel] = max(
+                of_head[channel], int(torch.randint(1, min(4, left) + 1, (), generator=draw))
+            )
+        while int(of_head.sum()) > D:
+            of_head[of_head.argmax()] -= 1
+    rows = []
+    for of_head in bits.view(-1, D).tolist():
+        of_bits = [(c, 2.0 ** (n - 1 - i), 2.0**i) for c, n in enumerate(of_head) for i in range(n)]
+        rows.append(torch.tensor(of_bits).T)
+    channel, width, levels = torch.stack(rows, 1)
+    gain = torch.full_like(width, D**-0.5)
+    table = torch.stack([channel, 0.4 * width, levels, gain], 1)
+    return Coordinates(
+        (scale * turn).contiguous(), (turn / scale).contiguous(), table.view(*size[:-1], 4, D)
+    )
+
+
+def digest_weights(model=None):
+    model = model or identity()
+    made = coordinates(model.num_layers, model.num_kv_heads, model.head_dim)
+    arrays = {name: x.contiguous().numpy() for name, x in made._asdict().items()}
+    return PageWeights(Header(VERSION, "digest", model), arrays)

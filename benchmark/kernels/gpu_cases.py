@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -53,7 +54,8 @@ def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
     arrivals = pools.full(0, B)
 
     def call(table: torch.Tensor, rows: slice = slice(None), impl: str = "triton") -> torch.Tensor:
-        arguments = (q[rows], *digests, table[rows], n_full[rows], D**-0.5, "mass")
+        arguments = (q[rows], *digests, table[rows], n_full[rows], D**-0.5, "mass", None, None)
+        arguments += (pools.coordinates[1],) * (bits == 1)
         return op(*arguments, impl=impl, out=out[rows], arrivals=arrivals[rows])
 
     def check() -> str:
@@ -145,7 +147,12 @@ def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYP
     L, P = pools.num_layers, len(layers.k[0])
     ids = [pools.ids(n, dtype=torch.int64, pages=P) for _ in range(REPEATS)]
     written = [part.new_zeros(L, P, *part.shape[1:]) for part in parts]
-    more = (pools.random(L, pools.H, PILOT_RANK, 2 * D),) if kind == "pilots" else ()
+    more: tuple[Any, ...] = ()
+    if kind == "pilots":
+        more = (pools.random(L, pools.H, PILOT_RANK, 2 * D),)
+    if kind == "1 bit":
+        of_layer = (x[None].repeat(L, *[1] * x.dim()) for x in pools.coordinates[1])
+        more = None, rotated.Coordinates(*of_layer)
 
     def call(which: torch.Tensor, impl: str = "triton") -> object:
         of = pools.layers(source, kv, wide=True) if impl == "reference" else layers
@@ -283,7 +290,7 @@ def mass_changes(pools: Pools, B: int, k: int, bits: int) -> Case:
     q, table = pools.random(B, pools.HQ, D), pools.ids(B, k, pages=len(digests[0]))
     queries = q, q + 0.1 * pools.random(B, pools.HQ, D)
     op = mass_change_rotated
-    arguments = (*queries, *digests, table, pools.full(k, B), D**-0.5)
+    arguments = (*queries, *digests, table, pools.full(k, B), D**-0.5, pools.coordinates.get(bits))
     nbytes = B * k * (sum(part[0].nbytes for part in digests) + 4) + 2 * q.nbytes
     calls = [lambda: op(*arguments, impl="triton")] * REPEATS
     return Case(

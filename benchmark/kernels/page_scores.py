@@ -4,7 +4,7 @@
     python -m benchmark.kernels.page_scores --quick           a small size, as a smoke test
 
 Qwen3-8B's heads (32 query, 8 KV heads of 128), all pages of 64k tokens for each of 16 requests, one layer. Samples
-alternate; each variant is checked against the reference first. Rows (format: rows.py): minmax, rotated-1, rotated-2
+alternate; each variant is checked against the reference first. Rows (format: rows.py): minmax, calibrated, rotated-2
 and read, which reads the planes of rotated-2, 8 KiB at a time in random order, with as many threads. Fields in addition
 to those of rows.py:
     batch, pages, threads, digest_bytes (that a call reads), gb_per_s,
@@ -22,11 +22,18 @@ from timeit import timeit
 import numpy as np
 import torch
 
+from benchmark.kernels.gpu_pools import signs
 from benchmark.kernels.read_loop import ReadLoop
 from benchmark.rows import Row, Writer, environment, summary
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.rotated import STATS_BYTES, build_layer_rotated, planes_shape, score_rotated
+from sglang_scout.ops.rotated import (
+    STATS_BYTES,
+    Coordinates,
+    build_layer_rotated,
+    planes_shape,
+    score_rotated,
+)
 from sglang_scout.ops.score import score_pages
 
 HEADS, GROUP, DIM = 8, 4, 128
@@ -44,7 +51,9 @@ def digests(pages: int, bits: int) -> list[torch.Tensor]:
         k = torch.randn(len(at), 32, HEADS, DIM) + torch.randn(len(at), 1, HEADS, DIM)
         layers = LayerPages.of([k.bfloat16()], [k.bfloat16()], "cpu")
         build = build_layer_rotated if bits else build_layer_digests
-        build(layers, torch.arange(len(at)), *(x[at[0] : at[-1] + 1][None] for x in built))
+        of_layer = Coordinates(*(x[None] for x in signs(HEADS))) if bits == 1 else None
+        more = {"coordinates": of_layer} if of_layer else {}
+        build(layers, torch.arange(len(at)), *(x[at[0] : at[-1] + 1][None] for x in built), **more)
     return built
 
 
@@ -56,15 +65,16 @@ def run(writer: Writer, batch: int, columns: int, rounds: int) -> None:
     n_full = torch.full((batch,), columns, dtype=torch.int32)
     loop = ReadLoop(range(threads))
     calls: dict[str, tuple[int, Callable[[], object]]] = {}  # bytes and call
-    for bits, name in enumerate(("minmax", "rotated-1", "rotated-2")):
+    for bits, name in enumerate(("minmax", "calibrated", "rotated-2")):
         op, tensors = score_rotated if bits else score_pages, digests(batch * columns, bits)
+        more = {"coordinates": signs(HEADS)} if bits == 1 else {}
         few = q[:1], *tensors, table[:1], n_full[:1], DIM**-0.5
-        both = (op(*few, impl=impl) for impl in ("native", "reference"))
+        both = (op(*few, impl=impl, **more) for impl in ("native", "reference"))
         if wrong := op.tolerances["bfloat16"].mismatch(*both):
             writer.add(name, "failed", wrong)
             continue
         arguments = q, *tensors, table, n_full, DIM**-0.5
-        calls[name] = sum(x.nbytes for x in tensors), partial(op, *arguments, impl="native")
+        calls[name] = sum(x.nbytes for x in tensors), partial(op, *arguments, impl="native", **more)
     memory = calls["rotated-2"][1].args[1]
     half = memory.nbytes // 2 // READ_BYTES * READ_BYTES
     read_bytes = 2 * half

@@ -116,19 +116,23 @@ void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uin
                       at<void>(kmax));
 }
 
-void check_rotated(const char* op, int heads, int group, int dim, int bits) {
+void check_rotated(const char* op, int heads, int group, int dim) {
   check_shape(op, scout::kRotatedTokens, heads, dim, group);
-  require(dim <= scout::kRotatedMaxDim && (bits == 1 || bits == 2),
-          std::string(op) + ": D=" + std::to_string(dim) + " bits=" + std::to_string(bits) +
-              "; expected D up to " + std::to_string(scout::kRotatedMaxDim) + " and 1 or 2 bits");
+  require(dim <= scout::kRotatedMaxDim,
+          std::string(op) + ": D=" + std::to_string(dim) + "; expected D up to " +
+              std::to_string(scout::kRotatedMaxDim));
+}
+
+scout::Coordinates coordinates(uintptr_t turn, uintptr_t bits) {
+  return {at<const float>(turn), at<const float>(bits)};
 }
 
 void rotate_pages(uintptr_t k, uintptr_t v, int heads, int dim, int dtype, uintptr_t ids, int64_t n,
-                  int bits, uintptr_t planes, uintptr_t stats) {
-  check_rotated("rotate_pages", heads, 1, dim, bits);
+                  uintptr_t planes, uintptr_t stats, uintptr_t turn, uintptr_t bits) {
+  check_rotated("rotate_pages", heads, 1, dim);
   scout::rotate_pages({at<const void>(k), at<const void>(v), checked_dtype("rotate_pages", dtype),
-                       at<const int64_t>(ids), n, at<uint8_t>(planes), at<uint8_t>(stats), bits,
-                       heads, dim});
+                       at<const int64_t>(ids), n, at<uint8_t>(planes), at<uint8_t>(stats),
+                       coordinates(turn, bits), heads, dim});
 }
 
 // Thread-local; grows to the largest size requested.
@@ -187,15 +191,16 @@ void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t
 }
 
 void score_rotated(uintptr_t q, uintptr_t planes, uintptr_t stats, int64_t num_pages, int heads,
-                   int group, int dim, int bits, uintptr_t table, uintptr_t n_full, int batch,
-                   int columns, float scale, int reduce, uintptr_t out, int threads) {
-  check_rotated("score_rotated", heads, group, dim, bits);
+                   int group, int dim, uintptr_t table, uintptr_t n_full, int batch, int columns,
+                   float scale, int reduce, uintptr_t out, int threads, uintptr_t turn,
+                   uintptr_t bits) {
+  check_rotated("score_rotated", heads, group, dim);
   const auto log_mass = static_cast<int>(scout::Reduce::kLogMass);
   const scout::Reduce reduction =
       reduce == log_mass ? scout::Reduce::kLogMass : checked_reduce("score_rotated", reduce);
   const int64_t results = reduction == scout::Reduce::kLogMass ? heads * group : columns;
-  const scout::RotatedDigests digests{at<const uint8_t>(planes), at<const uint8_t>(stats), bits,
-                                      heads, dim};
+  const scout::RotatedDigests digests{at<const uint8_t>(planes), at<const uint8_t>(stats),
+                                      coordinates(turn, bits), heads, dim};
   const int32_t* const ids = at<const int32_t>(table);
   const int32_t* const counts = at<const int32_t>(n_full);
   check_tables("score_rotated", ids, counts, batch, columns, num_pages);
@@ -232,11 +237,13 @@ NB_MODULE(_native, m) {
         arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
         "Quest bounds of the first n_full pages of B sequences, reduced over the query heads.");
   m.def("rotate_pages", &rotate_pages, arg("k_ptr"), arg("v_ptr"), arg("H"), arg("D"), arg("dtype"),
-        arg("ids_ptr"), arg("n"), arg("bits"), arg("planes_ptr"), arg("stats_ptr"), no_gil,
+        arg("ids_ptr"), arg("n"), arg("planes_ptr"), arg("stats_ptr"), arg("turn_ptr") = 0,
+        arg("bits_ptr") = 0, no_gil,
         "Rotated digests of n pages of 32 tokens, to rows ids[i]; int64 ids, not checked.");
   m.def("score_rotated", &score_rotated, arg("q_ptr"), arg("planes_ptr"), arg("stats_ptr"),
-        arg("P"), arg("H"), arg("G"), arg("D"), arg("bits"), arg("table_ptr"), arg("n_full_ptr"),
-        arg("B"), arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
+        arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"),
+        arg("B"), arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1,
+        arg("turn_ptr") = 0, arg("bits_ptr") = 0, no_gil,
         "Scores of the first n_full pages of B sequences by their rotated digests, or log masses.");
   m.attr("RUNS_PER_THREAD") = scout::kRunsPerThread;
   m.def(

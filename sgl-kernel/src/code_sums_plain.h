@@ -28,7 +28,7 @@ struct CodeSums {
 
   // levels [32]: sum_d q_d level_d of every token, to be multiplied by its scale and the result.
   float add_up(const float* table, const Query&, float* levels) const {
-    const float weights[2] = {bits == 1 ? kOneBit : kFirst, kSecond};
+    const float weights[2] = {bits == 1 ? 1.0f : kFirst, kSecond};
     for (int t = 0; t < kRotatedTokens; ++t) levels[t] = 0.0f;
     for (int row = 0; row < 16 * bits; ++row) {
       const uint8_t* const bytes = planes + static_cast<ptrdiff_t>(row) * groups;

@@ -146,7 +146,7 @@ struct CodeSums {
     for (int i = 0; i < 4; ++i) {
       _mm256_store_ps(levels + 8 * i, _mm256_cvtepi32_ps(_mm256_madd_epi16(words[i], weights)));
     }
-    return (bits == 1 ? kOneBit : kFirst) / kUnit * query.step;
+    return (bits == 1 ? 1.0f : kFirst) / kUnit * query.step;
   }
 
   // The tokens' scales in the order of levels: even tokens first; within each half, tokens 0..7 and

@@ -10,7 +10,6 @@
 namespace scout {
 namespace {
 
-constexpr float kOneBit = 0.79788f;
 constexpr float kFirst = 0.98160f;
 constexpr float kSecond = 0.52880f;
 constexpr float kLargest = 0x1p50f;  // elements of K and V are clamped to this
@@ -40,6 +39,18 @@ inline void rotate(float* x, int dim) {
         high[i] = a - b;
       }
     }
+  }
+}
+
+// matrix x for each column of x [dim, kColumns]; matrix [dim, dim].
+template <int kColumns>
+inline void turn(const float* matrix, const float* x, int dim, float* to) {
+  for (int i = 0; i < dim; ++i) {
+    float sums[kColumns] = {};
+    for (int d = 0; d < dim; ++d) {
+      for (int c = 0; c < kColumns; ++c) sums[c] += matrix[i * dim + d] * x[d * kColumns + c];
+    }
+    __builtin_memcpy(to + i * kColumns, sums, sizeof sums);
   }
 }
 
@@ -147,23 +158,58 @@ inline void pack_channels(const float* x, const float* bounds, int bits, ptrdiff
   }
 }
 
+// Bits of calibrated coordinates: x [dim, 32] becomes 1 or -1 for each bit [dim, 32], and scales
+// [32] the tokens' scales.
+inline void take_bits(const float* bits, int dim, float* x, float* scales) {
+  alignas(64) float y[kRotatedMaxDim * kRotatedTokens];
+  __builtin_memcpy(y, x, sizeof(float) * dim * kRotatedTokens);
+  for (int t = 0; t < kRotatedTokens; ++t) scales[t] = 0.0f;
+  for (int i = 0; i < dim; ++i) {
+    const float* const of = y + static_cast<int>(bits[i]) * kRotatedTokens;
+    const float gain = bits[3 * dim + i];
+    for (int t = 0; t < kRotatedTokens; ++t) scales[t] += of[t] * gain * (of[t] * gain);
+  }
+  for (int t = 0; t < kRotatedTokens; ++t) scales[t] = __builtin_sqrtf(scales[t]);
+  for (int i = 0; i < dim; ++i) {
+    const float* const of = y + static_cast<int>(bits[i]) * kRotatedTokens;
+    const float step = 2.0f * bits[dim + i], levels = bits[2 * dim + i];
+    for (int t = 0; t < kRotatedTokens; ++t) {
+      const float unit = step * scales[t] > kLeastStep ? step * scales[t] : kLeastStep;
+      float level = __builtin_floorf(of[t] / unit);
+      level = level < levels - 1.0f ? level : levels - 1.0f;
+      level = (level > -levels ? level : -levels) + levels;
+      x[i * kRotatedTokens + t] = static_cast<int>(level) & 1 ? 1.0f : -1.0f;
+    }
+  }
+}
+
 template <DType T>
-void rotate_head(const char* k, const char* v, ptrdiff_t row_bytes, int dim, int bits,
+void rotate_head(const char* k, const char* v, ptrdiff_t row_bytes, int dim, const Coordinates& by,
                  uint8_t* planes, uint8_t* stats) {
   alignas(64) float x[kRotatedMaxDim * kRotatedTokens];
   load_keys<T>(k, row_bytes, dim, x);
-  rotate<kRotatedTokens>(x, dim);
+  if (by.turn == nullptr) {
+    rotate<kRotatedTokens>(x, dim);
+  } else {
+    alignas(64) float y[kRotatedMaxDim * kRotatedTokens];
+    turn<kRotatedTokens>(by.turn, x, dim, y);
+    __builtin_memcpy(x, y, sizeof(float) * dim * kRotatedTokens);
+  }
   const float step = take_mean(x, dim, reinterpret_cast<int8_t*>(stats));
   float bounds[kRotatedTokens] =
       {};  // the scales, then the thresholds between inner and outer levels
-  for (int d = 0; d < dim; ++d) {
-    for (int t = 0; t < kRotatedTokens; ++t) {
-      bounds[t] += x[d * kRotatedTokens + t] * x[d * kRotatedTokens + t];
+  if (by.turn != nullptr) {
+    take_bits(by.bits, dim, x, bounds);
+  } else {
+    for (int d = 0; d < dim; ++d) {
+      for (int t = 0; t < kRotatedTokens; ++t) {
+        bounds[t] += x[d * kRotatedTokens + t] * x[d * kRotatedTokens + t];
+      }
     }
+    for (float& bound : bounds) bound = __builtin_sqrtf(bound / static_cast<float>(dim));
   }
   uint16_t scales[kRotatedTokens];
   for (int t = 0; t < kRotatedTokens; ++t) {
-    bounds[t] = __builtin_sqrtf(bounds[t] / static_cast<float>(dim));
     scales[t] = to_bf16(bounds[t]);
     bounds[t] *= kFirst;
   }
@@ -174,7 +220,7 @@ void rotate_head(const char* k, const char* v, ptrdiff_t row_bytes, int dim, int
   __builtin_memcpy(rest + kStepAt, &step, sizeof step);
   __builtin_memcpy(rest + kNormStepAt, &norm_step, sizeof norm_step);
   for (int c = 0; c < dim / 4; ++c) {
-    pack_channels(x + c * 4 * kRotatedTokens, bounds, bits, dim / 4, planes + c);
+    pack_channels(x + c * 4 * kRotatedTokens, bounds, by.planes(), dim / 4, planes + c);
   }
 }
 
@@ -189,8 +235,12 @@ void rotate_all_of(const RotateArgs& args) {
     const char* const v = static_cast<const char*>(args.v) + page;
     for (int h = 0; h < args.kv_heads; ++h) {
       const ptrdiff_t head = static_cast<ptrdiff_t>(args.ids[i]) * args.kv_heads + h;
-      rotate_head<T>(k + h * head_bytes, v + h * head_bytes, row_bytes, dim, args.bits,
-                     args.planes + head * args.bits * 4 * dim,
+      Coordinates by = args.coordinates;
+      if (by.turn != nullptr) {
+        by = {by.turn + static_cast<ptrdiff_t>(h) * dim * dim, by.bits + h * 4 * dim};
+      }
+      rotate_head<T>(k + h * head_bytes, v + h * head_bytes, row_bytes, dim, by,
+                     args.planes + head * by.planes() * 4 * dim,
                      args.stats + head * (dim + kStatsBytes));
     }
   }

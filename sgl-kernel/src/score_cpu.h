@@ -20,12 +20,20 @@ struct Digests {
   int32_t head_dim;
 };
 
-// Rotated digests of pages of 32 tokens, with the layout of ops/rotated.py: planes [P, H, bits, 16,
-// D / 4], stats [P, H, D + 112]; D a multiple of 16 up to kRotatedMaxDim.
+// Calibrated coordinates of a layer, see ops/rotated.py; null with rotated digests.
+struct Coordinates {
+  const float* turn;  // [H, D, D], of keys or of queries
+  const float* bits;  // [H, 4, D]: each bit's channel, width, number of levels below 0, gain
+
+  int32_t planes() const { return turn == nullptr ? 2 : 1; }
+};
+
+// Rotated digests of pages of 32 tokens, with the layout of ops/rotated.py: planes [P, H, planes,
+// 16, D / 4], stats [P, H, D + 112]; D a multiple of 16 up to kRotatedMaxDim.
 struct RotatedDigests {
   const uint8_t* planes;
   const uint8_t* stats;
-  int32_t bits;  // 1 or 2
+  Coordinates coordinates;
   int32_t kv_heads;
   int32_t head_dim;
 };
@@ -71,7 +79,7 @@ struct RotateArgs {
   int64_t n;
   uint8_t* planes;
   uint8_t* stats;
-  int32_t bits;
+  Coordinates coordinates;
   int32_t kv_heads;
   int32_t head_dim;
 };

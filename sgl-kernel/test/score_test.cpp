@@ -155,7 +155,7 @@ size_t stats_bytes(int dim) { return dim + 112; }
 // The rotated keys [32, D] that the digest of a page and KV head stores.
 std::vector<double> decoded(const scout::RotatedDigests& r, size_t row) {
   const int dim = r.head_dim, plane = 4 * dim;
-  const uint8_t* const planes = r.planes + row * r.bits * plane;
+  const uint8_t* const planes = r.planes + row * 2 * plane;
   const uint8_t* const stats = r.stats + row * stats_bytes(dim);
   uint16_t scales[kTokens];
   float step;
@@ -166,7 +166,7 @@ std::vector<double> decoded(const scout::RotatedDigests& r, size_t row) {
     for (int d = 0; d < dim; ++d) {
       const uint8_t* const byte = planes + t % 16 * (dim / 4) + d / 4;
       const auto sign = [&](int i) { return byte[i * plane] >> (t / 16 * 4 + d % 4) & 1 ? 1 : -1; };
-      const double level = r.bits == 1 ? 0.79788 * sign(0) : 0.98160 * sign(0) + 0.52880 * sign(1);
+      const double level = 0.98160 * sign(0) + 0.52880 * sign(1);
       x[t * dim + d] = static_cast<int8_t>(stats[d]) * double{step} + bf16_value(scales[t]) * level;
     }
   }
@@ -211,11 +211,12 @@ struct Special {
   int every;
 };
 
-void check_rotated(const char* isa, const Shape& s, int bits, std::mt19937& rng,
-                   const Special& special = {}, float q_factor = 1.0f) {
+// Two bits; test/ops has calibrated coordinates too.
+void check_rotated(const char* isa, const Shape& s, std::mt19937& rng, const Special& special = {},
+                   float q_factor = 1.0f) {
   const Case c = make_case(s, rng, q_factor);
-  const std::string detail = describe("rotated", isa, c) + " bits=" + std::to_string(bits) +
-                             " keys=" + std::to_string(special.full);
+  const std::string detail =
+      describe("rotated", isa, c) + " keys=" + std::to_string(special.full);
   Tensor k = random_tensor(s.pages * kTokens * s.heads * s.dim, s.dtype, rng);
   for (size_t i = 0; special.every && i < k.full.size(); i += special.every) {
     k.full[i] = special.full;
@@ -224,12 +225,12 @@ void check_rotated(const char* isa, const Shape& s, int bits, std::mt19937& rng,
   }
   const size_t rows = s.pages * s.heads;
   const Tensor v = random_tensor(k.full.size(), s.dtype, rng);
-  std::vector<uint8_t> planes(rows * bits * 4 * s.dim), stats(rows * stats_bytes(s.dim));
+  std::vector<uint8_t> planes(rows * 8 * s.dim), stats(rows * stats_bytes(s.dim));
   std::vector<int64_t> ids(s.pages - 1);
   for (int i = 0; i < s.pages - 1; ++i) ids[i] = s.pages - 2 - i;
   scout::rotate_pages({k.data(), v.data(), s.dtype, ids.data(), s.pages - 1, planes.data(),
-                       stats.data(), bits, s.heads, s.dim});
-  const scout::RotatedDigests digests{planes.data(), stats.data(), bits, s.heads, s.dim};
+                       stats.data(), {}, s.heads, s.dim});
+  const scout::RotatedDigests digests{planes.data(), stats.data(), {}, s.heads, s.dim};
   double size = 1;
   Logs worth(c.query_heads, std::vector<double>(s.pages, 0.0));
   const Logs logs = rotated_logs(c, digests, worth, size);
@@ -256,15 +257,13 @@ int main() {
       for (int dim : {16, 64, 80, 96, 128, 256})
         for (int group : {1, 2, 3, 5})
           check_bounds(isa, {dtype, (dim / 16 + group) % 2 ? 7 : 32, 2, dim, group, 4}, rng);
-      for (int bits : {1, 2}) {
-        for (int dim : {16, 48, 80, 128, 1024})
-          for (int group : {1, 3, 4, 5, 8})
-            check_rotated(isa, {dtype, kTokens, 2, dim, group, 4}, bits, rng);
-        if (scout::bytes_of(dtype) == 1) continue;
-        for (const Special& special : specials)
-          for (float q_factor : {1.0f, 1e30f})
-            check_rotated(isa, {dtype, kTokens, 2, 80, 5, 4}, bits, rng, special, q_factor);
-      }
+      for (int dim : {16, 48, 80, 128, 1024})
+        for (int group : {1, 3, 4, 5, 8})
+          check_rotated(isa, {dtype, kTokens, 2, dim, group, 4}, rng);
+      if (scout::bytes_of(dtype) == 1) continue;
+      for (const Special& special : specials)
+        for (float q_factor : {1.0f, 1e30f})
+          check_rotated(isa, {dtype, kTokens, 2, 80, 5, 4}, rng, special, q_factor);
     }
   }
   if (failures == 0) std::puts("all passed");

@@ -130,7 +130,7 @@ def test_page_scores_runs(tmp_path):
     done = run_benchmark("kernels.page_scores", "--quick", "--json", str(path))
     assert done.returncode == 0, done.stderr
     found = {row["impl"]: row for row in rows.read_rows(path)}
-    assert list(found) == ["minmax", "rotated-1", "rotated-2", "read"]
+    assert list(found) == ["minmax", "calibrated", "rotated-2", "read"]
     assert all(row["status"] == "ok" for row in found.values())
     sizes = [found[name]["digest_bytes"] / (2 * 64 * 8) for name in list(found)[:3]]
     assert sizes == [512, 752, 1264]

@@ -7,16 +7,20 @@ import json
 import pytest
 import torch
 
+from benchmark.accuracy.forecast_training.coordinates import coordinates as coordinates_of
 from benchmark.accuracy.study import figure, run, table
 from benchmark.accuracy.study.decode import Text, decode_window, rounded
 from benchmark.accuracy.study.model import Model
-from benchmark.accuracy.study.selection import Digest, Setting, choose, reduced
+from benchmark.accuracy.study.selection import Digest, Setting, choose, page_scores, reduced
+from page_weights import coordinates
 from sglang_scout.ops.embed import half_means, pooled, score_embeddings
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.rotated import (
     STATS_BYTES,
+    Coordinates,
     build_layer_rotated,
     planes_shape,
+    rotate,
     score_rotated,
 )
 from sglang_scout.ops.score import score_pages
@@ -184,7 +188,8 @@ def test_bounds_choose_what_the_servers_op_chooses(reduce):
     full = torch.tensor([23, 22, 20, 7, 6])
     grouped = q.view(W, H, G, D).transpose(0, 1).flatten(1, 2) * D**-0.5
     u = Digest("minmax-32", pages).scores(grouped, N, pages[:, :0]).view(H, W, G, N)
-    chosen = choose(Setting(k * S, reduce=reduce), u, full)[0]
+    setting = Setting(k * S, reduce=reduce)
+    chosen = choose(setting, page_scores(setting, u, full), full)[0]
     low, high = (
         pages.amin(2).transpose(0, 1).contiguous(),
         pages.amax(2).transpose(0, 1).contiguous(),
@@ -198,28 +203,75 @@ def test_bounds_choose_what_the_servers_op_chooses(reduce):
         assert set(chosen[row].nonzero().ravel().tolist()) == set(selected[row].tolist()) - {-1}
 
 
-@pytest.mark.parametrize("bits", [1, 2])
-def test_rotated_digests_score_as_the_servers_op(bits):
+@pytest.mark.parametrize("name", ["rotated-2", "calibrated"])
+def test_digests_score_as_the_servers_op(name):
     generator = torch.Generator().manual_seed(4)
     H, N, S, D, W, G = 2, 9, 32, 64, 3, 2
     pages = torch.randn(H, N, S, D, generator=generator)
     q = torch.randn(W, H * G, D, generator=generator)
     by_page = pages.permute(1, 2, 0, 3).contiguous()  # [N, S, H, D]
-    shapes = planes_shape(bits, D), (D + STATS_BYTES,)
+    trained = coordinates(H, D) if name == "calibrated" else None
+    shapes = planes_shape(1 if trained else 2, D), (D + STATS_BYTES,)
     parts = [torch.zeros(1, N, H, *shape, dtype=torch.uint8) for shape in shapes]
     values = torch.randn(N, S, H, D, generator=generator) * D**-0.5
     layers = LayerPages.of([by_page], [values], "cpu")
-    build_layer_rotated.reference(layers, torch.arange(N), *parts)
+    of_layers = trained and Coordinates(*(x[None] for x in trained))
+    build_layer_rotated.reference(layers, torch.arange(N), *parts, None, of_layers)
     paging = torch.arange(N, dtype=torch.int32).expand(W, N).contiguous()
     full = torch.full((W,), N, dtype=torch.int32)
-    expected = score_rotated.reference(q, *(x[0] for x in parts), paging, full, D**-0.5)
+    expected = score_rotated.reference(
+        q, *(x[0] for x in parts), paging, full, D**-0.5, coordinates=trained
+    )
     grouped = q.view(W, H, G, D).transpose(0, 1).flatten(1, 2) * D**-0.5
-    digest, norms = Digest(f"rotated-{bits}", pages), values.norm(dim=-1).log().permute(2, 0, 1)
+    digest, norms = Digest(name, pages, trained or ()), values.norm(dim=-1).log().permute(2, 0, 1)
     u, of_values = (
         digest.scores(grouped, N, pages[:, :0], x).view(H, W, G, N) for x in (None, norms)
     )
     found = reduced("value", u, (0, 2), of_values)
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=1e-4)
+
+
+def test_calibrated_bits_tell_queries_more():
+    """Half of the error in the logits, or less, of as many bits of rotated keys, if channels differ."""
+    H, G, D = 2, 3, 64
+    draw = torch.Generator().manual_seed(6)
+    size = 2.0 ** torch.linspace(2, -2, D)
+    mix = [torch.linalg.qr(torch.randn(H, D, D, generator=draw)).Q for _ in "qk"]
+    pages = (torch.randn(H, 40, 32, D, generator=draw) * size) @ mix[0][:, None]
+    q = (torch.randn(H, 50 * G, D, generator=draw) * size) @ mix[1]
+    rest = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
+    made = coordinates_of(*(x.mT @ x / x.shape[1] for x in (q, rest)))
+    trained = Coordinates(*(made[name] for name in Coordinates._fields))
+    unit = trained.queries @ trained.keys.mT
+    torch.testing.assert_close(unit, torch.eye(D).expand(H, D, D), atol=1e-3, rtol=0)
+    channel, _, levels, _ = trained.bits.unbind(1)
+    count = torch.zeros(H, D).scatter_add_(-1, channel.long(), torch.ones(H, D))
+    assert torch.equal(levels.sum(-1), (2.0**count - 1).sum(-1))
+
+    def error(q, pages, digest):
+        return float((q @ (digest._text[0] - pages).flatten(1, 2).mT).square().mean())
+
+    signs = error(rotate(q), rotate(pages), Digest("rotated-1", pages))
+    assert error(q, pages, Digest("calibrated", pages, trained)) < 0.5 * signs
+
+
+def test_tokens_between_scores_select_by_the_last_ones(decoder):
+    model, text, tokens = decoder
+    tokens = tokens[START : START + 70]
+    one, two = (
+        decode_window(model, text, START, tokens, Setting(96, "keys", score_every=n), 0, True)
+        for n in (1, 2)
+    )
+    newest = torch.arange(START, START + 70) // 32 - 1
+    differ = 0
+    for layer, chosen in enumerate(two.chosen):
+        for token in range(1, 70):
+            now, before = chosen[0, token], chosen[0, token - 1]
+            if (token + layer) % 2 and newest[token] == newest[token - 1]:
+                assert now.equal(before)
+            else:
+                differ += not now.equal(before)
+    assert differ and one.chosen[0][:, ::2].equal(two.chosen[0][:, ::2])
 
 
 def test_better_digests_estimate_the_page_mass_better():

@@ -55,7 +55,7 @@ REFUSED_CONFIGS = [
     ({"step_log": "\ud800"}, ["step_log", "name a file"]),
     ({"trace": "a", "step_log": "./a"}, ["step_log = './a'", "file of trace"]),
     ({"resident_tokens": 33}, ["resident_tokens", "33", "32"]),
-    ({"digest": "mean"}, ["digest = 'mean'", "minmax, rotated-1, rotated-2"]),
+    ({"digest": "mean"}, ["digest = 'mean'", "minmax, rotated-2, calibrated"]),
     ({"exact_layers": 3}, ["exact_layers = 3", "list of layer numbers"]),
     (
         {"exact_layers": [1], "precompute": False},
@@ -251,8 +251,8 @@ def test_a_key_that_changes_defaults_gives_way_to_what_is_said():
 
     assert choices(parsed("scout")) == (False, "rotated-2", True, "adaptive")
     assert choices(parsed("scout", paper=True)) == (True, "minmax", False, "fixed")
-    said = parsed("scout", paper=True, digest="rotated-1", recall="off")
-    assert choices(said) == (True, "rotated-1", False, "off")
+    said = parsed("scout", paper=True, digest="rotated-2", recall="off")
+    assert choices(said) == (True, "rotated-2", False, "off")
     assert parsed("scout", paper=False) == parsed("scout")
     assert parsed("rheo").attend == "resident" and parsed("scout").attend == "selected"
     with pytest.raises(

@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from page_weights import forecast_weights, identity, pilot_weights
+from page_weights import digest_weights, forecast_weights, identity, pilot_weights
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import check_weights, load_weights, save_weights
 
 BOTH = pytest.mark.parametrize(
-    "made", [forecast_weights(), pilot_weights()], ids=lambda x: x.header.kind
+    "made", [forecast_weights(), pilot_weights(), digest_weights()], ids=lambda x: x.header.kind
 )
 
 
@@ -95,6 +95,14 @@ def test_a_pilot_of_a_rank_that_saves_nothing_or_of_two_is_refused(tmp_path, ran
     arrays = first.arrays | {"w_q": second.arrays["w_q"]}
     save_weights(dataclasses.replace(first, arrays=arrays), str(tmp_path / "w"))
     refused(tmp_path / "w", "pilot", f"have the ranks {list(ranks)}, expected one from 8 to 31")
+
+
+@pytest.mark.parametrize(("row", "value"), [(0, 16), (0, 0.5), (1, 0), (2, 3), (3, -1)])
+def test_coordinates_without_a_meaning_are_refused(tmp_path, row, value):
+    made = digest_weights()
+    made.arrays["bits"][1, 0, row, 5] = value
+    save_weights(made, str(tmp_path / "w"))
+    refused(tmp_path / "w", "digest", "bits has a channel that is not one of 16, or a width")
 
 
 @BOTH

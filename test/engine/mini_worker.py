@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from page_weights import identity, pilot_weights
+from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.core.page_bytes import EMBEDDINGS, MARK_BYTES
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.build import build_engine
@@ -124,7 +124,8 @@ class MiniWorker:
     def _digest_pool(self, kind):
         shape = self.shape
         sizes = shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim
-        weights = pilot_weights(identity(*sizes)) if kind == "pilot" else None
+        made = {"pilot": pilot_weights, "calibrated": digest_weights}.get(kind)
+        weights = made(identity(*sizes)) if made else None
         return DigestPool(shape, self.host.num_pages, "cpu", kind, weights)
 
     def _randn(self, *size):

@@ -27,8 +27,11 @@ QUERIES = {
 CHOOSERS = [
     chooser
     for chooser in product([*DIGESTS, *EMBEDDINGS], ["layer", "head"], QUERIES)
-    if chooser[0] not in EMBEDDINGS
-    or (chooser[1] == "head" and (chooser[0] == "mean16") == (chooser[2] == "forecast"))
+    if chooser[:2] != ("calibrated", "head")
+    and (
+        chooser[0] not in EMBEDDINGS
+        or (chooser[1] == "head" and (chooser[0] == "mean16") == (chooser[2] == "forecast"))
+    )
 ]
 KEYS = st.fixed_dictionaries(
     {

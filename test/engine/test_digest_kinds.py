@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from page_weights import identity, pilot_weights
+from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.core.page_bytes import DIGESTS, EMBEDDINGS, digest_bytes
 from sglang_scout.engine.digest_kinds import KINDS
 from sglang_scout.engine.digest_pool import DigestPool
@@ -68,6 +68,23 @@ def test_a_pool_scores_each_head_by_its_keys(kind):
         expected[1, :, 2:] = -torch.inf
         got = pool.score(layer, query, Offered.of(table, n_full, 2), SHAPE.scale, "mass")
         torch.testing.assert_close(got.view(2, H, 4), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_digests_made_with_another_file_count_as_not_arrived():
+    shape = dataclasses.replace(SHAPE, head_dim=32)
+    here = digest_weights(identity(L, 4, H, 32))
+    pool = DigestPool(shape, 6, "cpu", "calibrated", here)
+    host = HostPages(shape, *([torch.randn(6 * SIZE, H, 32) for _ in range(L)] for _ in "kv"))
+    there = dataclasses.replace(here, arrays={k: x + 1e-3 for k, x in here.arrays.items()})
+    for weights, pages in ((here, [1, 2]), (there, [3])):
+        sender = DigestPool(shape, 6, "cpu", "calibrated", weights)
+        sender.build(np.array(pages), host)
+        for ours, theirs in zip(pool.parts, sender.parts, strict=True):
+            ours[:, pages] = theirs[:, pages]
+    assert list(pool.accept(np.array([1, 2, 3, 4]))) == [3, 4]
+    pool.build(np.array([3, 4]), host)
+    pool.valid[:] = False
+    assert not len(pool.accept(np.array([1, 2, 3, 4])))
 
 
 def test_a_trained_kind_needs_its_weights():

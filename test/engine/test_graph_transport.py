@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ring_view import RingView
-from sglang_scout.core.page_bytes import DIGESTS
 from sglang_scout.core.registry import _chosen, chosen
 from sglang_scout.ops import triton
 
@@ -26,6 +25,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 @pytest.fixture
 def make(make):
     return partial(make, GraphWorker)
+
+
+EACH_DIGEST = pytest.mark.parametrize(
+    "digest", ['"digest": "minmax"', '"digest": "rotated-2"', '"digest_file": "w"']
+)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +127,10 @@ def test_pages_that_running_steps_write_are_known_and_no_others(make):
         assert not pages.may_be_written(np.zeros(0, np.int64))
 
 
-@pytest.mark.parametrize("digest", DIGESTS)
+@EACH_DIGEST
 def test_pages_that_fill_get_their_digests_from_their_slots(make, digest, monkeypatch):
     """The worker compares all digests with the host pages at every step."""
-    worker = make(layers=2, verify=False, config=f'{{"digest": "{digest}", "recall": "fixed"}}')
+    worker = make(layers=2, verify=False, config=f'{{{digest}, "recall": "fixed"}}')
     from_slots, build = [], worker.digests.build_from_slots
 
     def note(pages, resident, slots):
@@ -144,11 +148,11 @@ def test_pages_that_fill_get_their_digests_from_their_slots(make, digest, monkey
     assert worker.digests.computed == 1 + len(from_slots)
 
 
-@pytest.mark.parametrize("digest", DIGESTS)
+@EACH_DIGEST
 def test_what_boundaries_launch_is_compiled_before_the_first_request(make, digest):
     """Without side effects: it touches only the padding page and a free slot."""
     _chosen.clear()
-    worker = make(layers=2, config=f'{{"digest": "{digest}"}}')
+    worker = make(layers=2, config=f"{{{digest}}}")
     before = set(chosen())
     counts = (worker.digests.computed, worker.digests.received, worker.digests.valid.sum())
     assert counts == (0, 0, 0) and worker.table.resident_pages == 0

@@ -23,11 +23,12 @@ ROTATED = [
     "norm_kernel",
     "mm",
     "rotate_kernel",
+    "query_digits_kernel",
     "rotated_sums_kernel",
     "select_kernel",
     "post_kernel",
 ]
-BOUNDS = [*ROTATED[:3], "bounds_kernel", *ROTATED[4:]]
+BOUNDS = [*ROTATED[:3], "bounds_kernel", *ROTATED[5:]]
 STAGED = ["lt", "masked_fill", "copy_", "stage_kernel"]
 FETCHED = [*ROTATED[:-1], *STAGED]
 FORECAST = [*ROTATED[:3], "embedding_scores_kernel", "select_kernel", *STAGED]
@@ -61,6 +62,7 @@ def projector(shape, heads):
     [
         ("scout", '{"digest": "rotated-2"}', ROTATED, 4),
         ("scout", '{"digest": "rotated-2", "grain": "head"}', ROTATED, 4),
+        ("scout", '{"digest_file": "w.npz"}', ROTATED, 4),
         ("scout", '{"digest": "minmax"}', BOUNDS, 3),
         ("infinigen", "{}", FETCHED, 5),
         ("sparda", '{"forecast_file": "w.npz"}', FORECAST, 5),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hgca_worker import HgcaWorker
-from page_weights import identity, pilot_weights
+from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.digest_pool import DigestPool
@@ -50,14 +50,15 @@ def test_bytes_follow_the_model():
 
 @pytest.mark.parametrize(
     ("digest", "value_bytes", "of_head"),
-    [("minmax", 2, 512), ("minmax", 4, 1024), ("rotated-1", 2, 752), ("rotated-2", 4, 1264)],
+    [("minmax", 2, 512), ("minmax", 4, 1024), ("calibrated", 2, 752), ("rotated-2", 4, 1264)],
 )
 def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
     dtype = {2: torch.bfloat16, 4: torch.float32}[value_bytes]
     shape = dataclasses.replace(SHAPE, num_layers=3, dtype=dtype)
-    settings = config(config=json.dumps({"digest": digest}))
+    settings = dataclasses.replace(config(), digest=digest)
     made = plan_memory(settings, shape, num_pages=7, max_batch=1, context_tokens=100, node_cpus=[1])
-    held = DigestPool(shape, 7, "cpu", digest)
+    weights = digest_weights(identity(3, 40, 8, 128))
+    held = DigestPool(shape, 7, "cpu", digest, weights)
     assert made.digest_bytes == sum(part.nbytes for part in held.parts) == 7 * 3 * 8 * of_head
 
 

@@ -53,7 +53,7 @@ def test_a_covering_budget_is_exact_full_attention(make):
         {"config": '{"attend": "selected", "recall": "fixed"}'},
         {"config": '{"digest": "rotated-2", "exact_layers": [1]}', "dtype": torch.bfloat16},
         {"config": '{"head_reduce": "max"}'},
-        {"config": '{"digest": "rotated-1", "mass": 0.9}'},
+        {"config": '{"digest_file": "w", "mass": 0.9}'},
     ],
     ids=str,
 )

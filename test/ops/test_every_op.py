@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from page_weights import coordinates
 from sglang_scout.core.errors import ImplementationError
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
@@ -45,8 +46,9 @@ def cases():
     q, table, n_full = real(B, HQ, D), ints(B, N), ints(B)
     pools = [Pool(real(n, S, H, D), real(n, S, H, D), torch.arange(B).int()) for n in (P, P + 1)]
     codes = [
-        torch.zeros(P, H, *x, dtype=torch.uint8) for x in (planes_shape(2, D), (D + STATS_BYTES,))
+        torch.zeros(P, H, *x, dtype=torch.uint8) for x in (planes_shape(1, D), (D + STATS_BYTES,))
     ]
+    by = [coordinates(*size, H, D) for size in ((), (L,))]
     arrivals = torch.zeros(B, dtype=torch.int32)
     return {
         add_norm: (real(B, C), real(B, C), real(C), 1e-6),
@@ -56,19 +58,20 @@ def cases():
         build_layer_digests: (layers, ids, *of_layers, torch.stack([ids] * L)),
         build_layer_means: (layers, ids, real(L, P, H, 2, D), torch.stack([ids] * L)),
         build_layer_pilots: (layers, ids, real(L, P, H, 1, C), real(L, H, C, 2 * D), torch.stack([ids] * L)),
-        build_layer_rotated: (layers, ids, *(x.expand(L, *x.shape).clone() for x in codes), torch.stack([ids] * L)),
+        build_layer_rotated: (layers, ids, *(x.expand(L, *x.shape).clone() for x in codes),
+                              torch.stack([ids] * L), by[1]),
         copy_layer_pages: (layers, torch.stack([ids % L, ids, ids]), *slots),
         copy_tokens: (layers, torch.stack([ids % L, ids, ids]).sort(1)[0], of_one_head),
         decay_mass: (q, real(B, HQ), slots_of(P)[0], table, n_full, ints(9), *[n_full] * 3, torch.arange(B).int(),
                      n_full, real(P, N, H, S), 0.1, 0.1),
-        mass_change_rotated: (q, q, *codes, table, n_full, 0.1),
+        mass_change_rotated: (q, q, *codes, table, n_full, 0.1, by[0]),
         merge_states: (real(B, HQ, D), real(B, HQ), real(B, HQ, D), real(B, HQ)),
         pack_pages: (table, n_full, n_full, S, ints(9), n_full),
         rotate_heads: (real(B, HQ * D), real(D), 1e-6, real(9, D), torch.arange(B), D, True, HQ, D),
         salient_bits: (real(L, P, N, H, S), ints(C), ints(C), real(L, P, H)),
         score_embeddings: (real(B * H, C), real(P, H, 2, C), table, n_full, real(B * H, N)),
         score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N), arrivals),
-        score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N), arrivals),
+        score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N), arrivals, by[0]),
         stage_pages: (layers, 1, ints(2, 2), *slots_of(4)),
         select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, 0.9, (ints(B, 4), ints(B, 4))),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Digests of one and two bits per key element: stored contents, and page scores."""
+"""Digests of two bits per key element, and of one in calibrated coordinates: stored contents, and page scores."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from page_weights import coordinates
 from sglang_scout.ops import rotated
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.mass import mass_change_rotated
@@ -19,6 +20,11 @@ BUILDS = pytest.mark.parametrize("impl", build_layer_rotated.names())
 SCORES = pytest.mark.parametrize("impl", score_rotated.names())
 BITS = pytest.mark.parametrize("bits", [1, 2])
 DIMS = (16, 48, 64, 80, 96, 128, 256)
+
+
+def by(bits, H, D):
+    """Coordinates of digests of one bit."""
+    return coordinates(H, D) if bits == 1 else None
 
 
 def empty(P, H, D, bits):
@@ -34,7 +40,8 @@ def digests(k, bits, impl="reference", ids=None, v=None):
     built = empty(P, H, D, bits)
     ids = torch.arange(P) if ids is None else ids
     layers = LayerPages.of([k], [k if v is None else v], "cpu")
-    build_layer_rotated(layers, ids, *built, impl=impl)
+    of_layers = coordinates(1, H, D) if bits == 1 else None
+    build_layer_rotated(layers, ids, *built, coordinates=of_layers, impl=impl)
     return [x[0] for x in built]
 
 
@@ -58,9 +65,10 @@ def check_norms(v, stats):
 def check_built(k, built, bits):
     """Against the formula in float64: within one quantization step, and equal bits except close to a threshold."""
     planes, stats = built
-    D = k.shape[-1]
+    H, D = k.shape[-2:]
     x = k.double().nan_to_num(0.0).clamp(-rotated.LARGEST, rotated.LARGEST).transpose(1, 2)
-    x = x @ rotated._rotation(D, x.device).double()
+    turn = rotated._rotation(D, x.device) if bits == 2 else by(bits, H, D).keys.mT
+    x = x @ turn.double()
     step = stats[..., D + 64 : D + 68].contiguous().view(torch.float32).double()
     mean = stats[..., :D].contiguous().view(torch.int8).double()
     expected = x.mean(2)
@@ -69,18 +77,29 @@ def check_built(k, built, bits):
     )
     assert ((mean - expected / step).abs() <= 0.51 + 1e-4 * mean.abs()).all()
     x = x - (mean * step)[:, :, None]
-    scale = x.square().mean(-1).sqrt()
+    if bits == 1:
+        channel, width, levels, gain = by(bits, H, D).bits[:, None].double().unbind(2)
+        x = x.gather(-1, channel.long().expand(len(x), -1, 32, -1))
+        scale = (x * gain).square().sum(-1).sqrt()
+    else:
+        scale = x.square().mean(-1).sqrt()
     stored = stats[..., D : D + 64].contiguous().view(torch.bfloat16).double()
     torch.testing.assert_close(stored, scale, atol=1e-30, rtol=2.0**-8)
     # Rounding of the rotation is relative to the keys.
     largest = x.abs().amax((-1, -2), keepdim=True)
     close = 1e-5 * scale[..., None] + 2e-6 * (largest + k.double().nan_to_num(0.0).abs().max())
     found = rotated._unpacked(planes)
+    if bits == 1:
+        unit = (2 * width * scale[..., None]).clamp(min=1e-30)
+        level = x / unit
+        index = level.floor().clamp(-levels, levels - 1) + levels
+        clear = (level - level.round()).abs() * unit > close
+        assert ((found[:, :, 0] > 0) == (index % 2 == 1))[clear].all()
+        return
     assert ((found[:, :, 0] > 0) == (x >= 0))[x.abs() > close].all()
-    if bits == 2:
-        margin = x.abs() - rotated.FIRST * scale[..., None]
-        outside = found[:, :, 1] == found[:, :, 0]
-        assert (outside == (margin > 0))[margin.abs() > close].all()
+    margin = x.abs() - rotated.FIRST * scale[..., None]
+    outside = found[:, :, 1] == found[:, :, 0]
+    assert (outside == (margin > 0))[margin.abs() > close].all()
 
 
 @BUILDS
@@ -115,30 +134,32 @@ def test_pages_of_one_value_and_single_bad_elements(impl, bits, value):
     k[1, 5, 0, 9] = value
     k[2, 7] = value
     built = digests(k, bits, impl)
-    decoded = rotated.decode(*built)
+    decoded = rotated.decode(*built, by(bits, 2, 64))
     assert decoded.isfinite().all()
     if math.isfinite(value):
-        same = rotate(k[0].transpose(0, 1))
+        turn = None if bits == 2 else by(bits, 2, 64).keys
+        same = rotated._turned(k[0].transpose(0, 1), turn)
         assert (decoded[0] - same).abs().max() <= 0.02 * abs(value) * 64**0.5
         check_built(k, built, bits)
     check_norms(k, built[1])
 
 
 @BUILDS
-@BITS
-def test_keys_are_decoded_as_well_as_their_bits_allow(impl, bits):
-    """The levels' squared errors for a normal variable are 0.363 and 0.118 of its variance."""
+def test_keys_are_decoded_as_well_as_their_bits_allow(impl):
+    """The levels' squared error for a normal variable is 0.118 of its variance."""
     k = torch.randn(50, 32, 1, 128, generator=torch.Generator().manual_seed(3))
-    error = rotated.decode(*digests(k, bits, impl)) - rotate(k.transpose(1, 2))
-    assert 0.9 < error.square().mean() / {1: 0.363, 2: 0.118}[bits] < 1.05
+    error = rotated.decode(*digests(k, 2, impl)) - rotate(k.transpose(1, 2))
+    assert 0.9 < error.square().mean() / 0.118 < 1.05
 
 
 def literal(q, planes, stats, table, n_full, scale, reduce):
     """The formula in float64, one row at a time; "log mass" is of all pages of a row and head."""
-    G = q.shape[1] // planes.shape[1]
-    x = rotated.decode(planes, stats).double().repeat_interleave(G, 1)  # [P, HQ, 32, D]
+    H, D = planes.shape[1], q.shape[-1]
+    G, of_layer = q.shape[1] // H, by(planes.shape[2], H, D)
+    x = rotated.decode(planes, stats, of_layer).double().repeat_interleave(G, 1)  # [P, HQ, 32, D]
     norms = rotated.value_norms(stats).double().repeat_interleave(G, 1)  # [P, HQ, 32]
-    q = q.double() @ rotated._rotation(q.shape[-1], q.device).double()
+    turn = rotated._rotation(D, q.device) if of_layer is None else of_layer.queries.mT
+    q = (q.double().unflatten(1, (H, G)) @ turn.double()).flatten(1, 2)
     size = q.shape[:2] if reduce == "log mass" else table.shape
     result = torch.full(size, -torch.inf, dtype=torch.float64)
     for b, row in enumerate(table):
@@ -179,7 +200,7 @@ def test_equals_the_formula(agree, impl, bits, reduce, sizes, D, seed):
     B, N, P, H, G = sizes
     arguments = *inputs(seed, B, N, P, H, G, D, bits), D**-0.5, reduce
     out = torch.full((B, N), torch.nan)
-    got = score_rotated(*arguments, impl=impl, out=out)
+    got = score_rotated(*arguments, impl=impl, out=out, coordinates=by(bits, H, D))
     assert got is out
     agree(score_rotated, got, literal(*arguments))
 
@@ -197,7 +218,7 @@ def test_the_change_of_a_mass_equals_the_formula(agree, impl, bits, sizes, D, se
     q, *rest = inputs(seed, B, N, P, H, G, D, bits)
     q_ahead = q + 0.3 * torch.randn(q.shape, generator=torch.Generator().manual_seed(seed))
     real, ahead = (literal(x, *rest, D**-0.5, "log mass") for x in (q, q_ahead))
-    got = mass_change_rotated(q, q_ahead, *rest, D**-0.5, impl=impl)
+    got = mass_change_rotated(q, q_ahead, *rest, D**-0.5, coordinates=by(bits, H, D), impl=impl)
     assert (got[real == -torch.inf] == 0).all()
     agree(mass_change_rotated, got, (real - ahead).nan_to_num(nan=0.0), times=2.0)
 
@@ -238,7 +259,7 @@ def test_channels_of_very_different_size(agree, impl, bits, seed, exponents, siz
     q, *rest = inputs(seed, bits=bits)
     q = size * q * 2.0 ** torch.tensor(exponents, dtype=torch.float32)
     arguments = q, *rest, 0.125, "max"
-    got = score_rotated(*arguments, impl=impl)
+    got = score_rotated(*arguments, coordinates=by(bits, 2, 64), impl=impl)
     logits = float(q.norm(dim=-1).max()) * 11 * 0.125
     agree(score_rotated, got, literal(*arguments), times=max(1.0, logits / 11))
 
@@ -252,7 +273,8 @@ def test_rows_that_are_longer_than_a_block_of_any_kernel(agree, impl, bits, redu
     table[0, 64:128] = -1
     n_full = torch.tensor([290, 70], dtype=torch.int32)
     arguments = q, planes, stats, table, n_full, 0.125, reduce
-    agree(score_rotated, score_rotated(*arguments, impl=impl), literal(*arguments))
+    got = score_rotated(*arguments, coordinates=by(bits, 1, 64), impl=impl)
+    agree(score_rotated, got, literal(*arguments))
 
 
 @SCORES
@@ -280,7 +302,8 @@ def test_one_page_and_pages_of_one_value(impl, bits, fill):
     table = torch.tensor([[1, -1, -1], [0, 1, 2]], dtype=torch.int32)
     n_full = torch.tensor([3, 3], dtype=torch.int32)
     one = torch.full_like(k, 32**-0.5)
-    got = score_rotated(q, *digests(k, bits, v=one), table, n_full, 0.125, "mass", impl=impl)
+    arguments = q, *digests(k, bits, v=one), table, n_full, 0.125, "mass"
+    got = score_rotated(*arguments, coordinates=by(bits, 2, 32), impl=impl)
     expected = torch.tensor([[4, -math.inf, -math.inf], [4 / 3] * 3])
     torch.testing.assert_close(got, expected)
 

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_scout.ops.score import REDUCTIONS, score_pages
+from sglang_scout.ops.triton.score import parts_of
 
 IMPLS = pytest.mark.parametrize("impl", score_pages.names())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -104,6 +105,14 @@ def test_huge_bounds_are_finite(impl, reduce):
         torch.full((1, 2, 64), 3e38), kmin, kmax, table, n_full, 1.0, reduce, impl=impl
     )
     assert out.isfinite().all() and (out == out[0, 0]).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "slots", "parts"),
+    [(256, 32, 528, 2), (8, 32, 528, 32), (128, 32, 528, 4), (200, 32, 528, 5), (512, 32, 528, 1), (0, 5, 4, 1)],
+)  # fmt: skip
+def test_programs_fill_waves(rows, blocks, slots, parts):
+    assert parts_of(rows, blocks, slots) == parts
 
 
 @IMPLS

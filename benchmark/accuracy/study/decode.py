@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmark.accuracy.study.model import KV, Model
-from benchmark.accuracy.study.selection import Digest, Setting, choose
+from benchmark.accuracy.study.selection import Digest, Setting, choose, page_scores
 from sglang_scout.ops.rotated import hadamard
 
 ROWS = 64  # queries per block
@@ -35,7 +35,7 @@ class Text:
         if (name, page_tokens) not in self._digests:
             whole = len(self.tokens) // page_tokens
             pages = (k[:, : whole * page_tokens].unflatten(1, (whole, -1)) for k, _ in self.kv)
-            made = [Digest(name, x, self._model.pilot(i)) for i, x in enumerate(pages)]
+            made = [Digest(name, x, self._model.file_of(name, i)) for i, x in enumerate(pages)]
             self._digests = {(name, page_tokens): made}
         return self._digests[name, page_tokens]
 
@@ -101,8 +101,8 @@ def decode_window(
         if setting.exact_steps:
             ahead = torch.cat([q[: setting.exact_steps], ahead[setting.exact_steps :]])
         out, mass, chosen = attend(
-            setting, digest, q * model.scale, ahead * model.scale, keys, values, start, prefilled
-        )
+            setting, layer, digest, q * model.scale, ahead * model.scale, keys, values, start, prefilled
+        )  # fmt: skip
         window.mass[layer] = mass
         if digest is not None:
             window.pages[layer] = chosen[:, prefilled:].sum(-1).float().mean()
@@ -130,6 +130,7 @@ def predict(
 
 def attend(
     setting: Setting,
+    layer: int,
     digest: Digest | None,
     q: Tensor,
     ahead: Tensor,
@@ -154,7 +155,9 @@ def attend(
     new_pages = keys[:, start : N * S].unflatten(1, (N - old, S))
     out, mass, kept = torch.empty_like(q), 0.0, []
     draw = torch.Generator().manual_seed(T)
-    previous: Tensor | None = None  # selection of the token before a block
+    # Of the token before a block: its selection, and the scores behind it.
+    previous: Tensor | None = None
+    last_score: Tensor | None = None
     for rows in _blocks(W):
         at = torch.arange(start, T)[rows]
         of_prompt = (at < start + prefilled)[:, None]
@@ -173,7 +176,18 @@ def attend(
             if setting.reduce == "value":
                 norms = digest.log_norms(values[:, : N * S].unflatten(1, (N, S)))
                 of_values = digest.scores(chooser, old, new_pages, norms).view(H, -1, G, N)
-            chosen = choose(setting, estimate, full, of_values)  # [H or 1, w, N]
+            score = page_scores(setting, estimate, full, of_values)
+            if setting.score_every > 1:
+                token = torch.arange(W)[rows]
+                anew = (token + layer) % setting.score_every == 0
+                anew |= (token == 0) | (token == prefilled)
+                # [w] of each row, itself or an earlier one; 0 is the last block's.
+                at_score = (torch.arange(1, len(token) + 1) * anew).cummax(0).values
+                if last_score is None:
+                    last_score = score[:, :1]
+                score = torch.cat([last_score, score], 1)[:, at_score]
+                last_score = score[:, -1:]
+            chosen = choose(setting, score, full)  # [H or 1, w, N]
             # The partially filled page always counts, and is not one of the full ones.
             in_full = torch.arange(T) < (full * S)[:, None]
             counts = torch.ones(len(chosen), *in_full.shape, dtype=torch.bool)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sglang_scout.ops.rotated import Coordinates
+
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 PREFILL_ROWS = 512  # queries per block: bounds the memory of attention
 
@@ -89,9 +91,10 @@ class Model:
         made = self.rope(y.view(len(x), self.config.kv_heads, -1), position)
         return made.repeat_interleave(group, 1)
 
-    def pilot(self, layer: int) -> tuple[Tensor, ...]:
-        """W_k and W_q of a layer, if there are any."""
-        return tuple(self.trained[name][layer] for name in ("w_k", "w_q") if name in self.trained)
+    def file_of(self, digest: str, layer: int) -> tuple[Tensor, ...]:
+        """A layer's arrays of the digest's file, if it has one that is there."""
+        names = {"pilot": ("w_k", "w_q"), "calibrated": Coordinates._fields}.get(digest, ())
+        return tuple(self.trained[name][layer] for name in names if name in self.trained)
 
     def keys_values(self, layer: int, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """[H, T, D] each; keys after k-norm and RoPE."""

@@ -25,7 +25,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tokenizers import Tokenizer
@@ -38,7 +38,7 @@ from benchmark.accuracy.study.selection import Setting
 from benchmark.accuracy.study.settings import SETS
 from benchmark.progress import Progress
 from benchmark.rows import ROOT, Row, environment, weights_digest
-from sglang_scout.core.forecast import load_weights
+from sglang_scout.core.forecast import Kind, load_weights
 
 RECALL_MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
 RECALL_TASKS = ("recall", "needle", "multi_key", "variables", "copy", "count")
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
         model_path = args.model_path
         documents = real_documents(model_path, numbers)
     model = Model(model_path)
-    for kind in ("forecast", "pilot"):
+    for kind in get_args(Kind):
         path = ROOT / ".cache" / "weights" / f"{model_path.name}-{kind}.npz"
         if path.is_file():
             arrays = load_weights(str(path), kind).arrays

@@ -8,6 +8,7 @@ the page's log mass, log sum exp(q.k):
     mean-R        means of R consecutive tokens; mean-S is the page's mean key
     rotated-B     for rotated keys, the mean in int8, and each token's difference from it with B = 1 or 2 bits per
                   channel and a scale: ops/rotated.py, for any page size
+    calibrated    the same with one bit per channel on average in calibrated coordinates: ops/rotated.py
     pca-C         the C leading principal components of all keys in four bits (calibrated on the text)
     minmax-R      bounds over R consecutive tokens; minmax-S is that of Quest, the paper and ops/score.py
     window        the mean key of the best window of a page, stride half a page, from halves of 16 tokens: SparDA
@@ -23,8 +24,22 @@ import torch
 from torch import Tensor
 
 from sglang_scout.ops.embed import pooled
-from sglang_scout.ops.rotated import FIRST, ONE_BIT, SECOND, rotate
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.rotated import (
+    FIRST,
+    SECOND,
+    STATS_BYTES,
+    Coordinates,
+    build_layer_rotated,
+    decode,
+    planes_shape,
+    rotate,
+)
 
+KINDS = ("keys", "mean", "rotated", "calibrated", "pca", "minmax", "window", "pilot")
+FILES = {"pilot": "pilot", "calibrated": "digest"}
+"""Kinds of files that digests need."""
+ONE_BIT = 0.79788  # the level of a sign, of a normal variable
 REDUCTIONS = ("mass", "value", "max", "sum")
 QUERIES = ("real", "predicted", "extrapolated", "forecast")
 ATTENDS = (
@@ -56,6 +71,8 @@ class Setting:
             device: the real one; the predicted one for all of them, or for those that the previous token had not
             selected ("-missing"); "corrected": with each page's log mass corrected by the digest, + est(q) -
             est(predicted q); "reweighed": the same correction for their joint mass.
+        score_every: a token ranks pages by the scores of an earlier one, computed anew every so many tokens, in a
+            different one of them in each layer; the first token of a window, and after a prompt, computes its own.
         far: share, 0 to 1, of the pages that ``attends`` names, sampled for each token.
         kv: torch dtype that keys and values are rounded to for attention; none: "". Digests are not rounded. With
             "rotated " before it, keys are rounded after a Hadamard transform, queries taking the same.
@@ -72,6 +89,7 @@ class Setting:
     dense_layers: tuple[int, ...] = ()
     stop_mass: float = 1.0
     attends: str = "real"
+    score_every: int = 1
     far: float = 1.0
     kv: str = ""
 
@@ -129,26 +147,40 @@ def in_int8(x: Tensor) -> Tensor:
     return (x / step).round() * step
 
 
+def as_stored(pages: Tensor, coordinates: Coordinates) -> Tensor:
+    """``pages`` [H, N, 32, D] as a calibrated digest has them."""
+    k, (H, N, _, D) = pages.permute(1, 2, 0, 3).contiguous(), pages.shape
+    digests = [
+        torch.zeros(1, N, H, *x, dtype=torch.uint8)
+        for x in (planes_shape(1, D), (D + STATS_BYTES,))
+    ]
+    of_layer = Coordinates(*(x[None] for x in coordinates))
+    source = LayerPages.of([k], [k], "cpu")
+    build_layer_rotated(source, torch.arange(N), *digests, None, of_layer, impl="reference")
+    x = decode(*(x[0] for x in digests), coordinates)
+    return (x @ coordinates.queries).transpose(0, 1)
+
+
 class Digest:
     """Digests of pages, and the scores of queries by them.
 
     Args:
         name: see the module docstring.
         pages: [H, N, S, D], of the text; calibrated digests are calibrated on them.
-        pilot: w_k [H, r, 2 D] and w_q [H, r, G * D] of the layer.
+        trained: of the layer, for pilot w_k [H, r, 2 D] and w_q [H, r, G * D]; for calibrated `Coordinates`.
     Raises:
         ValueError: an unknown name.
     """
 
-    def __init__(self, name: str, pages: Tensor, pilot: tuple[Tensor, ...] = ()) -> None:
+    def __init__(self, name: str, pages: Tensor, trained: tuple[Tensor, ...] = ()) -> None:
         self.kind, _, rest = name.partition("-")
-        if self.kind not in ("keys", "mean", "rotated", "pca", "minmax", "window", "pilot"):
+        if self.kind not in KINDS:
             raise ValueError(f"digest {name!r} is not known")
-        if self.kind == "pilot" and not pilot:
+        if name in FILES and not trained:
             raise ValueError(
-                "digest 'pilot' needs trained weights: scripts/train_forecast.py --kind pilot"
+                f"digest {name!r} needs a file: scripts/train_forecast.py --kind {FILES[name]}"
             )
-        self._pilot = pilot
+        self._trained = trained
         self._number = int(rest or 1)  # rows' tokens, bits, or components
         if self.kind == "pca":
             self._centre = pages.mean((1, 2), keepdim=True)
@@ -170,8 +202,10 @@ class Digest:
             return (pages.unflatten(2, (2, -1)).mean(3),)
         if kind == "pilot":
             return (
-                torch.einsum("hrx,nhx->hnr", self._pilot[0], pooled(pages.permute(1, 2, 0, 3))),
+                torch.einsum("hrx,nhx->hnr", self._trained[0], pooled(pages.permute(1, 2, 0, 3))),
             )
+        if kind == "calibrated":
+            return (as_stored(pages, Coordinates(*self._trained)),)
         if kind == "rotated":
             x = rotate(pages)
             mean = in_int8(x.mean(2, keepdim=True))
@@ -182,7 +216,7 @@ class Digest:
     def log_norms(self, values: Tensor) -> Tensor:
         """[H, N, S] for ``values`` [H, N, S, D], as stored by this digest: rotated ones in a byte."""
         norms = values.norm(dim=-1)
-        if self.kind == "rotated":
+        if self.kind in ("rotated", "calibrated"):
             step = (norms.amax(-1, keepdim=True) / 255).clamp(min=torch.finfo().tiny)
             norms = (norms / step).round() * step
         return norms.log()
@@ -201,8 +235,8 @@ class Digest:
         if self.kind == "pilot":
             H, M, D = q.shape
             embeddings = torch.cat([text[0], *self._summary(more)], 1)
-            group = self._pilot[1].shape[-1] // D
-            of_query = torch.einsum("hrx,hwx->hwr", self._pilot[1], q.reshape(H, -1, group * D))
+            group = self._trained[1].shape[-1] // D
+            of_query = torch.einsum("hrx,hwx->hwr", self._trained[1], q.reshape(H, -1, group * D))
             return (of_query @ embeddings.mT).repeat_interleave(group, 1)
         counts = (None, None) if tokens is None else (tokens[:, :pages], tokens[:, pages:])
         parts = zip((text, self._summary(more)), counts, strict=True)
@@ -242,18 +276,26 @@ def reduced(how: str, u: Tensor, heads: tuple[int, ...], of_values: Tensor | Non
     return u.sum(heads)
 
 
-def choose(setting: Setting, u: Tensor, full: Tensor, of_values: Tensor | None = None) -> Tensor:
-    """The selected pages as bool [H or 1, W, N], from ``u`` [H, W, G, N] and each query's number of full pages [W].
+def page_scores(
+    setting: Setting, u: Tensor, full: Tensor, of_values: Tensor | None = None
+) -> Tensor:
+    """[H or 1, W, N] scores of pages from ``u`` [H, W, G, N] and each query's number of full pages [W].
 
     ``of_values``: like ``u``, with each token weighted by its value norm; for "value".
     """
-    assert setting.budget_tokens is not None
     page = torch.arange(u.shape[-1])
     offered = page < full[:, None]  # [W, N]
     heads = (0, 2) if setting.grain == "layer" else (2,)
     u = u.masked_fill(~offered[:, None], -torch.inf)
     score = reduced(setting.reduce, u, heads, of_values)
-    score = score.view(-1, *offered.shape).masked_fill(~offered, 0.0)
+    return score.view(-1, *offered.shape).masked_fill(~offered, 0.0)
+
+
+def choose(setting: Setting, score: Tensor, full: Tensor) -> Tensor:
+    """The selected pages as bool [H or 1, W, N], by ``score`` of the same shape."""
+    assert setting.budget_tokens is not None
+    page = torch.arange(score.shape[-1])
+    offered = page < full[:, None]  # [W, N]
     forced = (page == 0) | (page == full[:, None] - 1)
     key = score.masked_fill(~offered, -torch.inf).masked_fill(forced & offered, torch.inf)
     k = min(setting.budget_tokens // setting.page_tokens, len(page))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from sglang_scout.core.config import FLAGS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.forecast import Kind, load_weights
+from sglang_scout.core.forecast import load_weights, weights_file
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.policy.base import Context, make_policy, policies
 
@@ -50,11 +50,11 @@ def requirements(name: str, keys: str) -> dict[str, Any]:
     config = server_config(name, keys)
     layers = max(config.exact_layers, default=0) + 1
     policy = make_policy(Context(config, num_layers=layers, page_bytes=1))
-    files, kinds = [], get_args(Kind)
-    for kind, path in zip(kinds, (config.forecast_file, config.pilot_file), strict=True):
-        if path is not None:
-            model = load_weights(path, kind).header.identity
-            files.append(f"{kind}_file {path}, of {model.describe()}")
+    files, named = [], weights_file(config)
+    if named is not None:
+        kind, path = named
+        model = load_weights(path, kind).header.identity
+        files.append(f"{kind}_file {path}, of {model.describe()}")
     return {
         "policy": policy.name,
         "budget_tokens": config.budget_tokens,

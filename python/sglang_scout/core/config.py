@@ -170,6 +170,13 @@ class OffloadConfig:
         "Weights of page embeddings, given to both servers: `scripts/train_forecast.py --kind pilot`",
         is_general=False,
     )
+    digest_file: str | None = _key(
+        None,
+        "Coordinates of `calibrated` digests, which it implies; given to both servers: `scripts/train_forecast.py "
+        "--kind digest`",
+        is_general=False,
+        needs=("digest", "calibrated"),
+    )
 
     context_share: float = _for_tests(
         0.0, "Memory for kept tokens, as a share of the host pages'", (0.0, 1.0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.core.profile import ModelIdentity
 
-Kind = Literal["forecast", "pilot"]
+Kind = Literal["forecast", "pilot", "digest"]
 VERSION = 1
 LEAST_RANK = 8
 FLAG = "--kv-offload-config"
@@ -70,6 +70,8 @@ class PageWeights:
         if self.header.kind == "forecast":
             rows = slice(first * dim, (first + count) * dim)
             return PageWeights(self.header, {"w": self.arrays["w"][:, rows]})
+        if self.header.kind == "digest":
+            return PageWeights(self.header, {name: x[:, own] for name, x in self.arrays.items()})
         query = rank * model.num_q_heads // size - first * group
         columns = slice(query * dim, (query + min(group, model.num_q_heads // size)) * dim)
         w_k, w_q = self.arrays["w_k"][:, own], self.arrays["w_q"][:, own, :, columns]
@@ -81,6 +83,9 @@ def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]
     layers, heads, dim = model.num_layers, model.num_kv_heads, model.head_dim
     if kind == "forecast":
         return {"w": (layers, heads * dim, None)}
+    if kind == "digest":
+        square = (layers, heads, dim, dim)
+        return {"keys": square, "queries": square, "bits": (layers, heads, 4, dim)}
     group = model.num_q_heads // max(heads, 1)
     return {"w_k": (layers, heads, None, 2 * dim), "w_q": (layers, heads, None, group * dim)}
 
@@ -103,7 +108,7 @@ def save_weights(weights: PageWeights, path: str) -> None:
 
 
 def load_weights(path: str, kind: Kind) -> PageWeights:
-    """Read the file that the key ``forecast_file`` or ``pilot_file`` names, and check that it is complete.
+    """Read the file that a key, as ``forecast_file``, names, and check that it is complete.
 
     Raises:
         ConfigError: unreadable, of another kind or version, or with arrays that do not fit the model it names.
@@ -126,11 +131,16 @@ def load_weights(path: str, kind: Kind) -> PageWeights:
     return PageWeights(header, arrays)
 
 
+def weights_file(config: OffloadConfig) -> tuple[Kind, str] | None:
+    """Kind and path of the configured file, if any."""
+    paths = ((kind, getattr(config, f"{kind}_file")) for kind in get_args(Kind))
+    return next(((kind, path) for kind, path in paths if path is not None), None)
+
+
 def trained_weights(config: OffloadConfig) -> PageWeights | None:
     """Weights of the configured file, if any."""
-    if config.forecast_file is not None:
-        return load_weights(config.forecast_file, "forecast")
-    return None if config.pilot_file is None else load_weights(config.pilot_file, "pilot")
+    file = weights_file(config)
+    return load_weights(file[1], file[0]) if file else None
 
 
 def pilot_rank(config: OffloadConfig) -> int:
@@ -156,6 +166,12 @@ def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
             return f"{name} is {x.dtype}{list(x.shape)}, expected float32[{expected}]"
         if not np.isfinite(x).all():
             return f"{name} has elements that are not finite"
+    if header.kind == "digest":
+        channel, width, levels, gain = np.moveaxis(arrays["bits"], 2, 0)
+        dim = header.identity.head_dim
+        is_good = np.isin(channel, np.arange(dim)) & np.isin(levels, (1, 2, 4, 8)) & (width > 0)
+        if not (is_good & (gain > 0)).all():
+            return f"bits has a channel that is not one of {dim}, or a width or gain that is not above 0"
     if header.kind == "pilot":
         ranks, most = [x.shape[2] for x in arrays.values()], 2 * header.identity.head_dim - 1
         if ranks[0] != ranks[1] or not LEAST_RANK <= ranks[0] <= most:

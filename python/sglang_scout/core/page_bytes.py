@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DIGESTS = ("minmax", "rotated-1", "rotated-2")
+DIGESTS = ("minmax", "rotated-2", "calibrated")
 """Page digests for selection by all heads of a layer; see ``engine/digest_kinds.py``."""
 
 EMBEDDINGS = ("mean16", "pilot")
@@ -34,7 +34,7 @@ def digest_parts(
         return head_dim * value_bytes, head_dim * value_bytes
     if kind in EMBEDDINGS:
         return (2 * head_dim if kind == "mean16" else pilot_rank) * value_bytes, MARK_BYTES
-    bits = int(kind.removeprefix("rotated-"))
+    bits = 2 if kind == "rotated-2" else 1
     return bits * 4 * head_dim, head_dim + ROTATED_STATS_BYTES
 
 

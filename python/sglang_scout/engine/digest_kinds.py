@@ -6,9 +6,11 @@ Shapes: L layers, P pages, n of them, S tokens a page, H KV heads, D head size.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sglang_scout.core.forecast import PageWeights
@@ -18,6 +20,7 @@ from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.mass import mass_change_rotated
 from sglang_scout.ops.rotated import (
+    Coordinates,
     build_layer_rotated,
     planes_shape,
     score_rotated,
@@ -33,12 +36,12 @@ class DigestKind:
     """How digests are built and scored.
 
     Attributes:
-        build: as :func:`build_layer_digests`; with ``trained`` W_k behind its arguments.
+        build: as :func:`build_layer_digests`; of trained kinds with W_k or the coordinates behind its arguments.
         score: as :func:`score_pages`, of the parts of one layer; of kinds ``per_head`` see :func:`score_heads`.
         mass_change: as :func:`mass_change_rotated`; None where scores are bounds.
         view: the parts as both of them expect, from bytes, the model's dtype and D.
         per_head: each KV head selects pages with one query vector.
-        trained: built with W_k of a pilot file (``core/forecast.py``), and scored with W_q q.
+        trained: arrays of a file (``core/forecast.py``) that it is built and scored with.
     """
 
     build: Callable[..., None]
@@ -46,7 +49,7 @@ class DigestKind:
     mass_change: Callable[..., torch.Tensor] | None
     view: Callable[[torch.Tensor, torch.dtype, int], torch.Tensor]
     per_head: bool = False
-    trained: bool = False
+    trained: tuple[str, ...] = ()
 
 
 def _bounds(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
@@ -113,18 +116,23 @@ KINDS = {
         None,
         _embeddings,
         per_head=True,
-        trained=True,
+        trained=("w_k", "w_q"),
     ),
-} | {
-    f"rotated-{bits}": DigestKind(build_layer_rotated, score_rotated, mass_change_rotated, _rotated)
-    for bits in (1, 2)
+    "rotated-2": DigestKind(build_layer_rotated, score_rotated, mass_change_rotated, _rotated),
+    "calibrated": DigestKind(
+        build_layer_rotated,
+        score_rotated,
+        mass_change_rotated,
+        _rotated,
+        trained=Coordinates._fields,
+    ),
 }
 
 
 def trained_arrays(
     kind: DigestKind, weights: PageWeights | None, device: torch.device | str
 ) -> tuple[torch.Tensor, ...]:
-    """W_k and W_q on ``device`` for a trained kind, nothing for others.
+    """The arrays of a trained kind on ``device``, nothing for others.
 
     Raises:
         ValueError: weights are missing.
@@ -132,8 +140,14 @@ def trained_arrays(
     if not kind.trained:
         return ()
     if weights is None:
-        raise ValueError("this kind of digest is trained: it needs the weights of a pilot_file")
-    return tuple(torch.tensor(weights.arrays[name], device=device) for name in ("w_k", "w_q"))
+        raise ValueError("this kind of digest needs the weights of a pilot_file or a digest_file")
+    return tuple(torch.tensor(weights.arrays[name], device=device) for name in kind.trained)
+
+
+def mark_of(weights: PageWeights) -> int:
+    """The last word of digests made with these weights, so that those made with others are told apart."""
+    sums = [zlib.crc32(np.ascontiguousarray(x)) for _, x in sorted(weights.arrays.items())]
+    return 1 + sum(sums) % (_UNSET - 1)
 
 
 def score_heads(
@@ -167,10 +181,19 @@ def unset(parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor) -> None:
         mark.index_fill_(1, ids, _UNSET)
 
 
-def is_set(parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """``[n]`` bool: pages whose rows of all layers were written since :func:`unset`.
+def set_mark(parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor, mark: int) -> None:
+    """The last word of rows ``ids`` of all layers."""
+    _marks(parts)[1].index_fill_(1, ids, mark)
 
-    A real page has the mark's word with probability 1/65,536; its digest is then rebuilt.
+
+def is_set(
+    parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor, mark: int | None
+) -> torch.Tensor:
+    """``[n]`` bool: pages whose rows of all layers were written since :func:`unset`, with ``mark`` as the last word if
+    that is given.
+
+    A real page has the word of an unset one with probability 1/65,536; its digest is then rebuilt.
     """
-    corners = torch.stack([mark[:, ids] for mark in _marks(parts)])
-    return ~(corners == _UNSET).any(0).any(0)
+    first, last = (words[:, ids] for words in _marks(parts))
+    wrong = (first == _UNSET) | (last == _UNSET if mark is None else last != mark)
+    return ~wrong.any(0)

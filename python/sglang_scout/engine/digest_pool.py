@@ -9,22 +9,32 @@ import torch
 from sglang_scout.core.forecast import PageWeights
 from sglang_scout.core.page_bytes import PILOT_RANK, digest_parts
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_kinds import KINDS, is_set, score_heads, trained_arrays, unset
+from sglang_scout.engine.digest_kinds import (
+    KINDS,
+    is_set,
+    mark_of,
+    score_heads,
+    set_mark,
+    trained_arrays,
+    unset,
+)
 from sglang_scout.engine.hints import PageHints
 from sglang_scout.engine.offered import Offered
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.rotated import Coordinates
 
 
 class DigestPool:
     """The digest of every page, and which are valid.
 
     A digest can arrive with the KV from the prefill server or be built here. An unset digest holds a sentinel in its
-    data until it is written, so an arrived digest is recognised without a separate message.
+    data until it is written, so an arrived digest is recognised without a separate message. One made with another
+    server's digest file counts as not arrived.
 
     Args:
         kind: what a digest holds, a key of ``KINDS``.
-        weights: this rank's part of a pilot file, for a trained kind.
+        weights: this rank's part of the file of a trained kind.
         hints: whether the prefill server sends hints.
 
     Attributes:
@@ -47,7 +57,15 @@ class DigestPool:
         self.kind = kind
         self._of_kind = KINDS[kind]
         self._trained = trained_arrays(self._of_kind, weights, device)
-        rank = weights.rank if self._trained and weights else PILOT_RANK
+        rank, self._of_build = PILOT_RANK, self._trained[:1]
+        self._mark: int | None = None
+        self._of_layer: list[dict[str, Coordinates]] = [{}] * shape.num_layers
+        if weights is not None and kind == "pilot":
+            rank = weights.rank
+        if weights is not None and kind == "calibrated":
+            self._mark, self._of_build = mark_of(weights), (Coordinates(*self._trained),)
+            of_layers = zip(*self._trained, strict=True)
+            self._of_layer = [{"coordinates": Coordinates(*x)} for x in of_layers]
         first, second = digest_parts(kind, shape.head_dim, shape.dtype.itemsize, rank)
         self.parts = (
             torch.zeros((*size, first), dtype=torch.uint8, device=device),
@@ -70,7 +88,7 @@ class DigestPool:
         padding = np.zeros(1, np.int64)
         ids, slots = self._ids(padding), self._ids(np.zeros((len(resident.k), 1)))
         for source, rows in ((host.for_copies(self.device), None), (resident, slots)):
-            self._of_kind.build(source, ids, *self._views, rows, *self._trained[:1])
+            self._of_kind.build(source, ids, *self._views, rows, *self._of_build)
         self.unset(padding)
         self.accept(padding)
 
@@ -93,7 +111,7 @@ class DigestPool:
 
         The host waits for the current stream, which must be that of :meth:`unset` or ordered after it.
         """
-        complete = is_set(self.parts, self._ids(pages)).cpu().numpy()
+        complete = is_set(self.parts, self._ids(pages), self._mark).cpu().numpy()
         self.valid[pages[complete]] = True
         self.received += int(complete.sum())
         return pages[~complete]
@@ -118,7 +136,9 @@ class DigestPool:
         ids: torch.Tensor,
         rows: torch.Tensor | None,
     ) -> None:
-        self._of_kind.build(source, ids, *self._views, rows, *self._trained[:1])
+        self._of_kind.build(source, ids, *self._views, rows, *self._of_build)
+        if self._mark is not None:
+            set_mark(self.parts, ids, self._mark)
         if self.device.type == "cuda":
             self._built = torch.cuda.Event()
             self._built.record()
@@ -137,8 +157,8 @@ class DigestPool:
         parts = self._of_lists(layer, offered.lists)
         pages = offered.digest_rows, offered.list_n_scored
         return self._of_kind.score(
-            query, *parts, *pages, scale, head_reduce, arrivals=offered.arrivals
-        )
+            query, *parts, *pages, scale, head_reduce, arrivals=offered.arrivals, **self._of_layer[layer]
+        )  # fmt: skip
 
     def _of_lists(self, layer: int, lists: int) -> list[torch.Tensor]:
         """The parts of a layer; with one list per KV head, each head's digests as separate pages."""
@@ -171,7 +191,8 @@ class DigestPool:
         """
         assert self._of_kind.mass_change is not None
         parts = (view[layer] for view in self._views)
-        return self._of_kind.mass_change(query, query_ahead, *parts, pages, n_pages, scale)
+        asked = query, query_ahead, *parts, pages, n_pages, scale
+        return self._of_kind.mass_change(*asked, **self._of_layer[layer])
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)

@@ -10,6 +10,7 @@ from .rotated import (
     DIGESTS,
     NATIVE_DIMS,
     TOLERANCES,
+    Coordinates,
     native_reduced,
     page_masses,
     valid_digests,
@@ -19,6 +20,8 @@ from .score import REDUCTIONS
 
 def _valid_lists(call: Call) -> str:
     lists, heads = call.sizes["lists"], call.sizes["H"]
+    if lists > 1 and call["coordinates"] is not None:
+        return f"pages has {lists} lists per request, expected 1 with coordinates"
     if lists not in (1, heads):
         return f"pages has {lists} lists per request, expected 1 or H={heads}"
     return valid_digests(call)
@@ -52,14 +55,15 @@ def mass_change_rotated(
     pages: torch.Tensor,
     n_pages: torch.Tensor,
     scale: float,
+    coordinates: Coordinates | None = None,
 ) -> torch.Tensor:
     """Estimate the difference in log softmax mass of the given pages between two queries.
 
-        m[h](q) = log sum_p sum_t exp(scale R q[h] . x_t[p]),  m(q) - m(q_ahead)
+        m[h](q) = log sum_p sum_t exp(scale R' q[h] . x_t[p]),  m(q) - m(q_ahead)
 
     Args:
         q, q_ahead: [B, HQ, D] any float dtype, the same for both.
-        planes, stats, scale: as in `score_rotated`.
+        planes, stats, scale, coordinates: as in `score_rotated`.
         pages, n_pages: [B*C, N] and [B*C] int32, the first n_pages of each row; negative ones are padding. C is 1, or
             H: then row b * H + h belongs to KV head h of request b.
     Returns:
@@ -71,7 +75,7 @@ def mass_change_rotated(
     size = len(rows), q.shape[1] // lists, q.shape[2]
     void = (torch.arange(rows.shape[1], device=rows.device) >= n_pages[:, None]) | (rows < 0)
     real, ahead = (
-        page_masses(x.float().view(size), planes, stats, rows, scale)[0]
+        page_masses(x.float().view(size), planes, stats, rows, scale, coordinates)[0]
         .masked_fill_(void[:, None], -torch.inf)
         .logsumexp(-1)
         for x in (q, q_ahead)
@@ -80,12 +84,12 @@ def mass_change_rotated(
 
 
 @native.implements(mass_change_rotated, sizes=NATIVE_DIMS)
-def _native_mass_change(q, q_ahead, planes, stats, pages, n_pages, scale):
+def _native_mass_change(q, q_ahead, planes, stats, pages, n_pages, scale, coordinates):
     lists = len(pages) // len(q) if len(q) else 1
     planes, stats, rows = _of_lists(pages, planes, stats, lists)
     size = len(rows), q.shape[1] // lists, q.shape[2]
     real, ahead = (
-        native_reduced(x, planes, stats, rows, n_pages, scale, len(REDUCTIONS), x.new_empty(x.shape[:2]))
+        native_reduced(x, planes, stats, rows, n_pages, scale, len(REDUCTIONS), x.new_empty(x.shape[:2]), coordinates)
         for x in (x.float().view(size) for x in (q, q_ahead))
     )  # fmt: skip
     return (real - ahead).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(q.shape[:2])

@@ -1,16 +1,25 @@
-"""Page digests of one or two bits per key element, after a rotation that evens out the channels.
+"""Page digests of one or two bits per key element, in coordinates in which few bits say much.
 
 A minimum and a maximum bound all tokens of a page by one box. This describes each token: the page's mean key, and
-for every token the rotated difference of its key from the mean, as a sign or one of four levels per channel.
+for every token the difference of its key from the mean.
 
-    x_t = R k_t                  R: sign flips, then Hadamard transforms: orthogonal, so that R q . R k = q . k
+    x_t = R k_t                  q . k = R' q . R k
     m   = mean_t x_t, in int8    with one step per page and KV head
+
+Two bits per channel: R = R' is sign flips, then Hadamard transforms, which even out the channels:
+
     s_t = rms(x_t - m)           the scale of a token, in bfloat16
-    one bit    x_t ~ m + s_t ONE_BIT b1                     b1 = +-1, the sign of x_t - m
-    two bits   x_t ~ m + s_t (FIRST b1 + SECOND b2)         b2 = b1 where |x_t - m| > FIRST s_t, else -b1
+    x_t ~ m + s_t (FIRST b1 + SECOND b2)
+    b1  = +-1, the sign of x_t - m; b2 = b1 where |x_t - m| > FIRST s_t, else -b1
 
 These levels minimize the squared error for a normal variable (Max 1960), which rotated channels nearly are
 (QuIP, RaBitQ). The levels are sums over bits, so both bit planes are scored by the same products.
+
+One bit per channel on average: R and R' are calibrated (:class:`Coordinates`) so that errors of all channels of x
+matter equally to queries, and channels that vary more have more bits: none to four.
+
+    s_t = |gain (x_t - m)|                     over the bits
+    x_t ~ m + s_t sum of width b               over a channel's bits, b = +-1: equidistant levels
 
 Also stored is the norm of each token's value: a page matters by what its tokens add to the output, their weights times
 their values, which is at most
@@ -26,6 +35,7 @@ Layout of a page and KV head, in two tensors:
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -38,7 +48,7 @@ from .op import Call, op
 from .score import REDUCTIONS, reduce_heads
 
 PAGE_TOKENS = 32
-ONE_BIT, FIRST, SECOND = 0.79788, 0.98160, 0.52880
+FIRST, SECOND = 0.98160, 0.52880
 LARGEST = 2.0**50
 """Elements of K and V are clamped to this and NaN becomes 0, so that digests and scores stay finite."""
 
@@ -53,6 +63,19 @@ _REASON = (
     "largest scores of random queries"
 )
 TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(2e-2, 6e-3, _REASON))
+
+
+class Coordinates(NamedTuple):
+    """Calibrated coordinates of a layer's KV heads, or with an axis before of all layers.
+
+    keys, queries: [H, D, D] float32, R and R'; the one is the inverse of the other, transposed.
+    bits: [H, 4, D] float32, for each of D bits: its channel; its width; 1, 2, 4 or 8 by the number of wider bits of the
+        channel; the channel's gain.
+    """
+
+    keys: torch.Tensor
+    queries: torch.Tensor
+    bits: torch.Tensor
 
 
 def hadamard(D: int) -> torch.Tensor:
@@ -98,17 +121,27 @@ def _unpacked(planes: torch.Tensor) -> torch.Tensor:
     return halves.flatten(-2).flatten(-3, -2).float() * 2 - 1
 
 
-def decode(planes: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
-    """Dequantized rotated keys, [n, H, 32, D] float32, from [n, H, bits, 16, D / 4] and [n, H, D + 112]."""
+def _turned(x: torch.Tensor, by: torch.Tensor | None) -> torch.Tensor:
+    """R x for ``x`` [..., H, M, D] float32, ``by`` [H, D, D] or the rotation."""
+    return rotate(x) if by is None else x @ by.mT
+
+
+def decode(
+    planes: torch.Tensor, stats: torch.Tensor, coordinates: Coordinates | None = None
+) -> torch.Tensor:
+    """Dequantized x, [n, H, 32, D] float32, from [n, H, bits, 16, D / 4] and [n, H, D + 112]."""
     D = 4 * planes.shape[-1]
     # Copied for alignment to their dtypes.
     mean = stats[..., :D].contiguous().view(torch.int8).float()
     scale = stats[..., D : D + 64].contiguous().view(torch.bfloat16).float()
     step = stats[..., D + 64 : D + 68].contiguous().view(torch.float32)
     bits = _unpacked(planes)  # [n, H, bits, 32, D]
-    level = bits[:, :, 0] * ONE_BIT
-    if bits.shape[2] == 2:
+    if coordinates is None:
         level = bits[:, :, 0] * FIRST + bits[:, :, 1] * SECOND
+    else:
+        channel, width = coordinates.bits[:, 0].long(), coordinates.bits[:, 1]
+        part = bits[:, :, 0] * width[:, None]
+        level = torch.zeros_like(part).scatter_add_(-1, channel[:, None].expand_as(part), part)
     return (mean * step)[:, :, None] + scale[..., None] * level
 
 
@@ -135,6 +168,9 @@ def valid_digests(call: Call) -> str:
     for name, size in wanted.items():
         if (found := call.sizes.get(name, size)) != size:
             return f"{name}={found}, expected {size}"
+    stored = call.sizes["B" if "S" in call.sizes else "bits"]
+    if stored != (expected := 2 if call["coordinates"] is None else 1):
+        return f"planes has {stored} bits, expected 2, or 1 with coordinates: {expected}"
     return same_rows(call) if "S" in call.sizes else ""
 
 
@@ -145,6 +181,7 @@ def valid_digests(call: Call) -> str:
     rows="L n int64",
     planes="L P H B J C uint8",
     stats="L P H T uint8",
+    coordinates=("L H D D float32", "L H D D float32", "L H four D float32"),
     tolerances=BUILD_TOLERANCES,
 )
 def build_layer_rotated(
@@ -153,6 +190,7 @@ def build_layer_rotated(
     planes: torch.Tensor,
     stats: torch.Tensor,
     rows: torch.Tensor | None = None,
+    coordinates: Coordinates | None = None,
 ) -> None:
     """Write the digests of pages ``ids`` in every layer; all other rows are unchanged.
 
@@ -161,21 +199,32 @@ def build_layer_rotated(
     Args:
         source: K and V of each layer, [P, 32, H, D] any float dtype; the pages in ``ids`` are full. D a multiple of 16.
         ids: [n] int64 in [0, P); n may be 0.
-        planes, stats: [L, P, H, B, 16, D / 4] with B = 1 or 2 bits, and [L, P, H, D + 112], uint8; mutated.
+        planes, stats: [L, P, H, B, 16, D / 4] with B = 2 bits, 1 with coordinates, and [L, P, H, D + 112], uint8;
+            mutated.
         rows: as in `build_layer_digests`.
+        coordinates: of all layers.
     Source: see the module docstring.
     """
     of_keys, of_values = (source_rows(x, ids, rows) for x in (source.k, source.v))
     for layer, parts in enumerate(zip(of_keys, of_values, strict=True)):
         # [n, H, 32, D]
         k, v = (_finite(x.to(planes.device).float()).transpose(1, 2) for x in parts)
-        x = rotate(k)
+        of_layer = coordinates and Coordinates(*(part[layer] for part in coordinates))
+        x = _turned(k, of_layer and of_layer.keys)
         mean, step = _steps(x.mean(2), 127)
         norms, norm_step = _steps(v.norm(dim=-1), 255)
         x = x - (mean * step)[:, :, None]
-        scale = x.square().mean(-1).sqrt()  # [n, H, 32]
-        first = x >= 0
-        bits = [first, first == (x.abs() > FIRST * scale[..., None])][: planes.shape[3]]
+        if of_layer is None:
+            scale = x.square().mean(-1).sqrt()  # [n, H, 32]
+            first = x >= 0
+            bits = [first, first == (x.abs() > FIRST * scale[..., None])]
+        else:
+            channel, width, levels, gain = of_layer.bits[:, None].unbind(2)  # [H, 1, D]
+            x = x.gather(-1, channel.long().expand(len(x), -1, PAGE_TOKENS, -1))
+            scale = (x * gain).square().sum(-1).sqrt()
+            tiny = torch.finfo(torch.float32).tiny
+            level = (x / (2 * width * scale[..., None]).clamp(min=tiny)).floor()
+            bits = [(level.clamp(-levels, levels - 1) + levels) % 2 == 1]
         planes[layer].index_copy_(0, ids, torch.stack([_packed(b) for b in bits], 2))
         zero = step.new_zeros(*step.shape[:2], 2)
         stored = mean.to(torch.int8), scale.bfloat16(), step, norm_step, norms.to(torch.uint8), zero
@@ -184,21 +233,32 @@ def build_layer_rotated(
 
 
 def page_masses(
-    q: torch.Tensor, planes: torch.Tensor, stats: torch.Tensor, table: torch.Tensor, scale: float
+    q: torch.Tensor,
+    planes: torch.Tensor,
+    stats: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+    coordinates: Coordinates | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """u[h, p] = log sum_t exp(scale R q[h] . x_t), the estimated log softmax mass of the page, and the mean of |v_t|
+    """u[h, p] = log sum_t exp(scale R' q[h] . x_t), the estimated log softmax mass of the page, and the mean of |v_t|
     under that softmax, both [B, HQ, N]."""
     (B, N), H = table.shape, planes.shape[1]
     ids = table.clamp(min=0).flatten()
-    keys = decode(planes.index_select(0, ids), stats.index_select(0, ids))  # [B * N, H, 32, D]
-    norms = value_norms(stats.index_select(0, ids)).view(B, N, H, PAGE_TOKENS)
-    q = rotate(q.view(B, H, q.shape[1] // H, q.shape[2]) * scale)
+    digests = planes.index_select(0, ids), stats.index_select(0, ids)
+    keys = decode(*digests, coordinates)  # [B * N, H, 32, D]
+    norms = value_norms(digests[1]).view(B, N, H, PAGE_TOKENS)
+    q = q.view(B, H, q.shape[1] // H, q.shape[2]) * scale
+    q = _turned(q, coordinates and coordinates.queries)
     logits = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:]))
     means = torch.einsum("bhgnt,bnht->bhgn", logits.softmax(-1), norms)
     return logits.logsumexp(-1).flatten(1, 2), means.flatten(1, 2)
 
 
-DIGESTS = {"planes": "P H bits J C uint8", "stats": "P H T uint8"}
+DIGESTS = {
+    "planes": "P H bits J C uint8",
+    "stats": "P H T uint8",
+    "coordinates": ("H D D float32", "H D D float32", "H four D float32"),
+}
 
 
 @op(
@@ -222,10 +282,11 @@ def score_rotated(
     reduce: str = "mass",
     out: torch.Tensor | None = None,
     arrivals: torch.Tensor | None = None,
+    coordinates: Coordinates | None = None,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
-        u[h, p] = log sum_t exp(scale R q[h] . x_t)        the estimated log softmax mass of the page
+        u[h, p] = log sum_t exp(scale R' q[h] . x_t)       the estimated log softmax mass of the page
 
     and u is reduced over heads as in `score_pages`, except that "mass" weights each token by the norm of its value: it
     sums sum_t w[h, t] |v_t|, an upper bound on what head h's output loses without the page.
@@ -235,12 +296,13 @@ def score_rotated(
         planes, stats: [P, H, bits, 16, D / 4] and [P, H, D + 112] uint8, of one layer, see `build_layer_rotated`;
             H divides HQ.
         table, n_full, scale, reduce, out, arrivals: as in `score_pages`.
+        coordinates: of this layer, for digests built with them.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: codes as in RaBitQ (arXiv 2405.12497) and QuIP (arXiv 2307.13304); norms of values as in VATP (arXiv
         2406.12335); combining them into a page score: ours.
     """
-    masses, means = page_masses(q.float(), planes, stats, table, scale)
+    masses, means = page_masses(q.float(), planes, stats, table, scale, coordinates)
     score = reduce_heads(masses, table, n_full, reduce, means)
     return score if out is None else out.copy_(score)
 
@@ -254,32 +316,34 @@ NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overflo
     unless=given_rows,
     sizes=NATIVE_DIMS,
 )
-def _native_build(source, ids, planes, stats, rows):
+def _native_build(source, ids, planes, stats, rows, coordinates):
     P, _, H, D = source.k[0].shape
     native.check_ids("build_layer_rotated", "ids", ids, P)
-    for k, v, of_planes, of_stats in zip(source.k, source.v, planes, stats, strict=True):
+    for layer, (k, v) in enumerate(zip(source.k, source.v, strict=True)):
+        by = (coordinates.keys[layer], coordinates.bits[layer]) if coordinates else ()
         native.module.rotate_pages(
             k.data_ptr(), v.data_ptr(), H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
-            planes.shape[3], of_planes.data_ptr(), of_stats.data_ptr(),
+            planes[layer].data_ptr(), stats[layer].data_ptr(), *(x.data_ptr() for x in by),
         )  # fmt: skip
 
 
-def native_reduced(q, planes, stats, table, n_full, scale, reduce, out):
-    P, H, bits, *_ = planes.shape
+def native_reduced(q, planes, stats, table, n_full, scale, reduce, out, coordinates):
+    P, H = planes.shape[:2]
+    by = coordinates[1:] if coordinates else ()
     native.module.score_rotated(
-        q.data_ptr(), planes.data_ptr(), stats.data_ptr(), P, H, q.shape[1] // H, q.shape[2], bits,
+        q.data_ptr(), planes.data_ptr(), stats.data_ptr(), P, H, q.shape[1] // H, q.shape[2],
         table.data_ptr(), n_full.data_ptr(), *table.shape, float(scale), reduce, out.data_ptr(),
-        torch.get_num_threads(),
+        torch.get_num_threads(), *(x.data_ptr() for x in by),
     )  # fmt: skip
     return out
 
 
 @native.implements(score_rotated, sizes=NATIVE_DIMS)
-def _native_score(q, planes, stats, table, n_full, scale, reduce, out, arrivals):
+def _native_score(q, planes, stats, table, n_full, scale, reduce, out, arrivals, coordinates):
     q = q.float()
     out = q.new_empty(table.shape) if out is None else out
     arguments = q, planes, stats, table, n_full, scale
-    return native_reduced(*arguments, REDUCTIONS.index(reduce), out)
+    return native_reduced(*arguments, REDUCTIONS.index(reduce), out, coordinates)
 
 
 triton.implements(

@@ -16,7 +16,12 @@ from transformers.utils.hub import cached_file
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.forecast import PageWeights, check_weights, trained_weights
+from sglang_scout.core.forecast import (
+    PageWeights,
+    check_weights,
+    trained_weights,
+    weights_file,
+)
 from sglang_scout.core.profile import (
     ModelIdentity,
     RecallProfile,
@@ -81,7 +86,7 @@ def check_model(
     if weights is not None:
         check_weights(
             weights,
-            config.forecast_file or config.pilot_file or "",
+            (weights_file(config) or ("", ""))[1],
             identity=model_identity(served),
             hidden_size=served.hidden_size,
             model=server_args.model_path,

@@ -51,7 +51,17 @@ class Digest:
 
     @classmethod
     def of(cls, config: OffloadConfig) -> Digest:
-        """As the keys of ``--kv-offload-config`` say."""
+        """As the keys of ``--kv-offload-config`` say.
+
+        Raises:
+            ConfigError: calibrated digests without their file, or selection per KV head by them.
+        """
+        if config.digest == "calibrated":
+            trained_file(config, "digest_file")
+            if config.grain != "layer":
+                raise ConfigError(
+                    f"{FLAGS['config']}: grain = {config.grain!r} cannot be used with digest = 'calibrated'; drop one"
+                )
         return cls(
             kind=config.digest,
             head_reduce=config.head_reduce,

@@ -16,6 +16,7 @@ from sglang_scout.policy.residency import ImportantPages, MeasuredRecall
 DEFAULTS: dict[str, Any] = {
     "paper": {"digest": "minmax", "reweigh": False, "recall": "fixed"},
     "page_checksums": False,
+    "digest_file": {"digest": "calibrated"},
 }
 
 

@@ -15,16 +15,16 @@ _BLOCK_PAGES = 16  # small, as few pages are missing
 
 @triton.jit
 def mass_kernel(
-    q, q_ahead, planes, means, scales, pages, n_pages, change,
+    q, q_ahead, planes, means, scales, pages, n_pages, change, turn, bits,
     scale, N,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The G query heads of one KV head. The real and the predicted (layer-ahead) queries are rows of one operand, so
     that every digest is read once.
 
     q, q_ahead [B, HQ, D]; planes, means, scales: see `rotated.rotated_sums_kernel`; pages [B * C, N]; n_pages [B * C];
-    change [B, HQ].
+    change [B, HQ]; turn, bits: see `rotated.query_digits_kernel`.
     """
     h, b = tl.program_id(0), tl.program_id(1)
     g = tl.arange(0, BLOCK_G)
@@ -38,8 +38,11 @@ def mass_kernel(
         to_ahead = q_ahead.to(tl.int64) - q.to(tl.int64)
         to_ahead = to_ahead // (q.dtype.element_ty.primitive_bitwidth // 8)
         row = ((b * H + h) * G + of_group) * D + tl.where(i < BLOCK_G, 0, to_ahead)
-        of_mean, first, second, unit, total = query_digits(
-            q, row, of_group < G, scale, D, BITS, WIDTH, BLOCK_D
+        if turn is not None:
+            turn += h * D * D
+            bits += h * 4 * D
+        of_mean, first, second, unit, of_planes, total = query_digits(
+            q, row, of_group < G, turn, bits, scale, D, BLOCK_D
         )
         top = tl.full([2 * BLOCK_G], float("-inf"), tl.float32)
         mass = tl.zeros([2 * BLOCK_G], tl.float32)
@@ -49,7 +52,7 @@ def mass_kernel(
             page = tl.load(pages + of.to(tl.int64) * N + n, mask=n < count, other=-1)
             # [BLOCK_N, 2 BLOCK_G]
             u, _ = block_sums(
-                of_mean, first, second, unit, total, planes, means, scales,
+                of_mean, first, second, unit, of_planes, total, planes, means, scales,
                 page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D, False,
             )  # fmt: skip
             top, mass = add_mass(top, mass, u, 0)
@@ -60,7 +63,7 @@ def mass_kernel(
     tl.store(change + head, differ, mask=g < G)
 
 
-def mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, scale):
+def mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, scale, coordinates):
     """See `ops.mass.mass_change_rotated`."""
     (B, HQ, D), (_, H, bits) = q.shape, planes.shape[:3]
     change = q.new_empty((B, HQ), dtype=torch.float32)
@@ -68,9 +71,10 @@ def mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, scale):
         return change
     G, block_d = HQ // H, max(32, triton.next_power_of_2(D))
     block_g = max(8, triton.next_power_of_2(G))
+    turn, of_bits = coordinates[1:] if coordinates else (None, None)
     mass_kernel[(H, B)](
         q, q_ahead, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
-        pages, n_pages, change, scale * LOG2_E, pages.shape[1], H, G, D, bits, len(pages) // B,
-        D & -D, _BLOCK_PAGES, block_g, block_d, num_warps=4,
+        pages, n_pages, change, turn, of_bits, scale * LOG2_E, pages.shape[1], H, G, D, bits,
+        len(pages) // B, _BLOCK_PAGES, block_g, block_d, num_warps=8 if coordinates else 4,
     )  # fmt: skip
     return change

@@ -16,7 +16,11 @@ _FIRST = tl.constexpr(FIRST)
 _LARGEST, _FLIP32 = tl.constexpr(LARGEST), tl.constexpr(FLIP - 2**32)
 _TOKENS, _STATS_BYTES = tl.constexpr(PAGE_TOKENS), tl.constexpr(STATS_BYTES)
 _NORMS_AT = tl.constexpr(2 * PAGE_TOKENS + 8)  # after the mean, the scales and two steps
-_CHUNK = tl.constexpr(32)  # channels rotated per iteration
+_TINY = tl.constexpr(1.1754943508222875e-38)
+_CHUNK, _TURN_CHUNK = (
+    tl.constexpr(32),
+    tl.constexpr(16),
+)  # channels rotated, or turned, per iteration
 
 
 @triton.jit
@@ -35,38 +39,50 @@ def made_finite(x, FP8: tl.constexpr):
 @triton.jit
 def step_of(largest, LEVELS: tl.constexpr):
     """Quantization step for which ``largest`` is LEVELS steps; never 0."""
-    return tl.maximum(tl.div_rn(largest, LEVELS), 1.1754943508222875e-38)
+    return tl.maximum(tl.div_rn(largest, LEVELS), _TINY)
 
 
 @triton.jit
-def rotated_rows(
-    x, row, kept, channels, D: tl.constexpr, WIDTH: tl.constexpr, FP8: tl.constexpr = 0
-):
+def turned_rows(x, row, kept, channels, turn, D: tl.constexpr, FP8: tl.constexpr = 0):
     """These channels of R x for the rows at ``x + row`` [M], D elements each: [M, channels] float32, 0 beyond D.
 
-    WIDTH: of a Hadamard block, the largest power of two that divides D. The signs are exact in bfloat16, so
-    the product has fp32 accuracy regardless of torch's TF32 setting.
+    turn: R [D, D] float32, or None: Hadamard blocks, of the largest power of two that divides D. Their signs are exact
+    in bfloat16, so the product has fp32 accuracy regardless of torch's TF32 setting.
     """
+    WIDTH: tl.constexpr = D & -D
+    CHUNK: tl.constexpr = _CHUNK if turn is None else _TURN_CHUNK
     i = channels[None, :]
     out = tl.zeros([row.shape[0], channels.shape[0]], tl.float32)
-    for first in range(0, D, _CHUNK):
-        j = first + tl.arange(0, _CHUNK)
+    for first in range(0, D, CHUNK):
+        j = first + tl.arange(0, CHUNK)
         inside = kept[:, None] & (j < D)[None, :]
-        # [M, _CHUNK]
+        # [M, CHUNK]
         part = made_finite(tl.load(x + row[:, None] + j[None, :], mask=inside, other=0), FP8)
-        # [_CHUNK, channels]: element (j, i) of a Hadamard matrix is negative where popcount(i & j) is odd.
+        # [CHUNK, channels]
         j = j[:, None]
-        bits = i & j & (WIDTH - 1)
-        odd = (0x6996 >> ((bits ^ (bits >> 4)) & 15)) & 1
-        flipped = ((j + 1) * _FLIP32 < 0).to(tl.int32)
-        sign = tl.where((i ^ j) < WIDTH, 1.0 - 2.0 * (odd ^ flipped).to(tl.float32), 0.0)
-        out = dot_fp32(part, sign.to(tl.bfloat16), out)
-    return out * WIDTH**-0.5
+        if turn is not None:
+            column = tl.load(turn + i * D + j, mask=(i < D) & (j < D), other=0.0)
+            out = dot_fp32(part, column, out)
+        else:  # element (j, i) of a Hadamard matrix is negative where popcount(i & j) is odd
+            bits = i & j & (WIDTH - 1)
+            odd = (0x6996 >> ((bits ^ (bits >> 4)) & 15)) & 1
+            flipped = ((j + 1) * _FLIP32 < 0).to(tl.int32)
+            sign = tl.where((i ^ j) < WIDTH, 1.0 - 2.0 * (odd ^ flipped).to(tl.float32), 0.0)
+            out = dot_fp32(part, sign.to(tl.bfloat16), out)
+    if turn is None:
+        out *= WIDTH**-0.5
+    return out
+
+
+@triton.jit
+def of_bits(bits, at, which: tl.constexpr, D: tl.constexpr):
+    """A row of the table [4, D] of `ops.rotated.Coordinates` for the bits ``at``; 0 beyond D."""
+    return tl.load(bits + which * D + at, mask=at < D, other=0.0)
 
 
 @triton.jit
 def packed(bits):
-    """[32, D] bool -> [16, D / 4] uint8, see `ops.rotated`."""
+    """[32, D] 0 or 1 -> [16, D / 4] uint8, see `ops.rotated`."""
     D: tl.constexpr = bits.shape[1]
     t, d = tl.arange(0, _TOKENS), tl.arange(0, D)
     # [32, D]
@@ -76,13 +92,13 @@ def packed(bits):
 
 @triton.jit
 def build_rotated_kernel(
-    addresses, ids, rows, planes, means, scales, steps,
+    addresses, ids, rows, planes, means, scales, steps, turn, bits,
     P, R,
-    H: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One page, head and layer. addresses [2, L] of K and V [R, 32, H, D]; ids [n]; rows: see `source_row`; planes
-    [L, P, H, BITS, 16, D / 4]; means, scales, steps: the stats [L, P, H, bytes] as int8, bfloat16 and float32."""
+    [L, P, H, 1 or 2, 16, D / 4]; means, scales, steps: the stats [L, P, H, bytes] as int8, bfloat16 and float32; turn
+    [L, H, D, D], bits [L, H, 4, D]: coordinates of keys, or None."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
     source = source_row(rows, page, layer)
@@ -94,12 +110,23 @@ def build_rotated_kernel(
         v = made_finite(tl.load(v + at[:, None] + d[None, :], mask=(d < D)[None, :], other=0), FP8)
         norm = tl.sqrt_rn(tl.sum(v * v, axis=1))  # [32]
         norm_step = step_of(tl.max(norm, axis=0), 255.0)
-        x = rotated_rows(k, at, t < _TOKENS, d, D, WIDTH, FP8)  # [32, BLOCK_D]
+        if turn is not None:
+            turn += (layer * H + h) * D * D
+            bits += (layer * H + h) * 4 * D
+        x = turned_rows(k, at, t < _TOKENS, d, turn, D, FP8)  # [32, BLOCK_D]
         mean = tl.sum(x, axis=0) / _TOKENS
         step = step_of(tl.max(tl.abs(mean), axis=0), 127.0)
         mean = rint(tl.div_rn(mean, tl.zeros_like(mean) + step))
-        x = x - (mean * step)[None, :]
-        scale = tl.sqrt_rn(tl.sum(x * x, axis=1) / D)  # [32]
+        if turn is not None:
+            channel = of_bits(bits, d, 0, D).to(tl.int32)
+            x = turned_rows(k, at, t < _TOKENS, channel, turn, D, FP8)  # of each bit
+            of_bit = tl.sum(x, axis=0) / _TOKENS
+            x = x - (rint(tl.div_rn(of_bit, tl.zeros_like(of_bit) + step)) * step)[None, :]
+            part = x * of_bits(bits, d, 3, D)[None, :]
+            scale = tl.sqrt_rn(tl.sum(part * part, axis=1))
+        else:
+            x = x - (mean * step)[None, :]
+            scale = tl.sqrt_rn(tl.sum(x * x, axis=1) / D)  # [32]
         row = (layer * P + page) * H + h
         BYTES: tl.constexpr = D + _STATS_BYTES
         tl.store(means + row * BYTES + d, mean.to(tl.int8), mask=d < D)
@@ -113,22 +140,29 @@ def build_rotated_kernel(
             at + (BYTES - D) // 4 - _TOKENS // 2 - 2 + tl.arange(0, 2), tl.zeros([2], tl.float32)
         )
         j, c = tl.arange(0, 16)[:, None], tl.arange(0, BLOCK_D // 4)[None, :]
-        at = planes + row * (BITS * 4 * D) + j * (D // 4) + c
-        first = x >= 0
-        tl.store(at, packed(first), mask=c < D // 4)
-        if BITS == 2:
+        if turn is not None:
+            levels = of_bits(bits, d, 2, D)[None, :]
+            unit = tl.maximum(2.0 * of_bits(bits, d, 1, D)[None, :] * scale[:, None], _TINY)
+            level = tl.maximum(tl.minimum(tl.floor(tl.div_rn(x, unit)), levels - 1.0), -levels)
+            at = planes + row * (4 * D) + j * (D // 4) + c
+            tl.store(at, packed((level + levels).to(tl.int32) & 1), mask=c < D // 4)
+        else:
+            at = planes + row * (8 * D) + j * (D // 4) + c
+            first = x >= 0
+            tl.store(at, packed(first), mask=c < D // 4)
             outer = tl.abs(x) > scale[:, None] * _FIRST
             tl.store(at + 4 * D, packed(first == outer), mask=c < D // 4)
 
 
-def build_layer_rotated(source, ids, planes, stats, rows):
+def build_layer_rotated(source, ids, planes, stats, rows, coordinates):
     """See `ops.rotated.build_layer_rotated`."""
     R, _, H, D = source.k[0].shape
+    turn, bits = (coordinates.keys, coordinates.bits) if coordinates else (None, None)
     if ids.numel() == 0:
         return
     build_rotated_kernel[(ids.numel(), H, len(source.k))](
         source.addresses, ids, rows, planes, stats.view(torch.int8), stats.view(torch.bfloat16),
-        stats.view(torch.float32), planes.shape[1], R, H, D, planes.shape[3], D & -D,
+        stats.view(torch.float32), turn, bits, planes.shape[1], R, H, D,
         triton.next_power_of_2(D), *stored_as(source.k[0].dtype), source.align_bytes,
-        num_warps=4,
+        num_warps=8 if coordinates else 4,
     )  # fmt: skip

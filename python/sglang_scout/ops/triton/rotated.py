@@ -1,4 +1,4 @@
-"""`score_rotated` on the device: one launch.
+"""`score_rotated` on the device: one launch for the queries, one for the pages.
 
 Memory traffic, with b bits: 4 D b + D + 112 bytes per page and KV head, and 8 per page for id and score. For the
 intermediate buffers and the reduction over heads, see `score`.
@@ -6,19 +6,19 @@ intermediate buffers and the reduction over heads, see `score`.
 Tensor cores consume the bits almost as stored. A word of a plane holds 16 channels of two tokens; one mask
 leaves channels r, 4 + r, 8 + r and 12 + r of one of them as the bytes of an int8 operand, 0 or 2^r, so that a
 key element costs a third of an instruction. The power of two is divided out of the query, which is rounded to
-integers of at most 15 bits (12 for r = 3), i.e. two int8 digits. Each program computes these itself, a few
-percent of its products, and processes several blocks of pages if there are more blocks than programs.
+integers of at most 15 bits (12 for r = 3), i.e. two int8 digits, once for all programs that read them.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from ..rotated import FIRST, ONE_BIT, SECOND, STATS_BYTES
-from .rotate import _NORMS_AT, rint, rotated_rows
+from ..rotated import FIRST, SECOND, STATS_BYTES
+from .attend import processors
+from .rotate import _NORMS_AT, of_bits, rint, turned_rows
 from .score import add_mass, between, parts_of, reduce_when_last, reduced_blocks
 
-_FIRST, _SECOND, _ONE_BIT = tl.constexpr(FIRST), tl.constexpr(SECOND), tl.constexpr(ONE_BIT)
+_FIRST, _SECOND = tl.constexpr(FIRST), tl.constexpr(SECOND)
 _STATS_BYTES = tl.constexpr(STATS_BYTES)
 _TOP = tl.constexpr(127 * 256.0)  # range of two int8 digits
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -28,44 +28,81 @@ _BLOCK_PAGES = 64  # M of one warp group's MMA
 
 @triton.jit
 def digits(x):
-    """Integers |x| <= 127 * 256 as 256 a + b: a from even rows and b from odd ones, [2 G, D] -> [D, 2 G] int8."""
+    """Integers |x| <= 127 * 256 as 256 a + b: a from even rows and b from odd ones, [2 G, D] int8."""
     x = x.to(tl.int32)
     high = (x + 128) >> 8
     is_high = tl.arange(0, x.shape[0])[:, None] % 2 == 0
-    return tl.trans(tl.where(is_high, high, x - 256 * high).to(tl.int8))
+    return tl.where(is_high, high, x - 256 * high).to(tl.int8)
 
 
 @triton.jit
-def query_digits(
-    q, row, kept, scale,
-    D: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The rotated queries of a KV head quantized to integers, for the mean and each plane [BLOCK_D, 2 G]; the unit of
-    these integers [G], and the dequantized sum of the planes' integers [G].
+def query_digits(q, row, kept, turn, bits, scale, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The queries of a KV head in the digests' coordinates as integers, for the mean and each plane [2 G, BLOCK_D]; the
+    units of these integers for mean and planes [G], and the dequantized sum of the planes' integers [G].
 
-    A plane's are scaled by its level and 2^-r, in its operand's order: channel 4 c + r at r BLOCK_D / 4 + c.
-    row, kept [2 G]: each query twice, for its two digits. The rotation is repeated for each order, because Triton 3.6
-    cannot permute an operand's rows.
+    A plane's are scaled by its level and 2^-r, in its operand's order: channel, or bit, 4 c + r at r BLOCK_D / 4 + c.
+    row, kept [2 G]: each query twice, for its two digits; turn, bits: of the coordinates or None. The product is
+    repeated for each order, because Triton 3.6 cannot permute an operand's rows.
     """
     d = tl.arange(0, BLOCK_D)
-    x = rotated_rows(q, row, kept, d, D, WIDTH) * scale  # [2 G, BLOCK_D]
+    x = turned_rows(q, row, kept, d, turn, D) * scale  # [2 G, BLOCK_D]
     unit = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / _TOP
     of_mean = digits(rint(x / unit[:, None]))
     r, c = d // (BLOCK_D // 4), d % (BLOCK_D // 4)
-    x = rotated_rows(q, row, kept, 4 * c + r, D, WIDTH) * (scale / unit)[:, None]
+    at = 4 * c + r
     power = (1 << r).to(tl.float32)[None, :]
-    y = rint(x * ((_ONE_BIT if BITS == 1 else _FIRST) / power))
+    if bits is not None:
+        channel = of_bits(bits, at, 0, D).to(tl.int32)
+        x = turned_rows(q, row, kept, channel, turn, D) * (of_bits(bits, at, 1, D)[None, :] * scale)
+        of_planes = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / _TOP
+        x = x / of_planes[:, None]
+    else:
+        of_planes = unit
+        x = turned_rows(q, row, kept, at, turn, D) * ((scale / unit) * _FIRST)[:, None]
+    y = rint(x / power)
     total = tl.sum(y * power, axis=1)
     first = digits(y)
     second = first
-    if BITS == 2:
-        y = rint(x * (_SECOND / power))
+    if bits is None:
+        y = rint(x * ((_SECOND / _FIRST) / power))
         total += tl.sum(y * power, axis=1)
         second = digits(y)
     HALF: tl.constexpr = row.shape[0] // 2
-    total, _ = tl.split(tl.reshape(total * unit, (HALF, 2)))
+    total, _ = tl.split(tl.reshape(total * of_planes, (HALF, 2)))
     unit, _ = tl.split(tl.reshape(unit, (HALF, 2)))
-    return of_mean, first, second, unit, total
+    of_planes, _ = tl.split(tl.reshape(of_planes, (HALF, 2)))
+    return of_mean, first, second, unit, of_planes, total
+
+
+@triton.jit
+def query_digits_kernel(
+    q, turn, bits, digits_to, numbers,
+    scale,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`query_digits` of a request's KV head. q [B, HQ, D]; turn [H, D, D]; bits [H, 4, D]; digits_to
+    [B, HQ, 2, 1 + planes, BLOCK_D] int8; numbers [3, B, HQ] units of mean and planes, totals."""
+    h, b = tl.program_id(0), tl.program_id(1)
+    if turn is not None:
+        turn += h * D * D
+        bits += h * 4 * D
+    PLANES: tl.constexpr = 2 if bits is None else 1
+    first_head = (b * tl.num_programs(0) + h) * G
+    i, g, d = tl.arange(0, 2 * BLOCK_G), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    of_mean, first, second, unit, of_planes, total = query_digits(
+        q, (first_head + i // 2) * D, i < 2 * G, turn, bits, scale, D, BLOCK_D
+    )
+    at = digits_to + (2 * first_head + i)[:, None] * ((1 + PLANES) * BLOCK_D) + d[None, :]
+    mask = (i < 2 * G)[:, None] & (d >= 0)[None, :]
+    tl.store(at, of_mean, mask=mask)
+    tl.store(at + BLOCK_D, first, mask=mask)
+    if PLANES == 2:
+        tl.store(at + 2 * BLOCK_D, second, mask=mask)
+    heads = tl.num_programs(1) * tl.num_programs(0) * G
+    at = numbers + first_head + g
+    tl.store(at, unit, mask=g < G)
+    tl.store(at + heads, of_planes, mask=g < G)
+    tl.store(at + 2 * heads, total, mask=g < G)
 
 
 @triton.jit
@@ -79,7 +116,7 @@ def joined(x):
 def plane_sums(words, query, sums):
     """``sums`` [N, 2 BLOCK_G] plus the digits at set bits, for the token in the low nibbles of all bytes.
 
-    words: [N, W] int32, 16 channels each; query [16 W, 2 BLOCK_G].
+    words: [N, W] int32, 16 channels each; query [2 BLOCK_G, 16 W].
     """
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
@@ -89,14 +126,14 @@ def plane_sums(words, query, sums):
     # The bytes of a word are already the operand register's layout: this compiles to no instructions.
     even = tl.join(x.to(tl.int8), (x >> 16).to(tl.int8))
     x = tl.join(even, tl.join((x >> 8).to(tl.int8), (x >> 24).to(tl.int8)))
-    return tl.dot(tl.reshape(x, (N, 16 * W)), query, sums, out_dtype=tl.int32)
+    return tl.dot(tl.reshape(x, (N, 16 * W)), tl.trans(query), sums, out_dtype=tl.int32)
 
 
 @triton.jit
 def byte_row_sums(words, here, first, second, D: tl.constexpr, BITS: tl.constexpr):
     """Sums for the tokens in the low and high nibbles of a row of bytes; its second plane is D words further."""
     x = tl.load(words, mask=here, other=0)
-    sums = tl.zeros([here.shape[0], first.shape[1]], tl.int32)
+    sums = tl.zeros([here.shape[0], first.shape[0]], tl.int32)
     low, high = plane_sums(x, first, sums), plane_sums(x >> 4, first, sums)
     if BITS == 2:
         x = tl.load(words + D, mask=here, other=0)
@@ -119,7 +156,7 @@ def norms(pair):
 
 @triton.jit
 def block_sums(
-    of_mean, first, second, unit, total, planes, means, scales, row, offered,
+    of_mean, first, second, unit, of_planes, total, planes, means, scales, row, offered,
     D: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """u = log sum_t exp of the logits, [BLOCK_N, BLOCK_G], for the pages and KV head whose digests are at ``row``; and,
@@ -134,7 +171,7 @@ def block_sums(
     at_scale = scales + row * (BYTES // 4) + D // 4
     at_norms = (means + row * BYTES + D + _NORMS_AT).to(tl.pointer_type(tl.int16))
     step = tl.load(at_scale + 16, mask=offered, other=0).to(tl.float32, bitcast=True)
-    base = joined(tl.dot(mean, of_mean, out_dtype=tl.int32))  # [BLOCK_N, BLOCK_G]
+    base = joined(tl.dot(mean, tl.trans(of_mean), out_dtype=tl.int32))  # [BLOCK_N, BLOCK_G]
     base = base * step[:, None] * unit[None, :]
     here = offered[:, None] & (w < D // 16)[None, :]
     at_words = planes + row[:, None] * (BITS * D) + w[None, :]
@@ -148,10 +185,10 @@ def block_sums(
         words = at_words + pair * (D // 8)
         x0, x2 = byte_row_sums(words, here, first, second, D, BITS)
         x1, x3 = byte_row_sums(words + D // 16, here, first, second, D, BITS)
-        x0 = logits(x0, near << 16, base, unit, total)
-        x1 = logits(x1, near, base, unit, total)
-        x2 = logits(x2, far << 16, base, unit, total)
-        x3 = logits(x3, far, base, unit, total)
+        x0 = logits(x0, near << 16, base, of_planes, total)
+        x1 = logits(x1, near, base, of_planes, total)
+        x2 = logits(x2, far << 16, base, of_planes, total)
+        x3 = logits(x3, far, base, of_planes, total)
         largest = tl.maximum(top, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
         kept = tl.exp2(top - largest)
         x0, x1 = tl.exp2(x0 - largest), tl.exp2(x1 - largest)
@@ -175,16 +212,17 @@ def block_sums(
 
 @triton.jit
 def rotated_sums_kernel(
-    q, planes, means, scales, table, n_full, arrivals, sums, tops, masses, out,
-    scale, N, row_stride, parts,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
+    digits_of, numbers, planes, means, scales, table, n_full, arrivals, sums, tops, masses, out,
+    N, row_stride, parts,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     REDUCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """`block_sums` of every parts-th block of pages for the G query heads of one KV head, like `score.bounds_kernel`.
     For "mass" the sums are weighted by value norms, but normalized by the unweighted mass.
 
-    planes [P, H, BITS, 16, D / 16] int32; means, scales: the stats [P, H, bytes] as int8 and int32.
+    digits_of, numbers: see `query_digits_kernel`; planes [P, H, BITS, 16, D / 16] int32; means, scales: the stats
+    [P, H, bytes] as int8 and int32.
     """
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
@@ -193,17 +231,25 @@ def rotated_sums_kernel(
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
     if part * BLOCK_N < full:
-        each = tl.arange(0, 2 * BLOCK_G) // 2
-        of_mean, first, second, unit, total = query_digits(
-            q, ((b * H + h) * G + each) * D, each < G, scale, D, BITS, WIDTH, BLOCK_D
-        )
+        i, d = tl.arange(0, 2 * BLOCK_G), tl.arange(0, BLOCK_D)
+        at = (2 * (b * H + h) * G + i)[:, None] * ((1 + BITS) * BLOCK_D) + d[None, :]
+        mine = (i < 2 * G)[:, None] & (d >= 0)[None, :]
+        of_mean = tl.load(digits_of + at, mask=mine, other=0)
+        first = tl.load(digits_of + at + BLOCK_D, mask=mine, other=0)
+        second = first
+        if BITS == 2:
+            second = tl.load(digits_of + at + 2 * BLOCK_D, mask=mine, other=0)
+        heads = tl.num_programs(2) * H * G
+        unit = tl.load(numbers + head, mask=g < G, other=0.0)
+        of_planes = tl.load(numbers + heads + head, mask=g < G, other=0.0)
+        total = tl.load(numbers + 2 * heads + head, mask=g < G, other=0.0)
         for block in range(part, tl.cdiv(full, BLOCK_N), parts):
             # [BLOCK_N]
             n = block * BLOCK_N + tl.arange(0, BLOCK_N)
             page = tl.load(table + b.to(tl.int64) * N + n, mask=n < full, other=-1)
             # [BLOCK_N, BLOCK_G]
             u, of_values = block_sums(
-                of_mean, first, second, unit, total, planes, means, scales,
+                of_mean, first, second, unit, of_planes, total, planes, means, scales,
                 page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D, REDUCE == "mass",
             )  # fmt: skip
             at_sum = sums + head.to(tl.int64)[None, :] * row_stride + n[:, None]
@@ -217,7 +263,7 @@ def rotated_sums_kernel(
     )  # fmt: skip
 
 
-def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals):
+def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals, coordinates):
     """See `ops.rotated.score_rotated`."""
     if out is None:
         out = q.new_empty(table.shape, dtype=torch.float32)
@@ -227,12 +273,22 @@ def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals)
         arrivals = n_full.new_zeros(len(table))
     (B, N), (_, H, bits), (HQ, D) = table.shape, planes.shape[:3], q.shape[1:]
     G, block_d = HQ // H, max(32, triton.next_power_of_2(D))
-    parts = parts_of(table, H, _BLOCK_PAGES)
+    block_g = max(8, triton.next_power_of_2(G))
+    turn, of_bits = coordinates[1:] if coordinates else (None, None)
+    digits_of = q.new_empty((B, HQ, 2, 1 + bits, block_d), dtype=torch.int8)
+    numbers = q.new_empty((3, B, HQ), dtype=torch.float32)
+    query_digits_kernel[(H, B)](
+        q, turn, of_bits, digits_of, numbers, scale * LOG2_E, G, D, block_g, block_d,
+        num_warps=8 if coordinates else 4,
+    )  # fmt: skip
+    blocks = triton.cdiv(table.shape[1], _BLOCK_PAGES)
+    per_sm = 4 if block_d <= 128 else 2  # programs of so many registers
+    parts = parts_of(B * H, blocks, per_sm * processors(table.device))
     sums, tops, masses = between(q, N, parts, _BLOCK_PAGES)
     rotated_sums_kernel[(parts, H, B)](
-        q, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32), table, n_full,
-        arrivals, sums, tops, masses, out, scale * LOG2_E, N, sums.shape[2], parts,
-        H, G, D, bits, D & -D, reduce, _BLOCK_PAGES, max(8, triton.next_power_of_2(G)), block_d,
-        *reduced_blocks(HQ, N), num_warps=4,
+        digits_of, numbers, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
+        table, n_full, arrivals, sums, tops, masses, out, N, sums.shape[2], parts,
+        H, G, D, bits, reduce, _BLOCK_PAGES, block_g, block_d,
+        *reduced_blocks(HQ, N), num_warps=4, maxnreg=512 // per_sm,
     )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ from .exact import dot_16, finite
 
 # Pages per iteration, fewer for large heads.
 _BLOCK_PAGES, _BLOCK_VALUES = 64, 8192
-_PROGRAMS = 8  # per SM, if there are that many blocks
+_PER_SM = 3  # programs of this kernel that an SM of an H100 holds: scripts/compile_kernels.py
 _REDUCED_VALUES = 4096  # bounds reduced per iteration
 _PARTS = tl.constexpr(16)
 
@@ -143,12 +143,15 @@ def bounds_kernel(
     )  # fmt: skip
 
 
-def parts_of(table: torch.Tensor, H: int, block_pages: int) -> int:
-    """Number of programs that share the pages of a row and KV head."""
-    B, N = table.shape
-    return min(
-        triton.cdiv(N, block_pages), triton.cdiv(_PROGRAMS * processors(table.device), B * H)
-    )
+def parts_of(rows: int, blocks: int, slots: int) -> int:
+    """Number of programs that share the blocks of pages of each of ``rows`` rows and KV heads, on a device that runs
+    ``slots`` programs at a time: so many that its waves of programs process the fewest blocks one after another, where
+    a program costs as much as half a block before and after its own."""
+
+    def halves(parts: int) -> int:
+        return triton.cdiv(rows * parts, slots) * (2 * triton.cdiv(blocks, parts) + 1)
+
+    return min(range(1, blocks + 1), key=halves)
 
 
 def between(
@@ -178,7 +181,7 @@ def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
         arrivals = n_full.new_zeros(B)
     G, block_d = HQ // H, triton.next_power_of_2(D)
     block_n = min(_BLOCK_PAGES, _BLOCK_VALUES // block_d, max(16, triton.next_power_of_2(N)))
-    parts = parts_of(table, H, block_n)
+    parts = parts_of(B * H, triton.cdiv(N, block_n), _PER_SM * processors(table.device))
     u, tops, masses = between(q, N, parts, block_n)
     bounds_kernel[(parts, H, B)](
         q, kmin, kmax, table, n_full, arrivals, u, tops, masses, out, scale, N, u.shape[2], parts,
