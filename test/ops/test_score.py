@@ -108,11 +108,19 @@ def test_huge_bounds_are_finite(impl, reduce):
 
 
 @pytest.mark.parametrize(
-    ("rows", "blocks", "slots", "parts"),
-    [(256, 32, 528, 2), (8, 32, 528, 32), (128, 32, 528, 4), (200, 32, 528, 5), (512, 32, 528, 1), (0, 5, 4, 1)],
-)  # fmt: skip
-def test_programs_fill_waves(rows, blocks, slots, parts):
-    assert parts_of(rows, blocks, slots) == parts
+    ("rows", "blocks", "parts", "waves"),
+    [  # 528 programs at once: an H100's
+        (32 * 8, 32, 2, 1),  # 32 requests of 64k tokens, 8 KV heads
+        (8, 64, 64, 1),  # one request of 128k: a block each
+        (8, 3, 3, 1),  # no more parts than blocks
+        (64 * 8, 32, 1, 1),
+        (67 * 8, 32, 8, 9),  # a little more than fit: 9 waves of 4 blocks, not 2 of 32
+        (200 * 8, 32, 4, 13),
+    ],
+)
+def test_parts_fill_waves(rows, blocks, parts, waves):
+    found = parts_of(rows, blocks, 528)
+    assert (found, -(-rows * found // 528)) == (parts, waves)
 
 
 @IMPLS

@@ -210,7 +210,7 @@ def block_sums(
         return u, u
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])  # one part would take another third of registers
 def rotated_sums_kernel(
     digits_of, numbers, planes, means, scales, table, n_full, arrivals, sums, tops, masses, out,
     N, row_stride, parts,
@@ -263,6 +263,11 @@ def rotated_sums_kernel(
     )  # fmt: skip
 
 
+def programs_per_sm(block_d: int) -> int:
+    """Of `rotated_sums_kernel`, whose registers are limited accordingly; a few more and an SM would hold one less."""
+    return 4 if block_d <= 128 else 2
+
+
 def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals, coordinates):
     """See `ops.rotated.score_rotated`."""
     if out is None:
@@ -282,7 +287,7 @@ def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals,
         num_warps=8 if coordinates else 4,
     )  # fmt: skip
     blocks = triton.cdiv(table.shape[1], _BLOCK_PAGES)
-    per_sm = 4 if block_d <= 128 else 2  # programs of so many registers
+    per_sm = programs_per_sm(block_d)
     parts = parts_of(B * H, blocks, per_sm * processors(table.device))
     sums, tops, masses = between(q, N, parts, _BLOCK_PAGES)
     rotated_sums_kernel[(parts, H, B)](

@@ -17,9 +17,10 @@ from .exact import dot_16, finite
 
 # Pages per iteration, fewer for large heads.
 _BLOCK_PAGES, _BLOCK_VALUES = 64, 8192
-_PER_SM = 3  # programs of this kernel that an SM of an H100 holds: scripts/compile_kernels.py
-_REDUCED_VALUES = 4096  # bounds reduced per iteration
-_PARTS = tl.constexpr(16)
+PER_SM = 4  # programs that an H100's SM holds; test_triton_compile.py
+# Parts, heads and pages per iteration of the reduction. A thread has all heads of its pages: no exchange in between.
+_PARTS, _HEADS, _REDUCED_PAGES = tl.constexpr(16), tl.constexpr(4), 512
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -53,28 +54,35 @@ def reduce_row(
         total *= tl.exp(base - finite(largest))
         total += tl.sum(mass * tl.exp(top - finite(largest)[:, None]), axis=1)
         base = largest
-    base = finite(base)
-    log_total = tl.log(tl.maximum(total, 1.0))
-    i = tl.arange(0, BLOCK_N)
+    total = tl.maximum(total, 1.0)
+    tl.store(tops + head * parts, finite(base), mask=h < HQ)
+    tl.store(masses + head * parts, 1 / total if REDUCE == "mass" else tl.log(total), mask=h < HQ)
+    tl.debug_barrier()
+    i, j = tl.arange(0, BLOCK_N), tl.arange(0, _HEADS)
     table += b.to(tl.int64) * N
     out += b.to(tl.int64) * N
-    for first in tl.range(0, full, BLOCK_N, num_stages=3):
+    for first in range(0, full, BLOCK_N):
         n = first + i
+        score = tl.full([BLOCK_N], 0.0 if REDUCE == "mass" else float("-inf"), tl.float32)
+        for some in tl.range(0, HQ, _HEADS, num_stages=3):
+            at, known = (b * HQ + some + j)[:, None], (some + j < HQ)[:, None]
+            most = tl.load(tops + at * parts, mask=known, other=0.0)
+            share = tl.load(masses + at * parts, mask=known, other=0.0)
+            # [_HEADS, BLOCK_N], in 16-byte words: what stands at pages that are not offered is not used.
+            here = known & (n < row_stride)[None, :]
+            x = tl.load(
+                u + at.to(tl.int64) * row_stride + n[None, :], mask=here, other=float("-inf")
+            )
+            # Not u - lse: if bounds are large, rounding lse would lose the digits that matter.
+            x -= most
+            if REDUCE == "mass":
+                score += tl.sum(tl.exp2(x * _LOG2_E) * share, axis=0)
+            else:
+                # The device's max drops NaN, which marks a page without a valid bound.
+                broken = (score != score) | (tl.max((x != x).to(tl.int32), axis=0) > 0)
+                score = tl.maximum(score, tl.max(x - share, axis=0))
+                score = tl.where(broken, float("nan"), score)
         offered = tl.load(table + n, mask=n < full, other=-1) >= 0
-        # [BLOCK_H, BLOCK_N]
-        x = tl.load(
-            u + head.to(tl.int64)[:, None] * row_stride + n[None, :],
-            mask=(h < HQ)[:, None] & offered[None, :],
-            other=float("-inf"),
-        )
-        # Not u - lse: if bounds are large, rounding lse would lose the digits that matter.
-        x = (x - base[:, None]) - log_total[:, None]
-        if REDUCE == "mass":
-            score = tl.sum(tl.exp(x), axis=0)
-        else:
-            # The device's max drops NaN, which marks a page without a valid bound.
-            broken = tl.max((x != x).to(tl.int32), axis=0) > 0
-            score = tl.where(broken, float("nan"), tl.max(x, axis=0))
         tl.store(out + n, tl.where(offered, score, float("-inf")), mask=n < N)
     for first in range(tl.cdiv(full, BLOCK_N) * BLOCK_N, N, BLOCK_N):
         void = tl.full([BLOCK_N], float("-inf"), tl.float32)
@@ -95,7 +103,7 @@ def reduce_when_last(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])  # one part would take another third of registers
 def bounds_kernel(
     q, kmin, kmax, table, n_full, arrivals, bounds, tops, masses, out,
     scale, N, row_stride, parts,
@@ -144,14 +152,17 @@ def bounds_kernel(
 
 
 def parts_of(rows: int, blocks: int, slots: int) -> int:
-    """Number of programs that share the blocks of pages of each of ``rows`` rows and KV heads, on a device that runs
-    ``slots`` programs at a time: so many that its waves of programs process the fewest blocks one after another, where
-    a program costs as much as half a block before and after its own."""
+    """How many programs share the blocks of each of ``rows`` rows and KV heads, on a device that runs ``slots`` at
+    once: that with the least time, waves of programs times blocks of each.
 
-    def halves(parts: int) -> int:
+    A program's start and end count as half a block: two dependent reads and an atomic, some 2 us, while the programs
+    of an H100's SM take 10 us for one block each (`rotated_sums_kernel`).
+    """
+
+    def half_blocks(parts: int) -> int:
         return triton.cdiv(rows * parts, slots) * (2 * triton.cdiv(blocks, parts) + 1)
 
-    return min(range(1, blocks + 1), key=halves)
+    return min(range(1, blocks + 1), key=half_blocks)
 
 
 def between(
@@ -166,8 +177,7 @@ def between(
 
 def reduced_blocks(HQ: int, N: int) -> tuple[int, int]:
     """BLOCK_H and BLOCK_N of `reduce_row`."""
-    block_h = triton.next_power_of_2(HQ)
-    return block_h, max(16, min(_REDUCED_VALUES // block_h, 256, triton.next_power_of_2(N)))
+    return triton.next_power_of_2(HQ), max(16, min(_REDUCED_PAGES, triton.next_power_of_2(N)))
 
 
 def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
@@ -181,7 +191,7 @@ def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
         arrivals = n_full.new_zeros(B)
     G, block_d = HQ // H, triton.next_power_of_2(D)
     block_n = min(_BLOCK_PAGES, _BLOCK_VALUES // block_d, max(16, triton.next_power_of_2(N)))
-    parts = parts_of(B * H, triton.cdiv(N, block_n), _PER_SM * processors(table.device))
+    parts = parts_of(B * H, triton.cdiv(N, block_n), PER_SM * processors(table.device))
     u, tops, masses = between(q, N, parts, block_n)
     bounds_kernel[(parts, H, B)](
         q, kmin, kmax, table, n_full, arrivals, u, tops, masses, out, scale, N, u.shape[2], parts,
