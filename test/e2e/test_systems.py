@@ -18,7 +18,7 @@ from harness import (
     stock_answers,
     wait_until,
 )
-from page_weights import forecast_weights, identity, pilot_weights
+from page_weights import digest_weights, forecast_weights, identity, pilot_weights
 from servers.pd_cluster import flags
 from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.page_bytes import PILOT_RANK
@@ -32,6 +32,7 @@ POLICIES = {
     "sparda": {"forecast_file": "forecast"},
     "rheo": {"pilot_file": "pilot"},
     "hgca": {},
+    "scout": {"digest_file": "digest"},
 }
 
 
@@ -55,6 +56,7 @@ def trained(model, tmp_path_factory):
     made = {
         "forecast": forecast_weights(of_model, raw["hidden_size"]),
         "pilot": pilot_weights(of_model, PILOT_RANK),
+        "digest": digest_weights(of_model),
     }
     for kind, weights in made.items():
         save_weights(weights, str(folder / f"{kind}.npz"))
@@ -81,7 +83,9 @@ def servers(request, stock, model, trained):
     first, *others = POLICIES
     with PDCluster(
         model,
-        prefill_args=flags(kv_offload="scout"),
+        prefill_args=flags(
+            kv_offload="scout", kv_offload_config=json.dumps({"digest_file": trained["digest"]})
+        ),
         decode_args=arguments(first),
         more_decodes={policy: arguments(policy) for policy in others},
         route_all=True,
@@ -102,6 +106,8 @@ def test_short_requests_get_stock_s_tokens(stock, servers, policy):
     prompts = random_prompts(SHORT, seed=7)
     found = servers.generate(prompts, server_of(policy), max_new_tokens=NEW_TOKENS, logprobs=True)
     assert_same_tokens(stock, found, logprob_atol=1e-3)
+    received = servers.kv_offload(server_of(policy))["digests_received"]
+    assert (received > 0) == (policy == "scout"), "the others have other digests"
 
 
 def test_each_answers_through_the_router(stock, servers):

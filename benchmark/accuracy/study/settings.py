@@ -117,15 +117,11 @@ VALUES = [
 ]
 """Pages ranked by mass, and by mass times value norms."""
 
-SCORES = [_system(1024, score_every=n) for n in (1, 2, 3, 4)]
-"""Pages ranked by scores of earlier tokens."""
-
-CALIBRATED = [
-    replace(_system(budget), digest=digest)
-    for budget in (512, 1024)
-    for digest in (TWO_BITS, "calibrated", ONE_BIT)
+SCORES = [
+    *(_system(1024, score_every=n) for n in (1, 2, 3, 4)),
+    replace(_system(1024), digest="calibrated"),
 ]
-"""Digests of one bit per channel, in calibrated and in rotated coordinates, and of two."""
+"""Pages ranked by scores of earlier tokens; one calibrated bit per channel instead of two rotated ones."""
 
 LENGTHS = [_system(budget, exact_layers=(1,)) for budget in (512, 1024)]
 """For the retrieval model, by ``--length``."""
@@ -161,7 +157,6 @@ SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "limits": dict.fromkeys(("facts", "prompt", "text"), LIMITS),
     "values": dict.fromkeys(("facts", "prompt", "text"), VALUES),
     "scores": dict.fromkeys(("facts", "prompt", "text"), SCORES),
-    "calibrated": dict.fromkeys(("facts", "prompt", "text"), CALIBRATED),
     "lengths": {"facts": LENGTHS},
     "kv": {"facts": KV, "text": KV},
     "systems": dict.fromkeys(("facts", "prompt", "text"), SYSTEMS),

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from sglang_scout.policy.base import Policy
 
 LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5, "dense": 12}
-"""Kernel launches per layer: ten of ours (docs/gpu.md), five of them on a side stream, or three in dense steps, replace
-stock's for positions, append and attention."""
+"""Kernel launches per layer: eleven of ours (docs/gpu.md), six of them on a side stream, or three in dense steps,
+replace stock's for positions, append and attention."""
 RING_VALUE_BYTES = 2 + 4
 """Per query value and per result value."""
 CAVEAT = (
