@@ -2,8 +2,8 @@
 
 A digest replaces a key k by k + e, which changes a logit by q . e. Its mean square is e' M e with M = E[q q'], so in
 y = M^(1/2) k all directions matter equally. There the principal components of what keys differ by from their page's
-mean are independent, and each gets as many bits as reduce the sum of squared errors the most, many none: reverse water-filling, as in transform
-coding.
+mean are independent, and each gets as many bits as reduce the sum of squared errors the most, many none: reverse
+water-filling, as in transform coding.
 """
 
 from __future__ import annotations
