@@ -49,6 +49,7 @@ from sglang_scout.ops.predict import add_norm, rotate_heads
 from sglang_scout.ops.rotated import (
     STATS_BYTES,
     build_layer_rotated,
+    digits_bytes,
     planes_shape,
     score_rotated,
 )
@@ -211,6 +212,10 @@ def parts_of_a_step() -> Iterator[Case]:
     yield "add_norm", add_norm, (x, x, norm, 1e-6)
     yield "add_norm of layer 0", add_norm, (x, None, norm, 1e-6)
     yield "rotate_heads", rotate_heads, (x, head_norm, 1e-6, table, at, 128, True, 40, 128)
+    for bits in (1, 2):
+        arguments = (x, head_norm, 1e-6, table, at, 128, True, 40, 128)
+        digits = empty(16, 40, digits_bytes(bits, 128), dtype=torch.uint8)
+        yield f"rotate_heads, digits for {bits} bits", rotate_heads, (*arguments, digits)
     arguments = (x[:1, :128], None, 0.0, None, at[:1], 128, True, 1, 128)
     yield "rotate_heads, one head", rotate_heads, arguments
     yield "merge_states", merge_states, (out, lse, out, lse)

@@ -49,11 +49,12 @@ def projector(shape, heads):
     norm, head_norm = torch.ones(HIDDEN, dtype=dtype), torch.ones(size, dtype=dtype)
     w_q, table = torch.ones(heads * size, HIDDEN, dtype=dtype), torch.ones(4, size)
 
-    def finish(x, positions):
+    def finish(x, positions, *digits):
         q = torch.nn.functional.linear(x, w_q)
-        return rotate_heads(q, head_norm, 1e-6, table, positions, size, True, heads, size)
+        return rotate_heads(q, head_norm, 1e-6, table, positions, size, True, heads, size, *digits)
 
-    return QueryProjector(lambda x, residual: add_norm(x, residual, norm, 1e-6), finish)
+    normed = lambda x, residual: add_norm(x, residual, norm, 1e-6)  # noqa: E731
+    return QueryProjector(normed, finish, writes_digits=heads == shape.num_q_heads)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from sglang_scout.ops.rotated import (
     STATS_BYTES,
     build_layer_rotated,
     planes_shape,
+    query_digits,
     score_rotated,
 )
 from sglang_scout.ops.salience import copy_tokens, decay_mass, salient_bits
@@ -48,6 +49,7 @@ def cases():
         torch.zeros(P, H, *x, dtype=torch.uint8) for x in (planes_shape(2, D), (D + STATS_BYTES,))
     ]
     arrivals = torch.zeros(B, dtype=torch.int32)
+    digits = query_digits(q, 2)
     return {
         add_norm: (real(B, C), real(B, C), real(C), 1e-6),
         append_tokens: (real(B, H, D), real(B, H, D), n_full, *pools),
@@ -64,11 +66,11 @@ def cases():
         mass_change_rotated: (q, q, *codes, table, n_full, 0.1),
         merge_states: (real(B, HQ, D), real(B, HQ), real(B, HQ, D), real(B, HQ)),
         pack_pages: (table, n_full, n_full, S, ints(9), n_full),
-        rotate_heads: (real(B, HQ * D), real(D), 1e-6, real(9, D), torch.arange(B), D, True, HQ, D),
+        rotate_heads: (real(B, HQ * D), real(D), 1e-6, real(9, D), torch.arange(B), D, True, HQ, D, digits),
         salient_bits: (real(L, P, N, H, S), ints(C), ints(C), real(L, P, H)),
         score_embeddings: (real(B * H, C), real(P, H, 2, C), table, n_full, real(B * H, N)),
         score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N), arrivals),
-        score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N), arrivals),
+        score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N), arrivals, digits),
         stage_pages: (layers, 1, ints(2, 2), *slots_of(4)),
         select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, 0.9, (ints(B, 4), ints(B, 4))),
     }  # fmt: skip
@@ -145,7 +147,9 @@ def test_inputs_stay_as_they_are_and_no_value_is_needed_on_the_host(op):
     if op in MUTATES:
         pytest.skip("changes its arguments")
     arguments = cases()[op]
-    given = [(n, x, x.clone()) for n, x in op.check(*arguments).tensors if not n.startswith("out")]
+    tensors = op.check(*arguments).tensors
+    written = ("out", "digits") if op is rotate_heads else ("out",)
+    given = [(n, x, x.clone()) for n, x in tensors if not n.startswith(written)]
     results = op(*arguments)
     assert all(torch.equal(x, before) for _, x, before in given)
 

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_scout.ops import rotated
+from sglang_scout.ops import rotated, triton
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.mass import mass_change_rotated
+from sglang_scout.ops.predict import rotate_heads
 from sglang_scout.ops.rotated import build_layer_rotated, rotate, score_rotated
 from sglang_scout.ops.score import REDUCTIONS
 
@@ -174,14 +175,72 @@ def inputs(seed, B=3, N=9, P=12, H=2, G=3, D=64, bits=2):
     sizes=st.tuples(*(st.integers(1, n) for n in (3, 9, 12, 2, 5))),
     D=st.sampled_from(DIMS),
     seed=st.integers(0, 2**31),
+    given_digits=st.booleans(),
 )
-def test_equals_the_formula(agree, impl, bits, reduce, sizes, D, seed):
+def test_equals_the_formula(agree, impl, bits, reduce, sizes, D, seed, given_digits):
     B, N, P, H, G = sizes
     arguments = *inputs(seed, B, N, P, H, G, D, bits), D**-0.5, reduce
     out = torch.full((B, N), torch.nan)
-    got = score_rotated(*arguments, impl=impl, out=out)
+    of_query = rotated.query_digits(arguments[0], bits) if given_digits else None
+    got = score_rotated(*arguments, impl=impl, out=out, digits=of_query)
     assert got is out
     agree(score_rotated, got, literal(*arguments))
+
+
+@pytest.mark.parametrize("impl", rotate_heads.names())
+@pytest.mark.parametrize("dtype", DTYPES)
+@BITS
+@pytest.mark.parametrize("D", DIMS)
+def test_the_digits_of_a_query_are_its_rotation(impl, dtype, bits, D):
+    q = 30 * torch.randn(2, 4, D, generator=torch.Generator().manual_seed(D))
+    q[0, 1], q[0, 2, 1:], q[1, 0, 3], q[1, 1, 5] = 0.0, 0.0, math.inf, math.nan
+    q = q.to(dtype)
+    digits = torch.full((2, 4, rotated.digits_bytes(bits, D)), 7, dtype=torch.uint8)
+    at = torch.zeros(2, dtype=torch.int64)
+    got = rotate_heads(q.flatten(1), None, 0.0, None, at, 0, True, 4, D, digits, impl=impl)
+    assert torch.equal(got.nan_to_num(), q.nan_to_num())
+    unit, total = digits[..., -16:].contiguous().view(torch.float32)[..., :2].double().unbind(-1)
+    both = digits[..., :-16].contiguous().view(torch.int8).double()
+    high, low = both.unflatten(-1, (2, 1 + bits, -1)).unbind(2)
+    numbers = 256 * high + low  # [2, 4, 1 + bits, D']
+    x = rotated._finite(q.double()) @ rotated._rotation(D, q.device).double()
+    top = x.abs().amax(-1)
+    torch.testing.assert_close(unit * 127 * 256, top.clamp(min=1e-30), rtol=1e-5, atol=0)
+    d, power = torch.arange(D), 2.0 ** (torch.arange(D) % 4)
+    levels = [rotated.ONE_BIT] if bits == 1 else [rotated.FIRST, rotated.SECOND]
+    planes = numbers[:, :, 1:, d % 4 * (numbers.shape[-1] // 4) + d // 4]
+    wanted = [x, *(x * level / power for level in levels)]
+    found = [numbers[:, :, 0, :D], *planes.unbind(2)]
+    for expected, integers in zip(wanted, found, strict=True):
+        # Half a unit, and fp32 rounding of numbers up to 32,512.
+        assert ((integers * unit[..., None] - expected).abs() <= 0.53 * unit[..., None]).all()
+    assert numbers.count_nonzero() == sum(x.count_nonzero() for x in found)  # none beyond D
+    torch.testing.assert_close(total, (planes * power).sum((-2, -1)) * unit, rtol=1e-4, atol=1e-4)
+
+
+def test_a_kernel_takes_the_digits_and_not_the_query():
+    if "triton" not in score_rotated.names() or not triton.interpreted():
+        pytest.skip("needs Triton's interpreter")
+    q, *rest = inputs(3)
+    digits = rotated.query_digits(q, 2)
+    by_digits = score_rotated(q + 1, *rest, 0.125, impl="triton", digits=digits)
+    assert torch.equal(by_digits, score_rotated(q + 2, *rest, 0.125, impl="triton", digits=digits))
+    torch.testing.assert_close(
+        by_digits, score_rotated(q, *rest, 0.125, impl="triton"), atol=1e-3, rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize("more_bytes", [-1, 16])
+def test_digits_of_another_size_are_refused(more_bytes):
+    q, *rest = inputs(3)
+    wrong = torch.zeros(*q.shape[:2], rotated.digits_bytes(2, 64) + more_bytes, dtype=torch.uint8)
+    with pytest.raises(
+        ValueError, match=r"score_rotated: digits has \d+ bytes a head, expected 400"
+    ):
+        score_rotated(q, *rest, 0.125, digits=wrong)
+    at = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"rotate_heads: digits has \d+ bytes a head of D=64"):
+        rotate_heads(q.flatten(1), None, 0.0, None, at, 0, True, 6, 64, wrong)
 
 
 @SCORES

@@ -38,6 +38,7 @@ class DigestKind:
         mass_change: as :func:`mass_change_rotated`; None where scores are bounds.
         view: the parts as both of them expect, from bytes, the model's dtype and D.
         per_head: each KV head selects pages with one query vector.
+        takes_digits: ``score`` takes ``digits``, :func:`query_digits` of the query.
         trained: built with W_k of a pilot file (``core/forecast.py``), and scored with W_q q.
     """
 
@@ -47,6 +48,7 @@ class DigestKind:
     view: Callable[[torch.Tensor, torch.dtype, int], torch.Tensor]
     per_head: bool = False
     trained: bool = False
+    takes_digits: bool = False
 
 
 def _bounds(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
@@ -116,7 +118,9 @@ KINDS = {
         trained=True,
     ),
 } | {
-    f"rotated-{bits}": DigestKind(build_layer_rotated, score_rotated, mass_change_rotated, _rotated)
+    f"rotated-{bits}": DigestKind(
+        build_layer_rotated, score_rotated, mass_change_rotated, _rotated, takes_digits=True
+    )
     for bits in (1, 2)
 }
 

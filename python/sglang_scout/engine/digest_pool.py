@@ -14,6 +14,8 @@ from sglang_scout.engine.hints import PageHints
 from sglang_scout.engine.offered import Offered
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.rotated import digits_bytes
+from sglang_scout.ops.triton import interpreted
 
 
 class DigestPool:
@@ -53,6 +55,7 @@ class DigestPool:
             torch.zeros((*size, first), dtype=torch.uint8, device=device),
             torch.zeros((*size, second), dtype=torch.uint8, device=device),
         )
+        self._heads = shape.num_q_heads
         self._views = [self._of_kind.view(x, shape.dtype, shape.head_dim) for x in self.parts]
         unset(self.parts, torch.arange(num_pages, device=device))
         self.hints = PageHints(*size[:2]) if hints else None
@@ -125,19 +128,35 @@ class DigestPool:
         self.valid[pages] = True
         self.computed += len(pages)
 
+    def query_digits(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """Where the kernel that makes a query can write its digits for :meth:`score`, ``[rows, HQ, bytes]``; nothing
+        if scores take none, as on the CPU."""
+        if not self._of_kind.takes_digits or (self.device.type == "cpu" and not interpreted()):
+            return ()
+        bits, _, quarter = self._views[0].shape[-3:]
+        size = rows, self._heads, digits_bytes(bits, 4 * quarter)
+        return (torch.empty(size, dtype=torch.uint8, device=self.device),)
+
     def score(
-        self, layer: int, query: torch.Tensor, offered: Offered, scale: float, head_reduce: str
+        self,
+        layer: int,
+        query: torch.Tensor,
+        offered: Offered,
+        scale: float,
+        head_reduce: str,
+        digits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``[B * C, N]`` fp32 scores of the pages offered to each list, for ``query`` ``[B * C, HQ / C, D]``; undefined
-        where the budget covers them all."""
+        where the budget covers them all. ``digits``: of the query, grouped alike, from :meth:`query_digits`."""
         if self._of_kind.per_head:
             w_q = (x[layer] for x in self._trained[1:])
             pages = offered.table, offered.n_scored
             return score_heads(query, self._views[0][layer], *pages, *w_q)
         parts = self._of_lists(layer, offered.lists)
         pages = offered.digest_rows, offered.list_n_scored
+        given = {} if digits is None else {"digits": digits}
         return self._of_kind.score(
-            query, *parts, *pages, scale, head_reduce, arrivals=offered.arrivals
+            query, *parts, *pages, scale, head_reduce, arrivals=offered.arrivals, **given
         )
 
     def _of_lists(self, layer: int, lists: int) -> list[torch.Tensor]:

@@ -195,9 +195,10 @@ class StepEngine:
             start_ns, projector = self._clock.now(), self._projectors[target]
             read = projector.start(x, residual)
             with self._beside.fork(target, read, positions):
-                query = projector.finish(read, positions)
+                digits = self.digests.query_digits(len(read)) if projector.writes_digits else ()
+                query = projector.finish(read, positions, *digits)
                 self._clock.cut("ahead", "predict", start_ns, layer=target)
-                self._look_ahead(target, query)
+                self._look_ahead(target, query, *digits)
 
     def layer_output(self) -> None:
         """The current layer has ended; implied by the next layer's input."""
@@ -205,12 +206,14 @@ class StepEngine:
             self._clock.cut("device", "layer", self._layer_start_ns, layer=self._open_layer)
             self._open_layer = -1
 
-    def _look_ahead(self, layer: int, query: torch.Tensor) -> None:
+    def _look_ahead(self, layer: int, query: torch.Tensor, *digits: torch.Tensor) -> None:
         """Select the pages of ``layer`` and post the missing ones (Algorithm 1, lines 4 to 7)."""
         digest, offered = self.policy.digest, self._inputs.offered.first(len(query))
-        by_list = of_lists(query, self.sizes.lists)
+        by_list, *digits_by_list = (of_lists(x, self.sizes.lists) for x in (query, *digits))
         start_ns = self._clock.now()
-        scores = self.digests.score(layer, by_list, offered, self.shape.scale, digest.head_reduce)
+        scores = self.digests.score(
+            layer, by_list, offered, self.shape.scale, digest.head_reduce, *digits_by_list
+        )
         scores = self._shared.scores(scores) if self._shared is not None else scores
         start_ns = self._clock.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(

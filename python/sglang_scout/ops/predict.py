@@ -15,6 +15,7 @@ import torch
 from ..core.registry import Tolerance
 from . import triton
 from .op import Call, op
+from .rotated import digits_bytes, query_digits
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,13 @@ class QueryProjector:
             the model's stream, as the model overwrites the layer input afterwards.
         finish: (that, positions [B]) -> query after RoPE, [B, HQ, D] of the model's dtype. May run on a side stream.
         weight_bytes: size of the weights that it reads.
+        writes_digits: finish takes a third argument, `rotate_heads`' ``digits``.
     """
 
     start: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-    finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    finish: Callable[..., torch.Tensor]
     weight_bytes: int = 0
+    writes_digits: bool = False
 
 
 TOLERANCES = {
@@ -86,6 +89,13 @@ def _valid(call: Call) -> str:
         return f"q has dtype {call.dtypes['model']}, expected a float"
     if call["cos_sin"] is not None and (not 0 < rotary_dim <= D or rotary_dim % 2):
         return f"rotary_dim is {rotary_dim}, expected an even number in 2..{D}"
+    sizes = (
+        [] if call["digits"] is None or D % 16 or D > 256 else [digits_bytes(x, D) for x in (1, 2)]
+    )
+    if call.sizes.get("digit_bytes", 0) not in (0, *sizes):
+        return (
+            f"digits has {call.sizes['digit_bytes']} bytes a head of D={D}, expected one of {sizes}"
+        )
     return ""
 
 
@@ -98,6 +108,7 @@ def _valid(call: Call) -> str:
     q_norm_weight="D q_norm_dtype",
     cos_sin="M R table_dtype",
     positions="B int64",
+    digits="B HQ digit_bytes uint8",
     tolerances=TOLERANCES,
 )
 def rotate_heads(
@@ -110,6 +121,7 @@ def rotate_heads(
     is_neox: bool,
     HQ: int,
     D: int,
+    digits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention-ready query from the projection's output: head norm and RoPE. Rounds where SGLang rounds.
 
@@ -120,6 +132,8 @@ def rotate_heads(
         positions: [B] int64 in [0, max_pos), position of the query's token.
         rotary_dim, is_neox: how many leading channels are rotated (GLM4: half of them), and how they pair.
         HQ, D: query heads and head size.
+        digits: [B, HQ, bytes] uint8 to write `rotated.query_digits` of the result into, by whose bytes the bits of the
+            digests are known; D then is a multiple of 16, up to 256.
     Returns:
         [B, HQ, D] of the dtype of ``q``, as the model's query is.
     """
@@ -128,6 +142,8 @@ def rotate_heads(
         q = rms_norm(q, q_norm_weight, q_norm_eps)
     if cos_sin is not None:
         q = rotate(q, cos_sin.index_select(0, positions), rotary_dim, is_neox)
+    if digits is not None:
+        digits.copy_(query_digits(q, 1 + (digits.shape[-1] == digits_bytes(2, D))))
     return q
 
 

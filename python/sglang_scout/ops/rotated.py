@@ -198,11 +198,57 @@ def page_masses(
     return logits.logsumexp(-1).flatten(1, 2), means.flatten(1, 2)
 
 
+def operand_dim(D: int) -> int:
+    """D, padded for the products of a kernel."""
+    return max(32, 1 << (D - 1).bit_length())
+
+
+def digits_bytes(bits: int, D: int) -> int:
+    """Bytes of `query_digits` of one head."""
+    return 2 * (1 + bits) * operand_dim(D) + 16
+
+
+def query_digits(q: torch.Tensor, bits: int) -> torch.Tensor:
+    """Queries as the operands of the kernels that score digests of 1 or 2 ``bits``: R q in int8.
+
+    A number is 256 a + b units, a and b the two digits. For a plane it is R q times the plane's level and 2^-r for
+    channel 4 c + r, which stands at r D' / 4 + c: what one mask takes from the words of a plane is consecutive. D' is
+    ``operand_dim(D)``; channels beyond D are 0.
+
+    Args:
+        q: [B, HQ, D] any float dtype.
+    Returns:
+        [B, HQ, bytes] uint8: a and then b [1 + bits, D'] for the mean and each plane; in float32 the unit, and the sum
+        over a plane's level-weighted channels, both planes together, that a page with all bits set would get; 8 bytes.
+    """
+    x = rotate(_finite(q.float()))
+    unit = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (127 * 256)
+    x = torch.nn.functional.pad(x / unit, (0, operand_dim(x.shape[-1]) - x.shape[-1]))
+    numbers, total = [x.round()], torch.zeros_like(unit)
+    power = 2.0 ** torch.arange(4, device=q.device)[:, None]
+    for level in (ONE_BIT,) if bits == 1 else (FIRST, SECOND):
+        y = (x.unflatten(-1, (-1, 4)).mT * (level / power)).round()
+        total += (y * power).sum((-2, -1))[..., None] * unit
+        numbers.append(y.flatten(-2))
+    number = torch.cat(numbers, -1).int()
+    high = (number + 128) >> 8
+    digits = torch.cat([high, number - 256 * high], -1).to(torch.int8)
+    rest = torch.cat([unit, total, torch.zeros_like(unit).expand(*unit.shape[:-1], 2)], -1)
+    return torch.cat([digits.view(torch.uint8), rest.view(torch.uint8)], -1)
+
+
+def _valid_digits(call: Call) -> str:
+    found, wanted = call.sizes.get("digit_bytes"), digits_bytes(call.sizes["bits"], call.sizes["D"])
+    if found not in (None, wanted):
+        return f"digits has {found} bytes a head, expected {wanted}"
+    return valid_digests(call)
+
+
 DIGESTS = {"planes": "P H bits J C uint8", "stats": "P H T uint8"}
 
 
 @op(
-    valid_digests,
+    _valid_digits,
     **DIGESTS,
     table="B N int32",
     n_full="B int32",
@@ -210,6 +256,7 @@ DIGESTS = {"planes": "P H bits J C uint8", "stats": "P H T uint8"}
     reduce=REDUCTIONS,
     out="B N float32",
     arrivals="B int32",
+    digits="B H*G digit_bytes uint8",
     tolerances=TOLERANCES,
 )
 def score_rotated(
@@ -222,6 +269,7 @@ def score_rotated(
     reduce: str = "mass",
     out: torch.Tensor | None = None,
     arrivals: torch.Tensor | None = None,
+    digits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
@@ -235,6 +283,7 @@ def score_rotated(
         planes, stats: [P, H, bits, 16, D / 4] and [P, H, D + 112] uint8, of one layer, see `build_layer_rotated`;
             H divides HQ.
         table, n_full, scale, reduce, out, arrivals: as in `score_pages`.
+        digits: `query_digits` of ``q``, which a kernel then takes instead; None: it makes them, one more launch.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: codes as in RaBitQ (arXiv 2405.12497) and QuIP (arXiv 2307.13304); norms of values as in VATP (arXiv
@@ -275,7 +324,7 @@ def native_reduced(q, planes, stats, table, n_full, scale, reduce, out):
 
 
 @native.implements(score_rotated, sizes=NATIVE_DIMS)
-def _native_score(q, planes, stats, table, n_full, scale, reduce, out, arrivals):
+def _native_score(q, planes, stats, table, n_full, scale, reduce, out, arrivals, digits):
     q = q.float()
     out = q.new_empty(table.shape) if out is None else out
     arguments = q, planes, stats, table, n_full, scale

@@ -219,10 +219,10 @@ def _normed(norm: Any) -> Callable[..., torch.Tensor]:
 
 
 def _heads(layer: Any, heads: int, *, norm_heads: bool = True) -> Callable[..., torch.Tensor]:
-    """``[B, heads, D]`` of the projection and positions ``[B]``."""
+    """``[B, heads, D]`` of the projection and positions ``[B]``; may take `rotate_heads`' ``digits``."""
     attention = layer.self_attn
     rope, q_norm = attention.rotary_emb, getattr(attention, "q_norm", None) if norm_heads else None
-    return lambda q, positions: rotate_heads(
+    return lambda q, positions, digits=None: rotate_heads(
         q,
         None if q_norm is None else q_norm.weight,
         0.0 if q_norm is None else q_norm.variance_epsilon,
@@ -232,6 +232,7 @@ def _heads(layer: Any, heads: int, *, norm_heads: bool = True) -> Callable[..., 
         rope.is_neox_style,
         heads,
         attention.head_dim,
+        digits,
     )
 
 
@@ -257,7 +258,8 @@ def _projector(index: int, layer: Any) -> QueryProjector:
         w_q, bias = projection.weight[:q_size], projection.bias
         b_q = None if bias is None else bias[:q_size]
         linear = torch.nn.functional.linear
-        return QueryProjector(normed, lambda x, at: heads(linear(x, w_q, b_q), at), w_q.nbytes)
+        finish = lambda x, *to: heads(linear(x, w_q, b_q), *to)  # noqa: E731
+        return QueryProjector(normed, finish, w_q.nbytes, writes_digits=True)
 
     def product(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The layer's own quantised projection, K and V too: 1 + 2 H / HQ times the work. In order with the model, as
@@ -266,7 +268,8 @@ def _projector(index: int, layer: Any) -> QueryProjector:
         q: torch.Tensor = qkv[:, :q_size]
         return q if bias is None else q + bias[:q_size]  # the bias is left to the caller
 
-    return QueryProjector(product, heads, sum(p.nbytes for p in projection.parameters()))
+    weight_bytes = sum(p.nbytes for p in projection.parameters())
+    return QueryProjector(product, heads, weight_bytes, writes_digits=True)
 
 
 def _has_plain_rows(projection: Any) -> bool:

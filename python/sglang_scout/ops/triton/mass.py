@@ -7,10 +7,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .rotated import LOG2_E, block_sums, query_digits
+from .rotate import made_finite
+from .rotated import LOG2_E, block_sums, digits, query_numbers
 from .score import add_mass
 
 _BLOCK_PAGES = 16  # small, as few pages are missing
+
+
+@triton.jit
+def operand(x):
+    """Integers [M, D] as their two digits, [D, 2 M] int8."""
+    both = tl.permute(tl.join(*digits(x)), (0, 2, 1))
+    return tl.trans(tl.reshape(both, (2 * x.shape[0], x.shape[1])))
 
 
 @triton.jit
@@ -18,7 +26,7 @@ def mass_kernel(
     q, q_ahead, planes, means, scales, pages, n_pages, change,
     scale, N,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The G query heads of one KV head. The real and the predicted (layer-ahead) queries are rows of one operand, so
     that every digest is read once.
@@ -33,14 +41,14 @@ def mass_kernel(
     count = tl.minimum(tl.load(n_pages + of), N)
     differ = tl.zeros([BLOCK_G], tl.float32)
     if count > 0:
-        i = tl.arange(0, 4 * BLOCK_G) // 2  # each query twice, for its two int8 digits
-        of_group = i % BLOCK_G
+        i, d = tl.arange(0, 2 * BLOCK_G), tl.arange(0, BLOCK_D)
         to_ahead = q_ahead.to(tl.int64) - q.to(tl.int64)
         to_ahead = to_ahead // (q.dtype.element_ty.primitive_bitwidth // 8)
-        row = ((b * H + h) * G + of_group) * D + tl.where(i < BLOCK_G, 0, to_ahead)
-        of_mean, first, second, unit, total = query_digits(
-            q, row, of_group < G, scale, D, BITS, WIDTH, BLOCK_D
-        )
+        row = ((b * H + h) * G + i % BLOCK_G) * D + tl.where(i < BLOCK_G, 0, to_ahead)
+        own = (i % BLOCK_G < G)[:, None] & (d < D)[None, :]
+        both = made_finite(tl.load(q + row[:, None] + d[None, :], mask=own, other=0), 0) * scale
+        of_mean, first, second, unit, total = query_numbers(both, D, BITS)
+        of_mean, first, second = operand(of_mean), operand(first), operand(second)
         top = tl.full([2 * BLOCK_G], float("-inf"), tl.float32)
         mass = tl.zeros([2 * BLOCK_G], tl.float32)
         for begin in range(0, count, BLOCK_N):
@@ -71,6 +79,6 @@ def mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, scale):
     mass_kernel[(H, B)](
         q, q_ahead, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
         pages, n_pages, change, scale * LOG2_E, pages.shape[1], H, G, D, bits, len(pages) // B,
-        D & -D, _BLOCK_PAGES, block_g, block_d, num_warps=4,
+        _BLOCK_PAGES, block_g, block_d, num_warps=4,
     )  # fmt: skip
     return change

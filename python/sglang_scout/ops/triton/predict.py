@@ -7,7 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..rotated import operand_dim
 from .exact import rounded
+from .rotated import store_query_digits
 
 
 @triton.jit
@@ -27,13 +29,13 @@ def norm_kernel(x, residual, weight, out, eps, C, ADDS: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def rotate_kernel(
-    q, weight, cos_sin, positions, out,
+    q, weight, cos_sin, positions, out, digits,
     eps, HQ, row_stride,
     D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, HAS_NORM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BITS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm and RoPE of one head. q [B, HQ, D], rows row_stride apart; cos_sin [positions, R]; out
-    [B, HQ, D].
+    [B, HQ, D]; with BITS digits [B, HQ, bytes].
 
     The partner of channel d is loaded again rather than exchanged between threads.
     """
@@ -65,7 +67,11 @@ def rotate_kernel(
         sin = tl.load(at + half, mask=turns, other=0.0).to(tl.float32)
         turned = own * cos + tl.where(first, -other, other) * sin
         own = tl.where(turns, turned, own)
-    tl.store(out + (b * HQ + h) * D + d, rounded(own, q.dtype.element_ty), mask=d < D)
+    own = rounded(own, q.dtype.element_ty)
+    tl.store(out + (b * HQ + h) * D + d, own, mask=d < D)
+    if BITS:
+        to = digits + (b * HQ + h) * (2 * (1 + BITS) * BLOCK_D + 16)
+        store_query_digits(own[None, :], to, D, BITS)
 
 
 def add_norm(x, residual, weight, eps):
@@ -78,13 +84,16 @@ def add_norm(x, residual, weight, eps):
     return out
 
 
-def rotate_heads(q, q_norm_weight, q_norm_eps, cos_sin, positions, rotary_dim, is_neox, HQ, D):
+def rotate_heads(
+    q, q_norm_weight, q_norm_eps, cos_sin, positions, rotary_dim, is_neox, HQ, D, digits
+):
     """See `ops.predict.rotate_heads`."""
-    out = q.new_empty((len(q), HQ, D))
+    out, block_d = q.new_empty((len(q), HQ, D)), operand_dim(D)
+    bits = 0 if digits is None else digits.shape[-1] // (2 * block_d) - 1
     if len(q):
         rotate_kernel[(len(q), HQ)](
-            q, q_norm_weight, cos_sin, positions, out, q_norm_eps, HQ, q.stride(0), D,
-            rotary_dim if cos_sin is not None else 0, is_neox, q_norm_weight is not None,
-            triton.next_power_of_2(D), num_warps=1,
+            q, q_norm_weight, cos_sin, positions, out, digits.view(torch.int8) if bits else None,
+            q_norm_eps, HQ, q.stride(0), D, rotary_dim if cos_sin is not None else 0, is_neox,
+            q_norm_weight is not None, bits, block_d, num_warps=1,
         )  # fmt: skip
     return out

@@ -65,6 +65,22 @@ def rotated_rows(
 
 
 @triton.jit
+def rotated(x, channels, D: tl.constexpr):
+    """R x for x [M, channels] float32, in registers: `rotated_rows` where the channels, from 0 on, are all there."""
+    WIDTH: tl.constexpr = D & -D
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    x = tl.where(((channels + 1) * _FLIP32 < 0)[None, :], -x, x)
+    second = tl.arange(0, 2)[None, None, :, None] == 1
+    for i in tl.static_range(0, 8):
+        if (1 << i) < WIDTH:
+            pair = tl.reshape(x, (M, N // (2 << i), 2, 1 << i))
+            total = tl.sum(pair, axis=2, keep_dims=True)
+            x = tl.reshape(tl.where(second, total - 2 * pair, total), (M, N))
+    return x * WIDTH**-0.5
+
+
+@triton.jit
 def packed(bits):
     """[32, D] bool -> [16, D / 4] uint8, see `ops.rotated`."""
     D: tl.constexpr = bits.shape[1]

@@ -1,4 +1,4 @@
-"""`score_rotated` on the device: one launch.
+"""`score_rotated` on the device: one launch, and one for the query's digits where they are not given.
 
 Memory traffic, with b bits: 4 D b + D + 112 bytes per page and KV head, and 8 per page for id and score. For the
 intermediate buffers and the reduction over heads, see `score`.
@@ -6,16 +6,16 @@ intermediate buffers and the reduction over heads, see `score`.
 Tensor cores consume the bits almost as stored. A word of a plane holds 16 channels of two tokens; one mask
 leaves channels r, 4 + r, 8 + r and 12 + r of one of them as the bytes of an int8 operand, 0 or 2^r, so that a
 key element costs a third of an instruction. The power of two is divided out of the query, which is rounded to
-integers of at most 15 bits (12 for r = 3), i.e. two int8 digits. Each program computes these itself, a few
-percent of its products, and processes several blocks of pages if there are more blocks than programs.
+integers of at most 15 bits (12 for r = 3), i.e. two int8 digits: once per head, by the kernel that makes the query
+(`predict.rotate_kernel`). A program processes several blocks of pages if there are more blocks than programs.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from ..rotated import FIRST, ONE_BIT, SECOND, STATS_BYTES
-from .rotate import _NORMS_AT, rint, rotated_rows
+from ..rotated import FIRST, ONE_BIT, SECOND, STATS_BYTES, digits_bytes, operand_dim
+from .rotate import _NORMS_AT, made_finite, rint, rotated
 from .score import add_mass, between, parts_of, reduce_when_last, reduced_blocks
 
 _FIRST, _SECOND, _ONE_BIT = tl.constexpr(FIRST), tl.constexpr(SECOND), tl.constexpr(ONE_BIT)
@@ -28,44 +28,58 @@ _BLOCK_PAGES = 64  # M of one warp group's MMA
 
 @triton.jit
 def digits(x):
-    """Integers |x| <= 127 * 256 as 256 a + b: a from even rows and b from odd ones, [2 G, D] -> [D, 2 G] int8."""
+    """Integers |x| <= 127 * 256 as 256 a + b, both int8."""
     x = x.to(tl.int32)
     high = (x + 128) >> 8
-    is_high = tl.arange(0, x.shape[0])[:, None] % 2 == 0
-    return tl.trans(tl.where(is_high, high, x - 256 * high).to(tl.int8))
+    return high.to(tl.int8), (x - 256 * high).to(tl.int8)
 
 
 @triton.jit
-def query_digits(
-    q, row, kept, scale,
-    D: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The rotated queries of a KV head quantized to integers, for the mean and each plane [BLOCK_D, 2 G]; the unit of
-    these integers [G], and the dequantized sum of the planes' integers [G].
+def query_numbers(q, D: tl.constexpr, BITS: tl.constexpr):
+    """`ops.rotated.query_digits` before they are split: of the mean and each plane [M, D'], unit and total [M].
 
-    A plane's are scaled by its level and 2^-r, in its operand's order: channel 4 c + r at r BLOCK_D / 4 + c.
-    row, kept [2 G]: each query twice, for its two digits. The rotation is repeated for each order, because Triton 3.6
-    cannot permute an operand's rows.
+    q [M, D'] float32, 0 beyond D.
     """
+    M: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
     d = tl.arange(0, BLOCK_D)
-    x = rotated_rows(q, row, kept, d, D, WIDTH) * scale  # [2 G, BLOCK_D]
+    x = rotated(q, d, D)
     unit = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / _TOP
-    of_mean = digits(rint(x / unit[:, None]))
-    r, c = d // (BLOCK_D // 4), d % (BLOCK_D // 4)
-    x = rotated_rows(q, row, kept, 4 * c + r, D, WIDTH) * (scale / unit)[:, None]
-    power = (1 << r).to(tl.float32)[None, :]
-    y = rint(x * ((_ONE_BIT if BITS == 1 else _FIRST) / power))
-    total = tl.sum(y * power, axis=1)
-    first = digits(y)
-    second = first
+    x = x / unit[:, None]
+    of_mean = rint(x)
+    x = tl.reshape(tl.permute(tl.reshape(x, (M, BLOCK_D // 4, 4)), (0, 2, 1)), (M, BLOCK_D))
+    power = (1 << d // (BLOCK_D // 4)).to(tl.float32)[None, :]
+    first = rint(x * ((_ONE_BIT if BITS == 1 else _FIRST) / power))
+    second, total = first, first * power
     if BITS == 2:
-        y = rint(x * (_SECOND / power))
-        total += tl.sum(y * power, axis=1)
-        second = digits(y)
-    HALF: tl.constexpr = row.shape[0] // 2
-    total, _ = tl.split(tl.reshape(total * unit, (HALF, 2)))
-    unit, _ = tl.split(tl.reshape(unit, (HALF, 2)))
-    return of_mean, first, second, unit, total
+        second = rint(x * (_SECOND / power))
+        total += second * power
+    return of_mean, first, second, unit, tl.sum(total, axis=1) * unit
+
+
+@triton.jit
+def store_query_digits(q, to, D: tl.constexpr, BITS: tl.constexpr):
+    """`ops.rotated.query_digits` of one head. q [1, D'] of any float type, 0 beyond D; to: int8, 16-byte aligned."""
+    BLOCK_D: tl.constexpr = q.shape[1]
+    OPERANDS: tl.constexpr = (1 + BITS) * BLOCK_D
+    at = to + tl.arange(0, BLOCK_D)[None, :]
+    of_mean, first, second, unit, total = query_numbers(made_finite(q, 0), D, BITS)
+    for i in tl.static_range(0, 1 + BITS):
+        high, low = digits(of_mean if i == 0 else (first if i == 1 else second))
+        tl.store(at + i * BLOCK_D, high)
+        tl.store(at + i * BLOCK_D + OPERANDS, low)
+    numbers = (to + 2 * OPERANDS).to(tl.pointer_type(tl.float32)) + tl.arange(0, 1)
+    tl.store(numbers, unit)
+    tl.store(numbers + 1, total)
+
+
+@triton.jit
+def query_digits_kernel(q, digits, D: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`store_query_digits` of one head. q [B * HQ, D]; digits [B * HQ, bytes] int8."""
+    head, d = tl.program_id(0), tl.arange(0, BLOCK_D)
+    own = tl.load(q + head * D + d, mask=d < D, other=0.0)
+    to = digits + head * (2 * (1 + BITS) * BLOCK_D + 16)
+    store_query_digits(own[None, :], to, D, BITS)
 
 
 @triton.jit
@@ -175,16 +189,17 @@ def block_sums(
 
 @triton.jit
 def rotated_sums_kernel(
-    q, planes, means, scales, table, n_full, arrivals, sums, tops, masses, out,
+    digits, planes, means, scales, table, n_full, arrivals, sums, tops, masses, out,
     scale, N, row_stride, parts,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     REDUCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """`block_sums` of every parts-th block of pages for the G query heads of one KV head, like `score.bounds_kernel`.
     For "mass" the sums are weighted by value norms, but normalized by the unweighted mass.
 
-    planes [P, H, BITS, 16, D / 16] int32; means, scales: the stats [P, H, bytes] as int8 and int32.
+    digits: `ops.rotated.query_digits`, as int8; planes [P, H, BITS, 16, D / 16] int32; means, scales: the stats
+    [P, H, bytes] as int8 and int32.
     """
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
@@ -193,10 +208,19 @@ def rotated_sums_kernel(
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_G], tl.float32)
     if part * BLOCK_N < full:
-        each = tl.arange(0, 2 * BLOCK_G) // 2
-        of_mean, first, second, unit, total = query_digits(
-            q, ((b * H + h) * G + each) * D, each < G, scale, D, BITS, WIDTH, BLOCK_D
-        )
+        BYTES: tl.constexpr = 2 * (1 + BITS) * BLOCK_D + 16
+        i = tl.arange(0, 2 * BLOCK_G)
+        at = digits + ((b * H + h) * G + i // 2) * BYTES + i % 2 * ((1 + BITS) * BLOCK_D)
+        at = at[:, None] + tl.arange(0, BLOCK_D)[None, :]
+        # [BLOCK_D, 2 BLOCK_G]: each query's two digits
+        of_mean = tl.trans(tl.load(at, mask=(i < 2 * G)[:, None], other=0))
+        first = tl.trans(tl.load(at + BLOCK_D, mask=(i < 2 * G)[:, None], other=0))
+        second = first
+        if BITS == 2:
+            second = tl.trans(tl.load(at + 2 * BLOCK_D, mask=(i < 2 * G)[:, None], other=0))
+        numbers = (digits + head * BYTES + BYTES - 16).to(tl.pointer_type(tl.float32))
+        unit = tl.load(numbers, mask=g < G, other=0.0) * scale
+        total = tl.load(numbers + 1, mask=g < G, other=0.0) * scale
         for block in range(part, tl.cdiv(full, BLOCK_N), parts):
             # [BLOCK_N]
             n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -217,7 +241,7 @@ def rotated_sums_kernel(
     )  # fmt: skip
 
 
-def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals):
+def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals, digits):
     """See `ops.rotated.score_rotated`."""
     if out is None:
         out = q.new_empty(table.shape, dtype=torch.float32)
@@ -226,13 +250,17 @@ def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals)
     if arrivals is None:
         arrivals = n_full.new_zeros(len(table))
     (B, N), (_, H, bits), (HQ, D) = table.shape, planes.shape[:3], q.shape[1:]
-    G, block_d = HQ // H, max(32, triton.next_power_of_2(D))
+    G, block_d = HQ // H, operand_dim(D)
+    if digits is None:
+        digits = q.new_empty((B, HQ, digits_bytes(bits, D)), dtype=torch.uint8)
+        query_digits_kernel[(B * HQ,)](q, digits.view(torch.int8), D, bits, block_d, num_warps=1)
     parts = parts_of(table, H, _BLOCK_PAGES)
     sums, tops, masses = between(q, N, parts, _BLOCK_PAGES)
     rotated_sums_kernel[(parts, H, B)](
-        q, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32), table, n_full,
-        arrivals, sums, tops, masses, out, scale * LOG2_E, N, sums.shape[2], parts,
-        H, G, D, bits, D & -D, reduce, _BLOCK_PAGES, max(8, triton.next_power_of_2(G)), block_d,
+        digits.view(torch.int8), planes.view(torch.int32), stats.view(torch.int8),
+        stats.view(torch.int32), table, n_full, arrivals, sums, tops, masses, out,
+        scale * LOG2_E, N, sums.shape[2], parts,
+        H, G, D, bits, reduce, _BLOCK_PAGES, max(8, triton.next_power_of_2(G)), block_d,
         *reduced_blocks(HQ, N), num_warps=4,
     )  # fmt: skip
     return out
