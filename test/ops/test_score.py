@@ -121,3 +121,31 @@ def test_native_refuses_what_would_read_outside(impl, name, value):
     {"table": table, "n_full": n_full}[name].view(-1)[0] = value
     with pytest.raises(ValueError, match=rf"score_pages: {name}\[0.*\]={value} is "):
         score_pages(q, kmin, kmax, table, n_full, 1.0, impl=impl)
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "parts", "waves"),
+    [  # 528 programs at once: an H100's
+        (32 * 8, 32, 2, 1),  # 32 requests of 64k tokens, 8 KV heads
+        (16 * 8, 32, 4, 1),  # half of them in a step
+        (8, 64, 64, 1),  # one request of 128k: a block each
+        (8, 3, 3, 1),  # no more parts than blocks
+        (64 * 8, 32, 1, 1),
+        (67 * 8, 32, 8, 9),  # a little more than fit: 9 waves of 4 blocks, not 2 of 32
+        (200 * 8, 32, 4, 13),
+    ],
+)
+def test_parts_fill_waves(rows, blocks, parts, waves):
+    pytest.importorskip("triton")
+    from sglang_scout.ops.triton.score import parts_of
+
+    found = parts_of(rows, blocks, 528)
+    assert (found, -(-rows * found // 528)) == (parts, waves)
+
+
+@IMPLS
+def test_how_many_rows_are_expected_changes_no_score(impl):
+    arguments = *inputs(8, B=5, N=200), 0.125, "mass"
+    expected = score_pages(*arguments, impl=impl)
+    for every in (2, 9):
+        torch.testing.assert_close(score_pages(*arguments, impl=impl, every=every), expected)

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+from sglang_scout.ops.triton.rotated import programs_per_sm  # noqa: E402
+from sglang_scout.ops.triton.score import PER_SM  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_PTXAS = 77
 
@@ -23,19 +27,44 @@ def compile_kernels(*arguments):
     if done.returncode == WITHOUT_PTXAS:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
-def ptx(tmp_path_factory):
-    """Kernel name -> its code, of the first case."""
+def compiled(tmp_path_factory):
+    """What is printed, and a folder with the code of each kernel."""
     folder = tmp_path_factory.mktemp("ptx")
-    compile_kernels("--ptx", folder)
+    return compile_kernels("--ptx", folder), folder
+
+
+@pytest.fixture(scope="module")
+def ptx(compiled):
+    """Kernel name -> its code, of the first case."""
+    folder = compiled[1]
     paths = sorted(folder.iterdir(), key=lambda p: int(p.stem.rpartition("-")[2]), reverse=True)
     return {path.stem.rpartition("-")[0]: path.read_text() for path in paths}
 
 
 def test_every_kernel_compiles_and_none_spills_more_than_some_words(ptx):
     assert {"bounds_kernel", "attend_kernel", "select_kernel", "post_kernel"} <= set(ptx)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "per_sm"),
+    [
+        ("bounds_kernel", "score_pages mass, Qwen3-14B", PER_SM),
+        ("bounds_kernel", "score_pages mass, D=256", PER_SM),
+        ("rotated_sums_kernel", "score_rotated, 1 bits, Qwen3-14B", programs_per_sm(128)),
+        ("rotated_sums_kernel", "score_rotated, 2 bits, Qwen3-14B", programs_per_sm(128)),
+        ("rotated_sums_kernel", "score_rotated, 2 bits, D=96", programs_per_sm(128)),
+        ("rotated_sums_kernel", "score_rotated, 2 bits, D=256", programs_per_sm(256)),
+    ],
+)
+def test_an_sm_holds_the_programs_that_the_work_is_divided_for(compiled, name, case, per_sm):
+    row = rf"^{name} +4 warps +(\d+) registers.* (\d+) B shared  {re.escape(case)}$"
+    registers, shared = map(int, re.search(row, compiled[0], re.M).groups())
+    assert 4 * 32 * 8 * -(-registers // 8) * per_sm <= 65536  # allocated in eights
+    assert (shared + 1024) * per_sm <= 228 << 10
 
 
 @pytest.mark.slow  # a minute each

@@ -270,6 +270,7 @@ def score_rotated(
     out: torch.Tensor | None = None,
     arrivals: torch.Tensor | None = None,
     digits: torch.Tensor | None = None,
+    every: int = 1,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
@@ -282,7 +283,7 @@ def score_rotated(
         q: [B, HQ, D] any float dtype, after RoPE.
         planes, stats: [P, H, bits, 16, D / 4] and [P, H, D + 112] uint8, of one layer, see `build_layer_rotated`;
             H divides HQ.
-        table, n_full, scale, reduce, out, arrivals: as in `score_pages`.
+        table, n_full, scale, reduce, out, arrivals, every: as in `score_pages`.
         digits: `query_digits` of ``q``, which a kernel then takes instead; None: it makes them, one more launch.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
@@ -324,7 +325,7 @@ def native_reduced(q, planes, stats, table, n_full, scale, reduce, out):
 
 
 @native.implements(score_rotated, sizes=NATIVE_DIMS)
-def _native_score(q, planes, stats, table, n_full, scale, reduce, out, arrivals, digits):
+def _native_score(q, planes, stats, table, n_full, scale, reduce, out, arrivals, digits, every):
     q = q.float()
     out = q.new_empty(table.shape) if out is None else out
     arguments = q, planes, stats, table, n_full, scale

@@ -56,6 +56,7 @@ def score_pages(
     reduce: str = "mass",
     out: torch.Tensor | None = None,
     arrivals: torch.Tensor | None = None,
+    every: int = 1,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
@@ -75,6 +76,7 @@ def score_pages(
         out: [B, N] float32 to write into, instead of a new tensor.
         arrivals: [B] int32 zeros, a kernel's arrival counters, left as zeros; None: allocated. Not to be shared by
             concurrent calls.
+        every: one row in so many is expected to have pages; only divides a kernel's work.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: Quest section 3.3 (bound), ScoutAttention Algorithm 1 line 5 (use); reductions: ours.
@@ -90,7 +92,7 @@ def score_pages(
 
 
 @native.implements(score_pages)
-def _native(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
+def _native(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals, every):
     (P, H, D), (B, N) = kmin.shape, table.shape
     q = q.float()
     out = q.new_empty((B, N)) if out is None else out

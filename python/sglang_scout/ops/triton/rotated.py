@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..rotated import FIRST, ONE_BIT, SECOND, STATS_BYTES, digits_bytes, operand_dim
+from .attend import processors
 from .rotate import _NORMS_AT, made_finite, rint, rotated
 from .score import add_mass, between, parts_of, reduce_when_last, reduced_blocks
 
@@ -187,7 +188,7 @@ def block_sums(
         return u, u
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])  # one part would take another third of registers
 def rotated_sums_kernel(
     digits, planes, means, scales, table, n_full, arrivals, sums, tops, masses, out,
     scale, N, row_stride, parts,
@@ -241,7 +242,12 @@ def rotated_sums_kernel(
     )  # fmt: skip
 
 
-def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals, digits):
+def programs_per_sm(block_d: int) -> int:
+    """Of `rotated_sums_kernel`, whose registers are limited accordingly; a few more and an SM would hold one less."""
+    return 4 if block_d <= 128 else 2
+
+
+def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals, digits, every):
     """See `ops.rotated.score_rotated`."""
     if out is None:
         out = q.new_empty(table.shape, dtype=torch.float32)
@@ -254,13 +260,15 @@ def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals,
     if digits is None:
         digits = q.new_empty((B, HQ, digits_bytes(bits, D)), dtype=torch.uint8)
         query_digits_kernel[(B * HQ,)](q, digits.view(torch.int8), D, bits, block_d, num_warps=1)
-    parts = parts_of(table, H, _BLOCK_PAGES)
+    per_sm = programs_per_sm(block_d)
+    slots = per_sm * processors(table.device)
+    parts = parts_of(triton.cdiv(B, every) * H, triton.cdiv(N, _BLOCK_PAGES), slots)
     sums, tops, masses = between(q, N, parts, _BLOCK_PAGES)
     rotated_sums_kernel[(parts, H, B)](
         digits.view(torch.int8), planes.view(torch.int32), stats.view(torch.int8),
         stats.view(torch.int32), table, n_full, arrivals, sums, tops, masses, out,
         scale * LOG2_E, N, sums.shape[2], parts,
         H, G, D, bits, reduce, _BLOCK_PAGES, max(8, triton.next_power_of_2(G)), block_d,
-        *reduced_blocks(HQ, N), num_warps=4,
+        *reduced_blocks(HQ, N), num_warps=4, maxnreg=512 // per_sm,
     )  # fmt: skip
     return out

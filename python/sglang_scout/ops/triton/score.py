@@ -17,7 +17,7 @@ from .exact import dot_16, finite
 
 # Pages per iteration, fewer for large heads.
 _BLOCK_PAGES, _BLOCK_VALUES = 64, 8192
-_PROGRAMS = 8  # per SM, if there are that many blocks
+PER_SM = 4  # programs that an H100's SM holds; test_triton_compile.py
 _REDUCED_VALUES = 4096  # bounds reduced per iteration
 _PARTS = tl.constexpr(16)
 
@@ -95,7 +95,7 @@ def reduce_when_last(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])  # one part would take another third of registers
 def bounds_kernel(
     q, kmin, kmax, table, n_full, arrivals, bounds, tops, masses, out,
     scale, N, row_stride, parts,
@@ -143,12 +143,18 @@ def bounds_kernel(
     )  # fmt: skip
 
 
-def parts_of(table: torch.Tensor, H: int, block_pages: int) -> int:
-    """Number of programs that share the pages of a row and KV head."""
-    B, N = table.shape
-    return min(
-        triton.cdiv(N, block_pages), triton.cdiv(_PROGRAMS * processors(table.device), B * H)
-    )
+def parts_of(rows: int, blocks: int, slots: int) -> int:
+    """How many programs share the blocks of each of ``rows`` rows and KV heads, on a device that runs ``slots`` at
+    once: that with the least time, waves of programs times blocks of each.
+
+    A program's start and end count as half a block: two dependent reads and an atomic, some 2 us, while the programs
+    of an H100's SM take 10 us for one block each (`rotated_sums_kernel`).
+    """
+
+    def half_blocks(parts: int) -> int:
+        return triton.cdiv(rows * parts, slots) * (2 * triton.cdiv(blocks, parts) + 1)
+
+    return min(range(1, blocks + 1), key=half_blocks)
 
 
 def between(
@@ -167,7 +173,7 @@ def reduced_blocks(HQ: int, N: int) -> tuple[int, int]:
     return block_h, max(16, min(_REDUCED_VALUES // block_h, 256, triton.next_power_of_2(N)))
 
 
-def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
+def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals, every):
     """See `ops.score.score_pages`."""
     (B, N), (_, H, D), HQ = table.shape, kmin.shape, q.shape[1]
     if out is None:
@@ -178,7 +184,8 @@ def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
         arrivals = n_full.new_zeros(B)
     G, block_d = HQ // H, triton.next_power_of_2(D)
     block_n = min(_BLOCK_PAGES, _BLOCK_VALUES // block_d, max(16, triton.next_power_of_2(N)))
-    parts = parts_of(table, H, block_n)
+    slots = PER_SM * processors(table.device)
+    parts = parts_of(triton.cdiv(B, every) * H, triton.cdiv(N, block_n), slots)
     u, tops, masses = between(q, N, parts, block_n)
     bounds_kernel[(parts, H, B)](
         q, kmin, kmax, table, n_full, arrivals, u, tops, masses, out, scale, N, u.shape[2], parts,
