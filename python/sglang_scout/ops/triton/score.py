@@ -20,6 +20,7 @@ _BLOCK_PAGES, _BLOCK_VALUES = 64, 8192
 PER_SM = 4  # programs that an H100's SM holds; test_triton_compile.py
 _REDUCED_VALUES = 4096  # bounds reduced per iteration
 _PARTS = tl.constexpr(16)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -54,24 +55,25 @@ def reduce_row(
         total += tl.sum(mass * tl.exp(top - finite(largest)[:, None]), axis=1)
         base = largest
     base = finite(base)
-    log_total = tl.log(tl.maximum(total, 1.0))
+    log_total, share = tl.log(tl.maximum(total, 1.0)), 1 / tl.maximum(total, 1.0)
     i = tl.arange(0, BLOCK_N)
     table += b.to(tl.int64) * N
     out += b.to(tl.int64) * N
     for first in tl.range(0, full, BLOCK_N, num_stages=3):
         n = first + i
         offered = tl.load(table + n, mask=n < full, other=-1) >= 0
-        # [BLOCK_H, BLOCK_N]
+        # [BLOCK_H, BLOCK_N], whole 16-byte words; what stands at pages that are not offered is not used.
         x = tl.load(
             u + head.to(tl.int64)[:, None] * row_stride + n[None, :],
-            mask=(h < HQ)[:, None] & offered[None, :],
+            mask=(h < HQ)[:, None] & (n < row_stride)[None, :],
             other=float("-inf"),
         )
         # Not u - lse: if bounds are large, rounding lse would lose the digits that matter.
-        x = (x - base[:, None]) - log_total[:, None]
+        x -= base[:, None]
         if REDUCE == "mass":
-            score = tl.sum(tl.exp(x), axis=0)
+            score = tl.sum(tl.exp2(x * _LOG2_E) * share[:, None], axis=0)
         else:
+            x -= log_total[:, None]
             # The device's max drops NaN, which marks a page without a valid bound.
             broken = tl.max((x != x).to(tl.int32), axis=0) > 0
             score = tl.where(broken, float("nan"), tl.max(x, axis=0))
