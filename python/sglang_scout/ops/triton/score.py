@@ -18,8 +18,8 @@ from .exact import dot_16, finite
 # Pages per iteration, fewer for large heads.
 _BLOCK_PAGES, _BLOCK_VALUES = 64, 8192
 PER_SM = 4  # programs that an H100's SM holds; test_triton_compile.py
-_REDUCED_VALUES = 4096  # bounds reduced per iteration
-_PARTS = tl.constexpr(16)
+# Parts, heads and pages per iteration of the reduction. A thread has all heads of its pages: no exchange in between.
+_PARTS, _HEADS, _REDUCED_PAGES = tl.constexpr(16), tl.constexpr(4), 512
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -54,29 +54,35 @@ def reduce_row(
         total *= tl.exp(base - finite(largest))
         total += tl.sum(mass * tl.exp(top - finite(largest)[:, None]), axis=1)
         base = largest
-    base = finite(base)
-    log_total, share = tl.log(tl.maximum(total, 1.0)), 1 / tl.maximum(total, 1.0)
-    i = tl.arange(0, BLOCK_N)
+    total = tl.maximum(total, 1.0)
+    tl.store(tops + head * parts, finite(base), mask=h < HQ)
+    tl.store(masses + head * parts, 1 / total if REDUCE == "mass" else tl.log(total), mask=h < HQ)
+    tl.debug_barrier()
+    i, j = tl.arange(0, BLOCK_N), tl.arange(0, _HEADS)
     table += b.to(tl.int64) * N
     out += b.to(tl.int64) * N
-    for first in tl.range(0, full, BLOCK_N, num_stages=3):
+    for first in range(0, full, BLOCK_N):
         n = first + i
+        score = tl.full([BLOCK_N], 0.0 if REDUCE == "mass" else float("-inf"), tl.float32)
+        for some in tl.range(0, HQ, _HEADS, num_stages=3):
+            at, known = (b * HQ + some + j)[:, None], (some + j < HQ)[:, None]
+            most = tl.load(tops + at * parts, mask=known, other=0.0)
+            share = tl.load(masses + at * parts, mask=known, other=0.0)
+            # [_HEADS, BLOCK_N], in 16-byte words: what stands at pages that are not offered is not used.
+            here = known & (n < row_stride)[None, :]
+            x = tl.load(
+                u + at.to(tl.int64) * row_stride + n[None, :], mask=here, other=float("-inf")
+            )
+            # Not u - lse: if bounds are large, rounding lse would lose the digits that matter.
+            x -= most
+            if REDUCE == "mass":
+                score += tl.sum(tl.exp2(x * _LOG2_E) * share, axis=0)
+            else:
+                # The device's max drops NaN, which marks a page without a valid bound.
+                broken = (score != score) | (tl.max((x != x).to(tl.int32), axis=0) > 0)
+                score = tl.maximum(score, tl.max(x - share, axis=0))
+                score = tl.where(broken, float("nan"), score)
         offered = tl.load(table + n, mask=n < full, other=-1) >= 0
-        # [BLOCK_H, BLOCK_N], whole 16-byte words; what stands at pages that are not offered is not used.
-        x = tl.load(
-            u + head.to(tl.int64)[:, None] * row_stride + n[None, :],
-            mask=(h < HQ)[:, None] & (n < row_stride)[None, :],
-            other=float("-inf"),
-        )
-        # Not u - lse: if bounds are large, rounding lse would lose the digits that matter.
-        x -= base[:, None]
-        if REDUCE == "mass":
-            score = tl.sum(tl.exp2(x * _LOG2_E) * share[:, None], axis=0)
-        else:
-            x -= log_total[:, None]
-            # The device's max drops NaN, which marks a page without a valid bound.
-            broken = tl.max((x != x).to(tl.int32), axis=0) > 0
-            score = tl.where(broken, float("nan"), tl.max(x, axis=0))
         tl.store(out + n, tl.where(offered, score, float("-inf")), mask=n < N)
     for first in range(tl.cdiv(full, BLOCK_N) * BLOCK_N, N, BLOCK_N):
         void = tl.full([BLOCK_N], float("-inf"), tl.float32)
@@ -171,8 +177,7 @@ def between(
 
 def reduced_blocks(HQ: int, N: int) -> tuple[int, int]:
     """BLOCK_H and BLOCK_N of `reduce_row`."""
-    block_h = triton.next_power_of_2(HQ)
-    return block_h, max(16, min(_REDUCED_VALUES // block_h, 256, triton.next_power_of_2(N)))
+    return triton.next_power_of_2(HQ), max(16, min(_REDUCED_PAGES, triton.next_power_of_2(N)))
 
 
 def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals, every):
