@@ -28,7 +28,7 @@ from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
-from sglang_scout.ops.predict import QueryProjector
+from sglang_scout.ops.predict import QueryProjector, rotate_heads
 from sglang_scout.policy.base import Context, make_policy, policies
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.checksums import PageChecksums
@@ -246,12 +246,15 @@ class Harness:
         self._graph = captured(self._layers) if graph else None
 
     def _projector(self, layer: int) -> QueryProjector:
-        def finish(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            # Pay for the matrix product, but use the generator's query.
+        def finish(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            # Pay for the matrix product, but use the generator's query, as it is: no head norm and no RoPE.
             q = self.drift.q[layer, : len(x)] + 0.0 * self.model.project_q(layer, x)
-            return q.to(x.dtype)
+            positions, *digits = others
+            size = q.shape[1:]
+            q = q.to(x.dtype).flatten(1)
+            return rotate_heads(q, None, 0.0, None, positions, 0, True, *size, *digits)
 
-        return QueryProjector(self.model.normed, finish)
+        return QueryProjector(self.model.normed, finish, writes_digits=True)
 
     def _layers(self) -> None:
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

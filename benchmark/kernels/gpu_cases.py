@@ -51,10 +51,12 @@ def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
     q, n_full, out = pools.random(B, pools.HQ, D).to(DTYPE), pools.full(N, B), pools.random(B, N)
     tables = [pools.ids(B, N, pages=len(digests[0])) for _ in range(REPEATS)]
     arrivals = pools.full(0, B)
+    given = {"digits": rotated.query_digits(q, bits)} if bits else {}
 
     def call(table: torch.Tensor, rows: slice = slice(None), impl: str = "triton") -> torch.Tensor:
         arguments = (q[rows], *digests, table[rows], n_full[rows], D**-0.5, "mass")
-        return op(*arguments, impl=impl, out=out[rows], arrivals=arrivals[rows])
+        of_rows = {name: x[rows] for name, x in given.items()}
+        return op(*arguments, impl=impl, out=out[rows], arrivals=arrivals[rows], **of_rows)
 
     def check() -> str:
         got = call(tables[0]).clone()
@@ -238,8 +240,9 @@ def predicted(pools: Pools, B: int) -> Iterator[Case]:
     yield plain(add_norm, {"B": B}, 3 * x.nbytes + weight.nbytes, x, residual, weight, 1e-6)
     q, table = pools.random(B, pools.HQ * D).to(DTYPE), pools.random(4096, D)
     at = torch.arange(B, device=q.device)
-    arguments = (q, weight[:D].contiguous(), 1e-6, table, at, D, True, pools.HQ, D)
-    yield plain(rotate_heads, {"B": B}, 2 * q.nbytes + 4 * B * D, *arguments)
+    digits = rotated.query_digits(q.view(B, pools.HQ, D), 2)
+    arguments = (q, weight[:D].contiguous(), 1e-6, table, at, D, True, pools.HQ, D, digits)
+    yield plain(rotate_heads, {"B": B}, 2 * q.nbytes + 4 * B * D + digits.nbytes, *arguments)
 
 
 def window_weights(pools: Pools, B: int, W: int, kv: torch.dtype = DTYPE) -> Iterator[Case]:
