@@ -13,6 +13,7 @@ from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.offered import Offered
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.embed import half_means, pooled
+from sglang_scout.ops.rotated import digits_bytes
 
 L, H, D, SIZE = 3, 2, 16, 32
 SHAPE = ModelShape(L, 4, H, D, SIZE, torch.float32, D**-0.5)
@@ -73,3 +74,16 @@ def test_a_pool_scores_each_head_by_its_keys(kind):
 def test_a_trained_kind_needs_its_weights():
     with pytest.raises(ValueError, match="needs the weights of a pilot_file"):
         DigestPool(SHAPE, 5, "cpu", "pilot")
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_only_rotated_digests_and_only_a_device_want_the_digits_of_a_query(
+    monkeypatch, interpreted
+):
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
+    wanted = {
+        kind: [x.shape for x in DigestPool(SHAPE, 5, "cpu", kind, WEIGHTS).query_digits(7)]
+        for kind in KINDS
+    }
+    of = {f"rotated-{bits}": [(7, 4, digits_bytes(bits, D))] * interpreted for bits in (1, 2)}
+    assert wanted == dict.fromkeys(KINDS, []) | of
