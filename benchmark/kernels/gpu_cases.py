@@ -30,6 +30,7 @@ from sglang_scout.ops.mass import mass_change_rotated
 from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.pack import pack_pages
 from sglang_scout.ops.predict import add_norm, rotate_heads
+from sglang_scout.ops.query_digits import query_digits
 from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
@@ -51,7 +52,7 @@ def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
     q, n_full, out = pools.random(B, pools.HQ, D).to(DTYPE), pools.full(N, B), pools.random(B, N)
     tables = [pools.ids(B, N, pages=len(digests[0])) for _ in range(REPEATS)]
     arrivals = pools.full(0, B)
-    given = {"digits": rotated.query_digits(q, bits)} if bits else {}
+    given = {"digits": query_digits(q, bits)} if bits else {}
 
     def call(table: torch.Tensor, rows: slice = slice(None), impl: str = "triton") -> torch.Tensor:
         arguments = (q[rows], *digests, table[rows], n_full[rows], D**-0.5, "mass")
@@ -240,7 +241,7 @@ def predicted(pools: Pools, B: int) -> Iterator[Case]:
     yield plain(add_norm, {"B": B}, 3 * x.nbytes + weight.nbytes, x, residual, weight, 1e-6)
     q, table = pools.random(B, pools.HQ * D).to(DTYPE), pools.random(4096, D)
     at = torch.arange(B, device=q.device)
-    digits = rotated.query_digits(q.view(B, pools.HQ, D), 2)
+    digits = query_digits(q.view(B, pools.HQ, D), 2)
     arguments = (q, weight[:D].contiguous(), 1e-6, table, at, D, True, pools.HQ, D, digits)
     yield plain(rotate_heads, {"B": B}, 2 * q.nbytes + 4 * B * D + digits.nbytes, *arguments)
 

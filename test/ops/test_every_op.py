@@ -14,11 +14,11 @@ from sglang_scout.ops.mass import mass_change_rotated
 from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.pack import pack_pages
 from sglang_scout.ops.predict import add_norm, rotate_heads
+from sglang_scout.ops.query_digits import query_digits
 from sglang_scout.ops.rotated import (
     STATS_BYTES,
     build_layer_rotated,
     planes_shape,
-    query_digits,
     score_rotated,
 )
 from sglang_scout.ops.salience import copy_tokens, decay_mass, salient_bits

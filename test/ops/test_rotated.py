@@ -11,6 +11,7 @@ from sglang_scout.ops import rotated, triton
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.mass import mass_change_rotated
 from sglang_scout.ops.predict import rotate_heads
+from sglang_scout.ops.query_digits import query_digits
 from sglang_scout.ops.rotated import build_layer_rotated, rotate, score_rotated
 from sglang_scout.ops.score import REDUCTIONS
 
@@ -182,7 +183,7 @@ def test_equals_the_formula(agree, impl, bits, reduce, sizes, D, seed, given_dig
     B, N, P, H, G = sizes
     arguments = *inputs(seed, B, N, P, H, G, D, bits), D**-0.5, reduce
     out = torch.full((B, N), torch.nan)
-    of_query = rotated.query_digits(arguments[0], bits) if given_digits else None
+    of_query = query_digits(arguments[0], bits) if given_digits else None
     got = score_rotated(*arguments, impl=impl, out=out, digits=of_query, every=every)
     assert got is out
     agree(score_rotated, got, literal(*arguments))
@@ -204,7 +205,7 @@ def test_the_digits_of_a_query_are_its_rotation(impl, dtype, bits, D):
     both = digits[..., :-16].contiguous().view(torch.int8).double()
     high, low = both.unflatten(-1, (2, 1 + bits, -1)).unbind(2)
     numbers = 256 * high + low  # [2, 4, 1 + bits, D']
-    x = rotated._finite(q.double()) @ rotated._rotation(D, q.device).double()
+    x = rotated.made_finite(q.double()) @ rotated._rotation(D, q.device).double()
     top = x.abs().amax(-1)
     torch.testing.assert_close(unit * 127 * 256, top.clamp(min=1e-30), rtol=1e-5, atol=0)
     d, power = torch.arange(D), 2.0 ** (torch.arange(D) % 4)
@@ -223,7 +224,7 @@ def test_a_kernel_takes_the_digits_and_not_the_query():
     if "triton" not in score_rotated.names() or not triton.interpreted():
         pytest.skip("needs Triton's interpreter")
     q, *rest = inputs(3)
-    digits = rotated.query_digits(q, 2)
+    digits = query_digits(q, 2)
     by_digits = score_rotated(q + 1, *rest, 0.125, impl="triton", digits=digits)
     assert torch.equal(by_digits, score_rotated(q + 2, *rest, 0.125, impl="triton", digits=digits))
     torch.testing.assert_close(

@@ -15,7 +15,8 @@ import torch
 from ..core.registry import Tolerance
 from . import triton
 from .op import Call, op
-from .rotated import digits_bytes, query_digits
+from .query_digits import query_digits
+from .rotated import digits_bytes
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def rotate_heads(
         positions: [B] int64 in [0, max_pos), position of the query's token.
         rotary_dim, is_neox: how many leading channels are rotated (GLM4: half of them), and how they pair.
         HQ, D: query heads and head size.
-        digits: [B, HQ, bytes] uint8 to write `rotated.query_digits` of the result into, by whose bytes the bits of the
+        digits: [B, HQ, bytes] uint8 to write `query_digits` of the result into, by whose bytes the bits of the
             digests are known; D then is a multiple of 16, up to 256.
     Returns:
         [B, HQ, D] of the dtype of ``q``, as the model's query is.

@@ -119,7 +119,7 @@ def value_norms(stats: torch.Tensor) -> torch.Tensor:
     return stats[..., end - 32 : end].float() * step
 
 
-def _finite(x: torch.Tensor) -> torch.Tensor:
+def made_finite(x: torch.Tensor) -> torch.Tensor:
     return x.nan_to_num(0.0, LARGEST, -LARGEST).clamp(-LARGEST, LARGEST)
 
 
@@ -168,7 +168,7 @@ def build_layer_rotated(
     of_keys, of_values = (source_rows(x, ids, rows) for x in (source.k, source.v))
     for layer, parts in enumerate(zip(of_keys, of_values, strict=True)):
         # [n, H, 32, D]
-        k, v = (_finite(x.to(planes.device).float()).transpose(1, 2) for x in parts)
+        k, v = (made_finite(x.to(planes.device).float()).transpose(1, 2) for x in parts)
         x = rotate(k)
         mean, step = _steps(x.mean(2), 127)
         norms, norm_step = _steps(v.norm(dim=-1), 255)
@@ -206,35 +206,6 @@ def operand_dim(D: int) -> int:
 def digits_bytes(bits: int, D: int) -> int:
     """Bytes of `query_digits` of one head."""
     return 2 * (1 + bits) * operand_dim(D) + 16
-
-
-def query_digits(q: torch.Tensor, bits: int) -> torch.Tensor:
-    """Queries as the operands of the kernels that score digests of 1 or 2 ``bits``: R q in int8.
-
-    A number is 256 a + b units, a and b the two digits. For a plane it is R q times the plane's level and 2^-r for
-    channel 4 c + r, which stands at r D' / 4 + c: what one mask takes from the words of a plane is consecutive. D' is
-    ``operand_dim(D)``; channels beyond D are 0.
-
-    Args:
-        q: [B, HQ, D] any float dtype.
-    Returns:
-        [B, HQ, bytes] uint8: a and then b [1 + bits, D'] for the mean and each plane; in float32 the unit, and the sum
-        over a plane's level-weighted channels, both planes together, that a page with all bits set would get; 8 bytes.
-    """
-    x = rotate(_finite(q.float()))
-    unit = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (127 * 256)
-    x = torch.nn.functional.pad(x / unit, (0, operand_dim(x.shape[-1]) - x.shape[-1]))
-    numbers, total = [x.round()], torch.zeros_like(unit)
-    power = 2.0 ** torch.arange(4, device=q.device)[:, None]
-    for level in (ONE_BIT,) if bits == 1 else (FIRST, SECOND):
-        y = (x.unflatten(-1, (-1, 4)).mT * (level / power)).round()
-        total += (y * power).sum((-2, -1))[..., None] * unit
-        numbers.append(y.flatten(-2))
-    number = torch.cat(numbers, -1).int()
-    high = (number + 128) >> 8
-    digits = torch.cat([high, number - 256 * high], -1).to(torch.int8)
-    rest = torch.cat([unit, total, torch.zeros_like(unit).expand(*unit.shape[:-1], 2)], -1)
-    return torch.cat([digits.view(torch.uint8), rest.view(torch.uint8)], -1)
 
 
 def _valid_digits(call: Call) -> str:

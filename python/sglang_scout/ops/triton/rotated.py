@@ -37,7 +37,7 @@ def digits(x):
 
 @triton.jit
 def query_numbers(q, D: tl.constexpr, BITS: tl.constexpr):
-    """`ops.rotated.query_digits` before they are split: of the mean and each plane [M, D'], unit and total [M].
+    """`ops.query_digits` before they are split: of the mean and each plane [M, D'], unit and total [M].
 
     q [M, D'] float32, 0 beyond D.
     """
@@ -60,7 +60,7 @@ def query_numbers(q, D: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def store_query_digits(q, to, D: tl.constexpr, BITS: tl.constexpr):
-    """`ops.rotated.query_digits` of one head. q [1, D'] of any float type, 0 beyond D; to: int8, 16-byte aligned."""
+    """`ops.query_digits` of one head. q [1, D'] of any float type, 0 beyond D; to: int8, 16-byte aligned."""
     BLOCK_D: tl.constexpr = q.shape[1]
     OPERANDS: tl.constexpr = (1 + BITS) * BLOCK_D
     at = to + tl.arange(0, BLOCK_D)[None, :]
@@ -199,7 +199,7 @@ def rotated_sums_kernel(
     """`block_sums` of every parts-th block of pages for the G query heads of one KV head, like `score.bounds_kernel`.
     For "mass" the sums are weighted by value norms, but normalized by the unweighted mass.
 
-    digits: `ops.rotated.query_digits`, as int8; planes [P, H, BITS, 16, D / 16] int32; means, scales: the stats
+    digits: `ops.query_digits`, as int8; planes [P, H, BITS, 16, D / 16] int32; means, scales: the stats
     [P, H, bytes] as int8 and int32.
     """
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
