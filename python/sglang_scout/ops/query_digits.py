@@ -17,8 +17,8 @@ def query_digits(q: torch.Tensor, bits: int) -> torch.Tensor:
     Args:
         q: [B, HQ, D] any float dtype.
     Returns:
-        [B, HQ, bytes] uint8: a and then b [1 + bits, D'] for the mean and each plane; in float32 the unit, and the sum
-        over a plane's level-weighted channels, both planes together, that a page with all bits set would get; 8 bytes.
+        [B, HQ, bytes] uint8: a and then b [1 + bits, D'] for the mean and each plane; in float32 the unit, and what a
+        token with every bit of its planes set would get; 8 bytes of padding.
     """
     x = rotate(made_finite(q.float()))
     unit = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (127 * 256)
