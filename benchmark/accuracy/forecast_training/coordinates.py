@@ -70,7 +70,7 @@ def coordinates(of_queries: Tensor, of_keys: Tensor) -> dict[str, Tensor]:
     variance = variance.flip(-1).clamp(min=1e-12)
     axes = axes.flip(-1).mT  # rows, the largest first
     bits = bits_of(variance.float())
-    # Of each bit: its channel, and how many narrower bits that has.
+    # Of each bit: its channel, and how many wider bits that has.
     channel = torch.repeat_interleave(torch.arange(bits.numel()), bits.flatten()).view(bits.shape)
     channel = channel % D
     first = bits.cumsum(-1) - bits

@@ -17,10 +17,8 @@ _LARGEST, _FLIP32 = tl.constexpr(LARGEST), tl.constexpr(FLIP - 2**32)
 _TOKENS, _STATS_BYTES = tl.constexpr(PAGE_TOKENS), tl.constexpr(STATS_BYTES)
 _NORMS_AT = tl.constexpr(2 * PAGE_TOKENS + 8)  # after the mean, the scales and two steps
 _TINY = tl.constexpr(1.1754943508222875e-38)
-_CHUNK, _TURN_CHUNK = (
-    tl.constexpr(32),
-    tl.constexpr(16),
-)  # channels rotated, or turned, per iteration
+_CHUNK = tl.constexpr(32)  # channels rotated per iteration
+_TURN_CHUNK = tl.constexpr(16)  # with a matrix, whose columns take registers
 
 
 @triton.jit
