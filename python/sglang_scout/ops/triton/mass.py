@@ -33,7 +33,7 @@ def mass_kernel(
     count = tl.minimum(tl.load(n_pages + of), N)
     differ = tl.zeros([BLOCK_G], tl.float32)
     if count > 0:
-        i = tl.arange(0, 4 * BLOCK_G) // 2  # each query twice, for its two int8 digits
+        i = tl.arange(0, 2 * BLOCK_G)
         of_group = i % BLOCK_G
         to_ahead = q_ahead.to(tl.int64) - q.to(tl.int64)
         to_ahead = to_ahead // (q.dtype.element_ty.primitive_bitwidth // 8)

@@ -17,8 +17,7 @@ _LARGEST, _FLIP32 = tl.constexpr(LARGEST), tl.constexpr(FLIP - 2**32)
 _TOKENS, _STATS_BYTES = tl.constexpr(PAGE_TOKENS), tl.constexpr(STATS_BYTES)
 _NORMS_AT = tl.constexpr(2 * PAGE_TOKENS + 8)  # after the mean, the scales and two steps
 _TINY = tl.constexpr(1.1754943508222875e-38)
-_CHUNK = tl.constexpr(32)  # channels rotated per iteration
-_TURN_CHUNK = tl.constexpr(16)  # with a matrix, whose columns take registers
+_CHUNK = tl.constexpr(16)  # channels turned per iteration; a matrix' columns take registers
 
 
 @triton.jit
@@ -41,34 +40,45 @@ def step_of(largest, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def rows_of(x, row, kept, D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr = 0):
+    """The rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, finite, 0 beyond D."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    return made_finite(tl.load(x + row[:, None] + d, mask=kept[:, None] & (d < D), other=0), FP8)
+
+
+@triton.jit
+def rotated(x, D: tl.constexpr):
+    """R x for x [M, BLOCK_D] float32: sign flips, then Hadamard blocks of the largest power of two that divides D."""
+    WIDTH: tl.constexpr = D & -D
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    x = tl.where(((tl.arange(0, N) + 1) * _FLIP32 < 0)[None, :], -x, x)
+    second = tl.arange(0, 2)[None, None, :, None] == 1
+    for i in tl.static_range(0, 10):
+        if (1 << i) < WIDTH:
+            pair = tl.reshape(x, (M, N // (2 << i), 2, 1 << i))
+            total = tl.sum(pair, axis=2, keep_dims=True)
+            x = tl.reshape(tl.where(second, total - 2 * pair, total), (M, N))
+    return x * WIDTH**-0.5
+
+
+@triton.jit
 def turned_rows(x, row, kept, channels, turn, D: tl.constexpr, FP8: tl.constexpr = 0):
     """These channels of R x for the rows at ``x + row`` [M], D elements each: [M, channels] float32, 0 beyond D.
 
-    turn: R [D, D] float32, or None: Hadamard blocks, of the largest power of two that divides D. Their signs are exact
-    in bfloat16, so the product has fp32 accuracy regardless of torch's TF32 setting.
+    turn: R [D, D] float32. Accurate to fp32 regardless of torch's TF32 setting.
     """
-    WIDTH: tl.constexpr = D & -D
-    CHUNK: tl.constexpr = _CHUNK if turn is None else _TURN_CHUNK
     i = channels[None, :]
     out = tl.zeros([row.shape[0], channels.shape[0]], tl.float32)
-    for first in range(0, D, CHUNK):
-        j = first + tl.arange(0, CHUNK)
+    for first in range(0, D, _CHUNK):
+        j = first + tl.arange(0, _CHUNK)
         inside = kept[:, None] & (j < D)[None, :]
         # [M, CHUNK]
         part = made_finite(tl.load(x + row[:, None] + j[None, :], mask=inside, other=0), FP8)
         # [CHUNK, channels]
         j = j[:, None]
-        if turn is not None:
-            column = tl.load(turn + i * D + j, mask=(i < D) & (j < D), other=0.0)
-            out = dot_fp32(part, column, out)
-        else:  # element (j, i) of a Hadamard matrix is negative where popcount(i & j) is odd
-            bits = i & j & (WIDTH - 1)
-            odd = (0x6996 >> ((bits ^ (bits >> 4)) & 15)) & 1
-            flipped = ((j + 1) * _FLIP32 < 0).to(tl.int32)
-            sign = tl.where((i ^ j) < WIDTH, 1.0 - 2.0 * (odd ^ flipped).to(tl.float32), 0.0)
-            out = dot_fp32(part, sign.to(tl.bfloat16), out)
-    if turn is None:
-        out *= WIDTH**-0.5
+        column = tl.load(turn + i * D + j, mask=(i < D) & (j < D), other=0.0)
+        out = dot_fp32(part, column, out)
     return out
 
 
@@ -105,13 +115,15 @@ def build_rotated_kernel(
         t, d = tl.arange(0, _TOKENS), tl.arange(0, BLOCK_D)
         at = ((source * _TOKENS + t) * H + h) * D
         v = layer_pointer(addresses + tl.num_programs(2), layer, KV, ALIGN)
-        v = made_finite(tl.load(v + at[:, None] + d[None, :], mask=(d < D)[None, :], other=0), FP8)
+        v = rows_of(v, at, t < _TOKENS, D, BLOCK_D, FP8)
         norm = tl.sqrt_rn(tl.sum(v * v, axis=1))  # [32]
         norm_step = step_of(tl.max(norm, axis=0), 255.0)
         if turn is not None:
             turn += (layer * H + h) * D * D
             bits += (layer * H + h) * 4 * D
-        x = turned_rows(k, at, t < _TOKENS, d, turn, D, FP8)  # [32, BLOCK_D]
+            x = turned_rows(k, at, t < _TOKENS, d, turn, D, FP8)  # [32, BLOCK_D]
+        else:
+            x = rotated(rows_of(k, at, t < _TOKENS, D, BLOCK_D, FP8), D)
         mean = tl.sum(x, axis=0) / _TOKENS
         step = step_of(tl.max(tl.abs(mean), axis=0), 127.0)
         mean = rint(tl.div_rn(mean, tl.zeros_like(mean) + step))

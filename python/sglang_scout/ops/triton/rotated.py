@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..rotated import FIRST, SECOND, STATS_BYTES
 from .attend import processors
-from .rotate import _NORMS_AT, of_bits, rint, turned_rows
+from .rotate import _NORMS_AT, of_bits, rint, rotated, rows_of, turned_rows
 from .score import add_mass, between, parts_of, reduce_when_last, reduced_blocks
 
 _FIRST, _SECOND = tl.constexpr(FIRST), tl.constexpr(SECOND)
@@ -28,37 +28,42 @@ _BLOCK_PAGES = 64  # M of one warp group's MMA
 
 @triton.jit
 def digits(x):
-    """Integers |x| <= 127 * 256 as 256 a + b: a from even rows and b from odd ones, [2 G, D] int8."""
+    """Integers |x| <= 127 * 256 [G, D] as 256 a + b: a in even rows and b in odd ones, [2 G, D] int8."""
     x = x.to(tl.int32)
     high = (x + 128) >> 8
-    is_high = tl.arange(0, x.shape[0])[:, None] % 2 == 0
-    return tl.where(is_high, high, x - 256 * high).to(tl.int8)
+    both = tl.permute(tl.join(high.to(tl.int8), (x - 256 * high).to(tl.int8)), (0, 2, 1))
+    return tl.reshape(both, (2 * x.shape[0], x.shape[1]))
 
 
 @triton.jit
 def query_digits(q, row, kept, turn, bits, scale, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The queries of a KV head in the digests' coordinates as integers, for the mean and each plane [2 G, BLOCK_D]; the
-    units of these integers for mean and planes [G], and the dequantized sum of the planes' integers [G].
+    """The queries at ``q + row`` [G] in the digests' coordinates as integers, for the mean and each plane
+    [2 G, BLOCK_D]; the units of these integers for mean and planes [G], and the dequantized sum of the planes' [G].
 
     A plane's are scaled by its level and 2^-r, in its operand's order: channel, or bit, 4 c + r at r BLOCK_D / 4 + c.
-    row, kept [2 G]: each query twice, for its two digits; turn, bits: of the coordinates or None. The product is
-    repeated for each order, because Triton 3.6 cannot permute an operand's rows.
+    turn, bits: of the coordinates or None.
     """
+    G: tl.constexpr = row.shape[0]
     d = tl.arange(0, BLOCK_D)
-    x = turned_rows(q, row, kept, d, turn, D) * scale  # [2 G, BLOCK_D]
-    unit = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / _TOP
-    of_mean = digits(rint(x / unit[:, None]))
     r, c = d // (BLOCK_D // 4), d % (BLOCK_D // 4)
-    at = 4 * c + r
+    if bits is None:
+        x = rotated(rows_of(q, row, kept, D, BLOCK_D), D) * scale
+    else:
+        x = turned_rows(q, row, kept, d, turn, D) * scale  # [G, BLOCK_D]
+    unit = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / _TOP
+    x = x / unit[:, None]
+    of_mean = digits(rint(x))
     power = (1 << r).to(tl.float32)[None, :]
-    if bits is not None:
+    if bits is None:
+        of_planes = unit
+        x = tl.permute(tl.reshape(x, (G, BLOCK_D // 4, 4)), (0, 2, 1))
+        x = tl.reshape(x, (G, BLOCK_D)) * _FIRST
+    else:
+        at = 4 * c + r
         channel = of_bits(bits, at, 0, D).to(tl.int32)
         x = turned_rows(q, row, kept, channel, turn, D) * (of_bits(bits, at, 1, D)[None, :] * scale)
         of_planes = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / _TOP
         x = x / of_planes[:, None]
-    else:
-        of_planes = unit
-        x = turned_rows(q, row, kept, at, turn, D) * ((scale / unit) * _FIRST)[:, None]
     y = rint(x / power)
     total = tl.sum(y * power, axis=1)
     first = digits(y)
@@ -67,11 +72,7 @@ def query_digits(q, row, kept, turn, bits, scale, D: tl.constexpr, BLOCK_D: tl.c
         y = rint(x * ((_SECOND / _FIRST) / power))
         total += tl.sum(y * power, axis=1)
         second = digits(y)
-    HALF: tl.constexpr = row.shape[0] // 2
-    total, _ = tl.split(tl.reshape(total * of_planes, (HALF, 2)))
-    unit, _ = tl.split(tl.reshape(unit, (HALF, 2)))
-    of_planes, _ = tl.split(tl.reshape(of_planes, (HALF, 2)))
-    return of_mean, first, second, unit, of_planes, total
+    return of_mean, first, second, unit, of_planes, total * of_planes
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def query_digits_kernel(
     first_head = (b * tl.num_programs(0) + h) * G
     i, g, d = tl.arange(0, 2 * BLOCK_G), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     of_mean, first, second, unit, of_planes, total = query_digits(
-        q, (first_head + i // 2) * D, i < 2 * G, turn, bits, scale, D, BLOCK_D
+        q, (first_head + g) * D, g < G, turn, bits, scale, D, BLOCK_D
     )
     at = digits_to + (2 * first_head + i)[:, None] * ((1 + PLANES) * BLOCK_D) + d[None, :]
     mask = (i < 2 * G)[:, None] & (d >= 0)[None, :]
