@@ -71,7 +71,7 @@ class Ring {
            row * q_floats() * value_bytes(h_);
   }
   // Stores queries or results in q_dtype. bf16 is rounded to nearest even, so queries of a bf16
-  // model are exact, and a result is off by up to 2^-8 of itself, as is V.
+  // model are exact, and a result is off by up to 2^-8 of itself.
   void store_values(const float* from, uint64_t count, void* to) const {
     if (h_.q_dtype == 0) {
       std::memcpy(to, from, count * sizeof(float));
