@@ -239,7 +239,7 @@ def parts_of_a_step() -> Iterator[Case]:
 
 def ring_calls() -> Iterator[Case]:
     out, lse = empty(16, 40, 128), empty(16, 40)
-    spec = ArenaSpec(40, 4096, 32, 8, 40, 128, "bfloat16", 0.1, 16, 64)
+    spec = ArenaSpec(40, 4096, 32, 8, 40, 128, "bfloat16", 0.1, 16, 64, q_dtype="bfloat16")
     place = 1 << 46, layout_of(spec)
     ring = DeviceRing(*place, spec, parts=0, split=Split(36, 8, 4), timeout_us=1000, device="meta")
     chosen_pages = empty(16, 64, dtype=I32)
@@ -251,7 +251,7 @@ def ring_calls() -> Iterator[Case]:
     yield "wait and merge of one row", answer.merge, (ring, 1, out[:1], lse[:1], None, F32)
     # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
     ring = DeviceRing(
-        *place, dataclasses.replace(spec, num_layers=1), parts=1, split=Split(),
+        *place, dataclasses.replace(spec, num_layers=1, q_dtype="float32"), parts=1, split=Split(),
         timeout_us=10_000_000, device="meta",
     )  # fmt: skip
     yield "post without a split", doorbell.post, (ring, 0, out, chosen_pages, empty(16, dtype=I32))

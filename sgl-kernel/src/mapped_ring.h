@@ -68,32 +68,33 @@ class Ring {
   }
   char* q(uint32_t slot, uint32_t row) const {
     return at<char>(h_.records_offset + slot * h_.record_stride + h_.q_offset) +
-           row * q_floats() * query_bytes(h_);
+           row * q_floats() * value_bytes(h_);
   }
-  // Stores queries in the record's dtype. bf16 is rounded to nearest even, so queries of a bf16
-  // model are exact.
-  void store_queries(const float* q, uint64_t count, void* to) const {
+  // Stores queries or results in q_dtype. bf16 is rounded to nearest even, so queries of a bf16
+  // model are exact, and a result is off by up to 2^-8 of itself.
+  void store_values(const float* from, uint64_t count, void* to) const {
     if (h_.q_dtype == 0) {
-      std::memcpy(to, q, count * sizeof(float));
+      std::memcpy(to, from, count * sizeof(float));
       return;
     }
     auto* bits = static_cast<uint16_t*>(to);
     for (uint64_t i = 0; i < count; ++i) {
       uint32_t word;
-      std::memcpy(&word, q + i, sizeof word);
+      std::memcpy(&word, from + i, sizeof word);
       const bool nan = (word & 0x7fffffffu) > 0x7f800000u;
       bits[i] = nan ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fffu + (word >> 16 & 1)) >> 16);
     }
   }
-  // A row of queries as fp32: in place, or converted into `scratch` [q_floats].
-  const float* load_query(const void* q, float* scratch) const {
-    if (h_.q_dtype == 0) return static_cast<const float*>(q);
-    const auto* bits = static_cast<const uint16_t*>(q);
-    for (uint64_t i = 0; i < q_floats(); ++i) {
-      const uint32_t word = uint32_t{bits[i]} << 16;
-      std::memcpy(scratch + i, &word, sizeof word);
+  void load_values(const void* from, uint64_t count, float* to) const {
+    if (h_.q_dtype == 0) {
+      std::memcpy(to, from, count * sizeof(float));
+      return;
     }
-    return scratch;
+    const auto* bits = static_cast<const uint16_t*>(from);
+    for (uint64_t i = 0; i < count; ++i) {
+      const uint32_t word = uint32_t{bits[i]} << 16;
+      std::memcpy(to + i, &word, sizeof word);
+    }
   }
   int32_t* pages(uint32_t slot, uint32_t row) const {
     return at<int32_t>(h_.records_offset + slot * h_.record_stride + h_.pages_offset) +
@@ -105,8 +106,9 @@ class Ring {
   ReplyHeader* reply(uint32_t slot) const {
     return at<ReplyHeader>(h_.replies_offset + slot * h_.reply_stride);
   }
-  float* out(uint32_t slot, uint32_t row) const {
-    return at<float>(h_.replies_offset + slot * h_.reply_stride + h_.out_offset) + row * q_floats();
+  char* out(uint32_t slot, uint32_t row) const {
+    return at<char>(h_.replies_offset + slot * h_.reply_stride + h_.out_offset) +
+           row * q_floats() * value_bytes(h_);
   }
   float* lse(uint32_t slot, uint32_t row) const {
     return at<float>(h_.replies_offset + slot * h_.reply_stride + h_.lse_offset) +

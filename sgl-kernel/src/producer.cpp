@@ -108,8 +108,8 @@ uint64_t Producer::post(uint32_t layer, uint64_t step, uint32_t rows, const floa
     slot.kind = Kind::kLocal;
     add_own<int64_t>(&local_tickets_, 1);
     const uint64_t count = slot.rows * ring_.q_floats();
-    slot.q.resize(count * query_bytes(ring_.header()));
-    ring_.store_queries(q, count, slot.q.data());
+    slot.q.resize(count * value_bytes(ring_.header()));
+    ring_.store_values(q, count, slot.q.data());
     keep_ids(slot, pages, k, n_pages);
   } else {
     slot.kind = Kind::kPosted;
@@ -152,7 +152,7 @@ Producer::Reply Producer::wait(uint64_t ticket, uint32_t layer, uint64_t step, i
     if (answered) {
       SCOUT_POINT(kAnswered, index);
       const uint64_t values = slot.rows * q_floats, heads = uint64_t{slot.rows} * h.row_heads;
-      std::memcpy(out, ring_.out(index, 0), values * sizeof(float));
+      ring_.load_values(ring_.out(index, 0), values, out);
       std::memcpy(lse, ring_.lse(index, 0), heads * sizeof(float));
       if (is_sound(out, values, lse, heads)) return reply;
       add_own<int64_t>(&refused_answers_, 1);
@@ -199,7 +199,7 @@ void Producer::publish(uint32_t index, uint32_t live, uint32_t layer, uint64_t s
   store_relaxed(&record->parts, slot.parts);
   store_relaxed(&record->step, step);
   SCOUT_POINT(kHeaderWritten, index);
-  ring_.store_queries(q, slot.rows * ring_.q_floats(), ring_.q(index, 0));
+  ring_.store_values(q, slot.rows * ring_.q_floats(), ring_.q(index, 0));
   for (uint32_t b = 0; b < slot.rows; ++b)
     std::memcpy(ring_.pages(index, b), pages + uint64_t{b} * k, n_pages[b] * sizeof(int32_t));
   std::memcpy(ring_.n_pages(index), n_pages, slot.rows * sizeof(int32_t));
@@ -263,11 +263,15 @@ bool Producer::await_done(uint32_t index, uint64_t seq, int64_t begin_ns, int64_
 void Producer::compute(uint32_t layer, const Slot& slot, const char* q, float* out, float* lse) {
   const uint64_t q_floats = ring_.q_floats();
   const Header& h = ring_.header();
-  for (uint32_t b = 0; b < slot.rows; ++b)
-    if (row_attention_.attend(ring_, layer, b, q + b * q_floats * query_bytes(h),
+  const uint64_t row_bytes = q_floats * value_bytes(h);
+  row_.resize(row_bytes);
+  for (uint32_t b = 0; b < slot.rows; ++b) {
+    if (row_attention_.attend(ring_, layer, b, q + b * row_bytes,
                               slot.page_ids.data() + uint64_t{b} * h.max_pages, slot.n_pages[b],
-                              slot.parts, out + b * q_floats, lse + uint64_t{b} * h.row_heads) < 0)
+                              slot.parts, row_.data(), lse + uint64_t{b} * h.row_heads) < 0)
       throw std::runtime_error("wait: row " + std::to_string(b) + " has pages of two kinds");
+    ring_.load_values(row_.data(), q_floats, out + b * q_floats);
+  }
 }
 
 }  // namespace scout

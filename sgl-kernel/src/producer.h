@@ -86,6 +86,7 @@ class Producer {
   Ring ring_;
   std::vector<Slot> slots_;
   RowAttention row_attention_;
+  std::vector<char> row_;  // of a result computed here, rounded as in a reply
   Split split_;
   uint64_t tickets_ = 0;
   uint64_t posts_ = 0;

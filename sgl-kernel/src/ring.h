@@ -60,7 +60,7 @@
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
-constexpr uint32_t kLayoutVersion = 9;
+constexpr uint32_t kLayoutVersion = 10;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint32_t kStatLines = 1024;    // most threads of a worker
 constexpr uint32_t kEventEntries = 256;  // per thread: four steps of 64 layers, read every step
@@ -104,11 +104,11 @@ struct Header {
   uint64_t q_offset;        // within a record: q_dtype [max_batch, row_heads, D]
   uint64_t pages_offset;    // within a record: int32 [max_batch, max_pages]
   uint64_t n_pages_offset;  // within a record: int32 [max_batch]
-  uint64_t out_offset;      // within a reply: fp32 [max_batch, row_heads, D]
+  uint64_t out_offset;      // within a reply: q_dtype [max_batch, row_heads, D]
   uint64_t lse_offset;      // within a reply: fp32 [max_batch, row_heads]
   uint64_t events_offset;
   uint32_t event_entries;  // of one thread; a power of two
-  uint32_t q_dtype;        // of queries: 0 fp32, 1 bf16, for models with bf16 queries
+  uint32_t q_dtype;        // of queries and results: 0 fp32, 1 bf16, for bf16 models
   uint32_t num_nodes;
   uint32_t stripe_pages;   // of a node, in every plane
   uint32_t lists;          // page lists per request
@@ -200,8 +200,8 @@ inline int64_t id_end(const Header& h) {
   return h.num_pages + static_cast<int64_t>(h.context_pages) * h.page_size;
 }
 
-// Size of a query element.
-inline uint64_t query_bytes(const Header& h) { return h.q_dtype == 0 ? 4 : 2; }
+// Size of an element of a query or a result.
+inline uint64_t value_bytes(const Header& h) { return h.q_dtype == 0 ? 4 : 2; }
 
 // Fills in the rest of a header whose sizes are set (num_pages to logit_cap, q_dtype, num_nodes,
 // stripe_pages, lists; checksums_offset as a flag). Layout of the memory file, from 0:
@@ -237,11 +237,11 @@ inline void lay_out(Header& h) {
   h.log_entries = 1;
   while (h.log_entries <= 2 * slots) h.log_entries *= 2;
   h.q_offset = sizeof(RecordHeader);
-  h.pages_offset = h.q_offset + up(query_bytes(h) * values, 128);
+  h.pages_offset = h.q_offset + up(value_bytes(h) * values, 128);
   h.n_pages_offset = h.pages_offset + up(4ull * h.max_batch * h.max_pages, 128);
   h.record_stride = h.n_pages_offset + up(4ull * h.max_batch, 128);
   h.out_offset = sizeof(ReplyHeader);
-  h.lse_offset = h.out_offset + up(4 * values, 128);
+  h.lse_offset = h.out_offset + up(value_bytes(h) * values, 128);
   h.reply_stride = h.lse_offset + up(4ull * h.max_batch * h.row_heads, 128);
   h.control_offset = place(sizeof(Control), 128);
   h.log_offset = place(8ull * h.log_entries, 128);

@@ -73,34 +73,40 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, uint32_t row, const
   ContextPart found;
   const bool is_context = count > 0 && scratch[0] >= h.num_pages;
   if (!decode_ids(h, is_context, scratch, count, &found)) return -1;
-  attend_sequence(is_context ? ring.context(layer) : kv, ring.params(), ring.load_query(q, query),
-                  scratch, found.whole, found.last_page, found.last_len, out, lse);
+  ring.load_values(q, ring.q_floats(), query);
+  attend_sequence(is_context ? ring.context(layer) : kv, ring.params(), query, scratch, found.whole,
+                  found.last_page, found.last_len, out, lse);
   return count;
 }
 
 // Attends to whole rows outside the worker, part by part like a worker, so bit-identical.
 class RowAttention {
  public:
-  // Writes out [row_heads, D] and lse [row_heads]. Returns the number of pages, or -1 like
-  // attend_part.
+  // Writes out [row_heads, D] in q_dtype and lse [row_heads]. Returns the number of pages, or -1
+  // like attend_part.
   int64_t attend(const Ring& ring, uint32_t layer, uint32_t row, const void* q,
-                 const int32_t* pages, int32_t n, uint32_t parts, float* out, float* lse) {
+                 const int32_t* pages, int32_t n, uint32_t parts, void* out, float* lse) {
     const Header& h = ring.header();
     const uint32_t all = parts * h.num_nodes;
     const uint64_t stride = ring.q_floats() + h.row_heads;
     ids_.resize(h.max_pages);
     query_.resize(ring.q_floats());
-    if (all > 1) results_.resize(all * stride);
+    results_.resize((all + 1) * stride);
     int64_t total = 0;
     for (uint32_t part = 0; part < all; ++part) {
-      float* to = all == 1 ? out : results_.data() + part * stride;
+      float* to = results_.data() + part * stride;
       float* to_lse = all == 1 ? lse : to + ring.q_floats();
       const int32_t count = attend_part(ring, layer, row, q, pages, n, part, parts, ids_.data(),
                                         query_.data(), to, to_lse);
       if (count < 0) return -1;
       total += count;
     }
-    if (all > 1) merge_runs(h.row_heads, h.head_dim, all, results_.data(), stride, out, lse);
+    float* result = results_.data();
+    if (all > 1) {
+      result += all * stride;
+      merge_runs(h.row_heads, h.head_dim, all, results_.data(), stride, result, lse);
+    }
+    ring.store_values(result, ring.q_floats(), out);
     return total;
   }
 

@@ -150,7 +150,7 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   // The slot belongs to this record until done is stored; the check guards against a producer that
   // violates this.
   if (last && !refused && load_acquire(&ring_.record(slot)->seq) == seq) {
-    std::memcpy(ring_.out(slot, row), me.result.data(), ring_.q_floats() * sizeof(float));
+    ring_.store_values(me.result.data(), ring_.q_floats(), ring_.out(slot, row));
     std::memcpy(ring_.lse(slot, row), me.result.data() + ring_.q_floats(),
                 h.row_heads * sizeof(float));
     SCOUT_POINT(kRowWritten, slot);

@@ -94,7 +94,7 @@ def test_a_step_of_the_papers_model_by_hand(model):
     assert step.parts_us["scores"] == pytest.approx(32 * 40 * 2048 * page / rate)
     kv = 32 * 2048 * 163840
     assert step.parts_us["attention"] == pytest.approx(0.88 * kv / rate)
-    both = 32 * 40 * 5120 * (2 + 4) + 32 * 163840
+    both = 32 * 40 * 5120 * (2 + 2) + 32 * 163840
     assert step.parts_us["ring"] == pytest.approx(both / (64e3 * 0.8))
     assert step.us == pytest.approx(sum(step.parts_us.values())) and step.bound == "weights"
     assert step.parts_us["launches"] == 40 * 14 * 2.0, "five more are beside the model"

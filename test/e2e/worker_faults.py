@@ -250,7 +250,7 @@ def _again_and_again(damage: Callable[[RingView, int], None]) -> Strike:
 
 def _no_number(ring: RingView, slot: int) -> None:
     out, lse = ring.reply_data(slot)
-    out[:, :, 0] = np.nan
+    out.view(np.uint8)[:] = 0xFF  # NaN in either dtype
     lse[:, 0] = np.inf
 
 

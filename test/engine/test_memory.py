@@ -235,7 +235,7 @@ def test_what_the_worker_needs_beside_the_pages_is_counted():
     result = 4 * 32 * -(-(40 * 129) // 32)  # out and lse of all heads, whole cache lines
     assert made.worker.partial_bytes == 2 * 40 * 64 * 8 * result == 849_346_560
     rows = 2 * 40 * 64
-    requests, replies = rows * (40 * 128 * 2 + (64 + 1) * 4), rows * (40 * 128 + 40) * 4
+    requests, replies = rows * (40 * 128 * 2 + (64 + 1) * 4), rows * (40 * 128 * 2 + 40 * 4)
     assert requests + replies < made.worker.ring_bytes < requests + replies + 2**25, "and events"
     assert made.rows[-2:] == (
         ("ring", 64, made.worker.ring_bytes),

@@ -32,6 +32,7 @@ class RingView:
 
     def __init__(self, arena: Arena) -> None:
         self._memory, self._spec, self._at = arena._mapped(), arena.spec, arena.layout()
+        self._values = F32 if arena.spec.q_dtype == "float32" else np.dtype(np.uint16)
         at = self._at
         self.control = self._view(at.control_offset, (1,), CONTROL)[0]
         self.bell = self._view(at.bell_offset, (1,), BELL)[0]
@@ -57,15 +58,14 @@ class RingView:
     def record_data(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """q f32, or the bits of bf16, [max_batch, row_heads, D], pages i32 [max_batch, k], n_pages i32 [max_batch]."""
         s, at, base = self._spec, self._at, self._record(slot)
-        dtype = F32 if s.q_dtype == "float32" else np.dtype(np.uint16)
-        q = self._view(base + at.q_offset, (s.max_batch, s.row_heads, s.head_dim), dtype)
+        q = self._view(base + at.q_offset, (s.max_batch, s.row_heads, s.head_dim), self._values)
         pages = self._view(base + at.pages_offset, (s.max_batch, s.max_pages), I32)
         return q, pages, self._view(base + at.n_pages_offset, (s.max_batch,), I32)
 
     def reply_data(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """out f32 [max_batch, row_heads, D], lse f32 [max_batch, row_heads]."""
+        """out f32, or the bits of bf16, [max_batch, row_heads, D], lse f32 [max_batch, row_heads]."""
         s, at, base = self._spec, self._at, self._reply(slot)
-        out = self._view(base + at.out_offset, (s.max_batch, s.row_heads, s.head_dim), F32)
+        out = self._view(base + at.out_offset, (s.max_batch, s.row_heads, s.head_dim), self._values)
         return out, self._view(base + at.lse_offset, (s.max_batch, s.row_heads), F32)
 
     def _record(self, slot: int) -> int:

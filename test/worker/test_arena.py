@@ -138,18 +138,18 @@ def test_layout_has_no_overlap(values):
     at = layout_of(spec)
     slots = 2 * spec.num_layers
     heads = spec.max_batch * spec.num_q_heads // spec.lists
-    q = heads * spec.head_dim * 4
+    value_bytes = heads * spec.head_dim * (4 if spec.q_dtype == "float32" else 2)
     plane = spec.num_pages * spec.page_bytes
     assert plane <= at.v_offset and 2 * at.v_offset == at.layer_stride
     spans = [(0, 4096), (at.control_offset, 384), (at.stats_offset, 128 * 1024)]
     spans += [(at.log_offset, 8 * at.log_entries), (at.bell_offset, 256)]
     for i in range(slots):
         base = at.records_offset + i * at.record_stride
-        spans += [(base, 128), (base + at.q_offset, q if spec.q_dtype == "float32" else q // 2)]
+        spans += [(base, 128), (base + at.q_offset, value_bytes)]
         spans += [(base + at.pages_offset, spec.max_batch * spec.max_pages * 4)]
         spans += [(base + at.n_pages_offset, spec.max_batch * 4)]
         base = at.replies_offset + i * at.reply_stride
-        spans += [(base, 384), (base + at.out_offset, q)]
+        spans += [(base, 384), (base + at.out_offset, value_bytes)]
         spans += [(base + at.lse_offset, heads * 4)]
     for i in range(spec.num_layers):
         spans += [(at.kv_offset + i * at.layer_stride + j * at.v_offset, plane) for j in (0, 1)]

@@ -28,6 +28,8 @@ def test_round_trip_over_layers_and_steps(
     logit_cap = 5.0 if parts == 3 else 0.0
     sizes = {"lists": lists, "max_batch": 4 * lists}
     q_dtype = "bfloat16" if kv_dtype == "bfloat16" else "float32"
+    rounds = q_dtype == "bfloat16"  # results too: by half a unit in the last place
+    out_tolerance = TOLERANCE | {"rtol": 2**-8} if rounds else TOLERANCE
     arena = make_arena(kv_dtype=kv_dtype, q_dtype=q_dtype, logit_cap=logit_cap, **sizes)
     ring = make_ring(arena, threads=3, parts=parts)
     ring.live()
@@ -39,8 +41,9 @@ def test_round_trip_over_layers_and_steps(
             out, lse, fallback = ring.wait(ticket, layer, step, len(request[0]))
             fallbacks += fallback
             expected_out, expected_lse = oracle(arena, layer, *request)
-            np.testing.assert_allclose(out, expected_out, **TOLERANCE)
+            np.testing.assert_allclose(out, expected_out, **out_tolerance)
             np.testing.assert_allclose(lse, expected_lse, **TOLERANCE)
+            assert not (rounds and (out.view(np.uint32) & 0xFFFF).any())
     assert fallbacks == 0 and ring.producer.totals()["local_tickets"] == 0
 
 

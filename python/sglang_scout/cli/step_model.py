@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5, "dense": 12}
 """Kernel launches per layer: eleven of ours (docs/gpu.md), six of them on a side stream, or three in dense steps,
 replace stock's for positions, append and attention."""
-RING_VALUE_BYTES = 2 + 4
-"""Per query value and per result value."""
+RING_VALUE_BYTES = 2 + 2
+"""Per query value and per result value, of a bfloat16 model."""
 CAVEAT = (
     "Predicted, not measured; the model has not been calibrated on a GPU. Fed with the ScoutAttention paper's hardware "
-    "its high end gives 10.5 times stock where they measured 5.1; its low end is fitted to that."
+    "its high end gives 10.7 times stock where they measured 5.1; its low end is fitted to that."
 )
 """Beside every prediction."""
 MISSING_SHARE = 0.12

@@ -218,7 +218,7 @@ class WorkerClient:
 
         Args:
             ticket: from post(); each is valid for one wait, and only until its slot is posted again.
-            out: float32 [B, HQ, D], overwritten.
+            out: float32 [B, HQ, D], overwritten; rounded to 16 bits if the ring holds 16-bit queries.
             lse: float32 [B, HQ], natural log, overwritten.
 
         Raises:

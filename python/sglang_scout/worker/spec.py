@@ -38,7 +38,8 @@ class ArenaSpec:
         num_nodes: NUMA nodes that the pages are striped over by index; see ``stripe_pages``.
         lists: C, page lists (rows of a record) per request: 1, or H, one for each KV head.
         context_pages: C, pages of one KV head in each layer, after the host pages; on the last node.
-        q_dtype: of the queries in a record, ``"float32"``, or ``"bfloat16"`` for a model whose queries are bf16.
+        q_dtype: of the queries in a record and the output in its reply, ``"float32"``, or ``"bfloat16"`` for a model in
+            bf16. Log-sum-exp is fp32 always.
         checksums: whether there is a checksum for each page and layer, see ``checksums.py``.
 
     Raises:
