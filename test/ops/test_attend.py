@@ -58,6 +58,29 @@ def test_shapes_of_real_models(agree, impl, per_head, H, G, D):
     agrees(agree, impl, got, (q, k, v, pages, *last, D**-0.5))
 
 
+@pytest.mark.parametrize("splits", [2, 4, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_number_of_splits_is_merged(agree, monkeypatch, splits, dtype):
+    attend = pytest.importorskip("sglang_scout.ops.triton.attend")
+    monkeypatch.setattr(attend, "split_count", lambda *_: splits)
+    q, k, v, pages, *last = inputs(3, 3, 9, 4, 2, 3, 64, 37, dtype, 2.0, True, per_head=True)
+    pages[1], pages[2, 3:] = -1, -1
+    last[0][0] = -1  # with pages[1], an empty row
+    for _ in range(2):  # the first has left its counters as it found them
+        got = attend_pages(q, k, v, pages, *last, 0.125, impl="triton", out=unwritten(q))
+        agrees(agree, "triton", got, (q, k, v, pages, *last, 0.125), times=2.0)
+
+
+def test_rows_are_split_where_that_ends_the_last_wave_sooner():
+    split_count = pytest.importorskip("sglang_scout.ops.triton.attend").split_count
+    slots = 3 * 132
+    found = [split_count(8 * B, 17, slots) for B in (1, 4, 8, 16, 24, 32, 48, 96)]
+    assert found == [16, 8, 4, 2, 2, 1, 1, 1]  # at most one wave, as long as there is a choice
+    assert split_count(256, 1025, slots) == 16  # wide: rows may differ in length
+    assert split_count(8, 0, slots) == split_count(8, 1, slots) == 1
+    assert split_count(5000, 1025, slots) == 1
+
+
 @IMPLS
 def test_reads_that_page_that_head_and_no_neighbour(impl):
     """Every value encodes its page, token and head; one token dominates, so out is its value."""
