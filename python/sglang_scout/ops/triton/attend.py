@@ -188,7 +188,8 @@ def split_count(rows: int, tiles: int, slots: int) -> int:
 
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """Zeros, one per row and KV head; shared by launches, which a stream serializes."""
+    """Zeros, one per row and KV head; shared by launches, which a stream serializes. The first launch makes them, split
+    or not: while a graph is captured it would be too late."""
     return torch.zeros(_MAX_ROWS, dtype=torch.int32, device=device)
 
 
@@ -204,15 +205,15 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slo
     tile_pages = pages_per_tile(block_s, D * (2 if fp8 or k.dtype == torch.bfloat16 else 4))
     slots = PER_SM * processors(q.device)
     splits = split_count(B * H, triton.cdiv(columns, tile_pages), slots)
-    parts, part_lse, arrivals = *out, None
+    parts, part_lse = out
     if splits > 1:
         parts, part_lse = (x.new_empty((splits, *x.shape)) for x in out)
-        arrivals = _arrivals(q.device)
     scale /= logit_cap if logit_cap > 0 else _LN_2.value  # scores in base 2
     chunk = max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits))))
     attend_kernel[(splits, H, B)](
         q, as_loaded(k), as_loaded(v), pages, slot_of, last_page, last_len, n_pages,
-        pages.new_empty((B, H, splits, chunk)), parts, part_lse, arrivals, *out, scale, logit_cap / _LN_2.value, R,
+        pages.new_empty((B, H, splits, chunk)), parts, part_lse, _arrivals(q.device), *out, scale,
+        logit_cap / _LN_2.value, R,
         0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D, slot_of is not None,
         last_page is not None, n_pages is not None, logit_cap > 0, splits > 1, chunk,
         tile_pages, block_s, max(16, triton.next_power_of_2(HQ // H)), triton.next_power_of_2(D),
