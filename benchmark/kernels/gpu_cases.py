@@ -107,7 +107,7 @@ def attention(
         B * ((resident * S + S // 2) * token_bytes + 4 * columns) + 3 * q.nbytes + 4 * B * pools.HQ,
         [lambda t=t: attend_pages(*arguments(t), impl=impl) for t in tables],
         lambda: difference(
-            attend_pages, *arguments(tables[0]), impl=impl, of=arguments(tables[0], wide=True), rounded=impl == "flash",
+            attend_pages, *arguments(tables[0]), impl=impl, of=arguments(tables[0], wide=True), rounded=True,
         ),
         impl=impl,
         absent="; ".join(attend_pages.reasons(*arguments(tables[0]))[impl]),

@@ -19,7 +19,7 @@ REPEATS = 8
 DTYPE, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 DIGESTS = 8  # per page with K and V
 LAYER_PAGES = 512  # at most: what the host has of a layer is page-locked by each process
-ROUNDED = Tolerance(2**-8, 2**-8, "rounded to bfloat16")
+ROUNDED = Tolerance(2**-8, 2**-8, "result or softmax weights rounded to bfloat16")
 
 
 def signs(heads: int, device: torch.device | str = "cpu") -> rotated.Coordinates:
@@ -147,7 +147,7 @@ def difference(
 
     Args:
         of: the reference's arguments, if different.
-        rounded: the first result is rounded to bfloat16.
+        rounded: the first result, or the weights of its sums, are rounded to bfloat16.
     """
     results = op(*arguments, impl=impl), op(*(of or arguments), impl="reference")
     got, want = ((x,) if isinstance(x, torch.Tensor) else x for x in results)

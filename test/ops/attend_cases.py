@@ -7,6 +7,7 @@ import itertools
 import torch
 
 from sglang_scout.ops import native
+from sglang_scout.ops.attend import attend_pages
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -35,10 +36,21 @@ def densely(q, k, v, pages, last_page, last_len, scale, logit_cap=0.0):
     return out, lse
 
 
-def times_of(impl, dtype):
-    """Tolerance factor: on fp8 pages "native" may round weights, which changes ``out`` by 2^-8 of |V| < 5."""
-    rounds = impl == "native" and dtype in FP8 and native.module.isa() == "avx512bf16"
-    return 2000.0 if rounds else 1.0
+def agrees(agree, impl, got, call, times=1.0):
+    """``got`` of an implementation that may round softmax weights to bf16: ``out`` by at most what `attend_pages` says.
+
+    call: q, k, v, pages, last_page, last_len, scale and optionally logit_cap.
+    """
+    (out, lse), (q, k, v, *rest) = densely(*call), call
+    share = 0.0
+    if impl == "triton" and q.dtype == torch.bfloat16 and v.dtype in (torch.bfloat16, *FP8):
+        share = 2.0**-9
+    if impl == "native" and v.dtype in FP8 and native.module.isa() == "avx512bf16":
+        share = 2.0**-8
+    rounding = share * densely(q, k, v.float().abs(), *rest)[0]
+    gap = got[0].double() - out
+    gap -= gap.clamp(-rounding, rounding)
+    agree(attend_pages, (out + gap, got[1]), (out, lse), v.dtype, times)
 
 
 def unwritten(q):
@@ -52,11 +64,12 @@ def inputs(
 ):  # fmt: skip
     """Random inputs, with one page list per KV head if ``per_head``.
 
-    rounded: q is exact in ``dtype``, like a model's query. Then a kernel may multiply in that dtype.
+    rounded: q is exact in ``dtype``, like a model's query, and of that dtype unless it is fp8.
     """
     rng = torch.Generator().manual_seed(seed)
     q = torch.randn(B, H * G, D, generator=rng) * spread
-    q = q.to(dtype).float() if rounded else q
+    if rounded:
+        q = q.to(dtype).to(torch.bfloat16 if dtype in FP8 else dtype)
     k, v = (torch.randn(P, S, H, D, generator=rng).to(dtype) for _ in range(2))
     pages = torch.randint(-1, P, (B * H if per_head else B, R), generator=rng, dtype=torch.int32)
     last_page = torch.randint(-1, P, (B,), generator=rng, dtype=torch.int32)

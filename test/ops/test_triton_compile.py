@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+from sglang_scout.ops.triton import attend  # noqa: E402
 from sglang_scout.ops.triton.rotated import programs_per_sm  # noqa: E402
 from sglang_scout.ops.triton.score import PER_SM  # noqa: E402
 
@@ -52,6 +53,9 @@ def test_every_kernel_compiles_and_none_spills_more_than_some_words(ptx):
 @pytest.mark.parametrize(
     ("name", "case", "per_sm"),
     [
+        ("attend_kernel", "attend_pages, cap 0, Qwen3-14B", attend.PER_SM),
+        ("attend_kernel", "attend_pages, cap 0, Qwen3-14B, e4m3", attend.PER_SM),
+        ("attend_kernel", "attend_pages, cap 30, D=256", attend.PER_SM),
         ("bounds_kernel", "score_pages mass, Qwen3-14B", PER_SM),
         ("bounds_kernel", "score_pages mass, D=256", PER_SM),
         ("rotated_sums_kernel", "score_rotated, 1 bits, Qwen3-14B", programs_per_sm(128)),

@@ -13,7 +13,7 @@ from .op import Call, op
 Partial = tuple[torch.Tensor, torch.Tensor]
 
 # Every implementation multiplies q, K and V with fp32 accuracy and keeps scores and sums in fp32, so dtypes
-# do not matter: only the order of summation and the exponential differ. Exception: see ``k, v`` below.
+# do not matter: only the order of summation and the exponential differ. Exception: see ``out`` below.
 _REASON = "same fp32 products, summed in another order; vector exp within a few ulp"
 TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(1e-5, 1e-5, _REASON))
 
@@ -68,9 +68,7 @@ def attend_pages(
     Args:
         q: [B, HQ, D] any float dtype, after RoPE; query head h uses KV head h // (HQ / H).
         k, v: [P, S, H, D] float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; K after RoPE. "native" and
-            "triton" read the NaN of e4m3 as 480. With fp8 pages, queries that are exact in bf16, and a CPU with
-            AVX-512 BF16 and VBMI, "native" rounds softmax weights to bf16 as GPU kernels do: ``out`` differs by up
-            to 2^-8 of the weighted mean of |V|, lse not at all.
+            "triton" read the NaN of e4m3 as 480.
         pages: [B*C, R] int32 below P, all S tokens of each are attended to; negative entries, at any position,
             are skipped. C is 1, or H: then row b * H + h is the page list of KV head h of request b.
         last_page, last_len: [B] int32 or both None: one more page (negative: none) for all heads, of which
@@ -84,7 +82,10 @@ def attend_pages(
         n_pages: [B*C] int32; the caller guarantees that all of a row's ``pages`` from there on are negative, so
             that a wide table costs a short request nothing. Implementations may ignore it.
     Returns:
-        (out [B, HQ, D] float32, or the dtype of q from "flash"; lse [B, HQ] float32, natural logarithm). An empty
+        (out [B, HQ, D] float32, or the dtype of q from "flash"; lse [B, HQ] float32, natural logarithm). Softmax
+        weights are rounded to bf16 by "triton" if q is bf16 and pages are bf16 or fp8, and by "native" if pages are
+        fp8, q is exact in bf16 and the CPU has AVX-512 BF16 and VBMI: ``out`` then differs by up to 2^-9 ("native":
+        2^-8) of the weighted mean of |V|, lse not at all. Models in bf16 round ``out`` by as much. An empty
         set gives out = 0, lse = -inf; so do keys for which every score is -inf ("triton" gives NaN: it splits floats
         into parts, which inf does not survive).
     Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).

@@ -6,21 +6,28 @@ looked up, 4 for its slot, and 2 D of q and 4 D + 4 of out and lse per query hea
 """
 
 import functools
+import math
 
 import torch
 import triton
 import triton.language as tl
 
-from .exact import as_loaded, dot_fp32, finite, stored_as, tanh, widened
+from .exact import as_loaded, dot_fp32, finite, rounded, stored_as, tanh, widened
 
-MAX_SPLITS = 16  # the last to finish merges all
 _TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K and of V each
 # Page ids processed per iteration. A chunk costs two dependent loads and a dozen barriers, the same for 64 ids
 # as for 256, however few of them are valid.
 _MAX_CHUNK = 256
-_PROGRAMS_PER_SM = 4
+PER_SM = 3  # programs that an SM holds, with 16-bit or fp8 pages
+_SPLITS = (1, 2, 4, 8, 16)  # the last to finish merges all
+# In tiles, which take a program some .8 us each where memory keeps up: five dependent loads before the first tile, and
+# the loads of other programs' results after the last.
+_START_TILES, _MERGE_TILES = 4, 2
+_MAX_TILES = 64  # of a program, while there are fewer splits than allowed
+_MAX_ROWS = 4096  # rows and KV heads; more are not split
 _STAGES = 5  # prefetch distance: four tiles for ids, two for K and V
 _MERGED = tl.constexpr(4)  # splits merged per iteration
+_LN_2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
@@ -95,20 +102,24 @@ def attend_kernel(
             x = tl.zeros([BLOCK_G, PAGES * BLOCK_S], tl.float32)
             x = dot_fp32(q_tile, tl.trans(k_tile), x) * scale
             if HAS_CAP:
-                x = logit_cap * tanh(x / logit_cap)
+                x = logit_cap * tanh(x)
             x = tl.where(here[None, :], x, float("-inf"))
             new_top = tl.maximum(top, tl.max(x, axis=1))
             base = finite(new_top)
-            shrink = tl.exp(top - base)  # [BLOCK_G]
-            p = tl.exp(x - base[:, None])  # [BLOCK_G, PAGES * BLOCK_S]
+            shrink = tl.exp2(top - base)  # [BLOCK_G]
+            p = tl.exp2(x - base[:, None])  # [BLOCK_G, PAGES * BLOCK_S]
             total = total * shrink + tl.sum(p, axis=1)
-            # Tensor cores truncate when they accumulate: each tile is summed separately and added with
-            # rounding, or the error would grow with the row's length.
-            part = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-            acc = acc * shrink[:, None] + dot_fp32(p, v_tile, part)
+            if q.dtype.element_ty == tl.bfloat16 and v_tile.dtype == tl.bfloat16:
+                # As in FlashAttention. Each product is off by up to 2^-9, to which the model rounds the sum anyway.
+                acc = dot_fp32(rounded(p, tl.bfloat16), v_tile, acc * shrink[:, None])
+            else:
+                # Tensor cores truncate when they accumulate: each tile is summed separately and added with
+                # rounding, or the error would grow with the row's length.
+                part = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+                acc = acc * shrink[:, None] + dot_fp32(p, v_tile, part)
             top = new_top
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    top += tl.log(tl.maximum(total, 1.0))
+    top += tl.log2(tl.maximum(total, 1.0))
     at_out = head.to(tl.int64)[:, None] * D + d[None, :]
     if IS_SPLIT:
         rows = tl.num_programs(2) * H * G
@@ -121,7 +132,7 @@ def attend_kernel(
             merge_parts(parts, part_lse, out, lse, head, at_out, q_mask, splits, rows, D)
     else:
         tl.store(out + at_out, acc, mask=q_mask)
-        tl.store(lse + head, top, mask=g < G)
+        tl.store(lse + head, top * _LN_2, mask=g < G)
 
 
 @triton.jit
@@ -148,24 +159,38 @@ def merge_parts(parts, part_lse, out, lse, head, at_out, q_mask, splits, rows, D
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(x, axis=0))
         base = finite(new_top)
-        shrink, weights = tl.exp(top - base), tl.exp(x - base[None, :])
+        shrink, weights = tl.exp2(top - base), tl.exp2(x - base[None, :])
         total = total * shrink + tl.sum(weights, axis=0)
         acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], axis=0)
         top = new_top
     tl.store(out + at_out, acc / tl.maximum(total, 1.0)[:, None], mask=q_mask)
-    tl.store(lse + head, top + tl.log(tl.maximum(total, 1.0)), mask=g)
+    tl.store(lse + head, (top + tl.log2(tl.maximum(total, 1.0))) * _LN_2, mask=g)
 
 
-def split_count(B: int, H: int, columns: int, processors: int) -> int:
-    """Programs per (row, KV head): enough to fill the device, a function of shapes only."""
-    wanted = triton.cdiv(_PROGRAMS_PER_SM * processors, max(1, B * H))
-    return min(MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(max(1, columns)))
+def split_count(rows: int, tiles: int, slots: int) -> int:
+    """Programs for each of ``rows`` rows and KV heads: those whose last wave ends first; of equal ones the fewest.
+
+    Args:
+        tiles: of a row. Rows of a wide table differ in length, so it is split even where its rows fill the device.
+        slots: programs that the device holds.
+    """
+
+    def time(splits: int) -> int:
+        waves = triton.cdiv(rows * splits, slots)
+        merge = _MERGE_TILES if splits > 1 else 0
+        return waves * (_START_TILES + triton.cdiv(tiles, splits)) + merge
+
+    if rows > _MAX_ROWS:
+        return 1
+    fewest = min(_SPLITS[-1], triton.next_power_of_2(triton.cdiv(max(1, tiles), _MAX_TILES)))
+    return min((s for s in _SPLITS if s >= fewest), key=time)
 
 
 @functools.cache
-def _arrivals(device: torch.device, processors: int) -> torch.Tensor:
-    """Zeros, one per row and KV head if there is more than one split; shared by launches, which a stream serializes."""
-    return torch.zeros(_PROGRAMS_PER_SM * processors, dtype=torch.int32, device=device)
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Zeros, one per row and KV head; shared by launches, which a stream serializes. The first launch makes them, split
+    or not: while a graph is captured it would be too late."""
+    return torch.zeros(_MAX_ROWS, dtype=torch.int32, device=device)
 
 
 def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slot_of, n_pages):
@@ -176,21 +201,23 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slo
     if B == 0:
         return out
     columns = R + (last_page is not None)
-    splits = split_count(B, H, columns, processors(q.device))
-    parts, part_lse, arrivals = *out, None
+    block_s, fp8 = triton.next_power_of_2(S), stored_as(k.dtype)[1]
+    tile_pages = pages_per_tile(block_s, D * (2 if fp8 or k.dtype == torch.bfloat16 else 4))
+    slots = PER_SM * processors(q.device)
+    splits = split_count(B * H, triton.cdiv(columns, tile_pages), slots)
+    parts, part_lse = out
     if splits > 1:
         parts, part_lse = (x.new_empty((splits, *x.shape)) for x in out)
-        arrivals = _arrivals(q.device, processors(q.device))
-    block_s, fp8 = triton.next_power_of_2(S), stored_as(k.dtype)[1]
+    scale /= logit_cap if logit_cap > 0 else _LN_2.value  # scores in base 2
     chunk = max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits))))
     attend_kernel[(splits, H, B)](
         q, as_loaded(k), as_loaded(v), pages, slot_of, last_page, last_len, n_pages,
-        pages.new_empty((B, H, splits, chunk)), parts, part_lse, arrivals, *out, scale, logit_cap, R,
+        pages.new_empty((B, H, splits, chunk)), parts, part_lse, _arrivals(q.device), *out, scale,
+        logit_cap / _LN_2.value, R,
         0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D, slot_of is not None,
         last_page is not None, n_pages is not None, logit_cap > 0, splits > 1, chunk,
-        pages_per_tile(block_s, D * (2 if fp8 or k.dtype == torch.bfloat16 else 4)), block_s,
-        max(16, triton.next_power_of_2(HQ // H)), triton.next_power_of_2(D), len(pages) // B, _STAGES,
-        fp8, num_warps=4,
+        tile_pages, block_s, max(16, triton.next_power_of_2(HQ // H)), triton.next_power_of_2(D),
+        len(pages) // B, _STAGES, fp8, num_warps=4,
     )  # fmt: skip
     return out
 

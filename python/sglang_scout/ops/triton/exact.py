@@ -3,7 +3,8 @@
 Decode attention and digest scoring are memory-bound: a KV token of 128 bf16 channels costs 512
 bytes and, with the query heads of a group padded to 16 rows, 8 k multiply-adds, a third of what
 the tensor cores of an H100 do in that time even when each product is computed three times. So
-fp32 operands keep full precision, and a kernel differs from its reference only in summation order.
+fp32 operands keep full precision, and a kernel differs from its reference only in summation order, except where it
+says that it rounds.
 """
 
 import torch
@@ -69,16 +70,14 @@ def as_loaded(x: torch.Tensor) -> torch.Tensor:
 def widened(x, FP8: tl.constexpr):
     """Elements of K or V unchanged; fp8 converted exactly to bfloat16, with the NaN of e4m3 as 480.
 
-    fp8 bits are placed as the upper bits of a half; for e4m3, whose exponent bias is 8 lower, it is scaled by 2^8.
+    e5m2 is the upper byte of a half. The bits of e4m3 are placed in a float32, whose exponent bias is 120 higher:
+    a sign extension, a shift, a mask and a product.
     """
-    if FP8 != 0:
-        bits = x.to(tl.int16)
-        if FP8 == 2:
-            half = (bits << 8).to(tl.float16, bitcast=True).to(tl.float32)
-        else:
-            bits = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
-            half = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        x = half.to(tl.bfloat16)
+    if FP8 == 2:
+        x = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32).to(tl.bfloat16)
+    elif FP8 == 3:
+        bits = (x.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000  # 0x87F00000
+        x = (bits.to(tl.float32, bitcast=True) * 2.0**120).to(tl.bfloat16)
     return x
 
 
