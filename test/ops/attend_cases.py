@@ -42,12 +42,10 @@ def agrees(agree, impl, got, call, times=1.0):
     call: q, k, v, pages, last_page, last_len, scale and optionally logit_cap.
     """
     (out, lse), (q, k, v, *rest) = densely(*call), call
-    share = 0.0
-    if impl == "triton" and q.dtype == torch.bfloat16 and v.dtype in (torch.bfloat16, *FP8):
-        share = 2.0**-9
-    if impl == "native" and v.dtype in FP8 and native.module.isa() == "avx512bf16":
-        share = 2.0**-8
-    rounding = share * densely(q, k, v.float().abs(), *rest)[0]
+    by_kernel = q.dtype == torch.bfloat16 and v.dtype in (torch.bfloat16, *FP8)
+    by_cpu = v.dtype in FP8 and native.module.isa() == "avx512bf16"
+    rounds = {"triton": by_kernel, "native": by_cpu}.get(impl, False)
+    rounding = rounds * 2.0**-8 * densely(q, k, v.float().abs(), *rest)[0]
     gap = got[0].double() - out
     gap -= gap.clamp(-rounding, rounding)
     agree(attend_pages, (out + gap, got[1]), (out, lse), v.dtype, times)

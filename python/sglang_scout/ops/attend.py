@@ -84,8 +84,8 @@ def attend_pages(
     Returns:
         (out [B, HQ, D] float32, or the dtype of q from "flash"; lse [B, HQ] float32, natural logarithm). Softmax
         weights are rounded to bf16 by "triton" if q is bf16 and pages are bf16 or fp8, and by "native" if pages are
-        fp8, q is exact in bf16 and the CPU has AVX-512 BF16 and VBMI: ``out`` then differs by up to 2^-9 ("native":
-        2^-8) of the weighted mean of |V|, lse not at all. Models in bf16 round ``out`` by as much. An empty
+        fp8, q is exact in bf16 and the CPU has AVX-512 BF16 and VBMI: ``out`` then differs by up to 2^-8 of the
+        weighted mean of |V|, lse not at all. Models in bf16 round ``out`` by as much. An empty
         set gives out = 0, lse = -inf; so do keys for which every score is -inf ("triton" gives NaN: it splits floats
         into parts, which inf does not survive).
     Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).

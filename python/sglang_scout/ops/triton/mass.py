@@ -75,6 +75,6 @@ def mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, scale, coordi
     mass_kernel[(H, B)](
         q, q_ahead, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
         pages, n_pages, change, turn, of_bits, scale * LOG2_E, pages.shape[1], H, G, D, bits,
-        len(pages) // B, _BLOCK_PAGES, block_g, block_d, num_warps=8 if coordinates else 4,
+        len(pages) // B, _BLOCK_PAGES, block_g, block_d, num_warps=4,
     )  # fmt: skip
     return change

@@ -63,19 +63,19 @@ def rotated(x, D: tl.constexpr):
 
 
 @triton.jit
-def turned_rows(x, row, kept, channels, turn, D: tl.constexpr, FP8: tl.constexpr = 0):
-    """These channels of R x for the rows at ``x + row`` [M], D elements each: [M, channels] float32, 0 beyond D.
+def turned_rows(x, row, kept, turn, D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr = 0):
+    """R x for the rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, 0 beyond D.
 
     turn: R [D, D] float32. Accurate to fp32 regardless of torch's TF32 setting.
     """
-    i = channels[None, :]
-    out = tl.zeros([row.shape[0], channels.shape[0]], tl.float32)
+    i = tl.arange(0, BLOCK_D)[None, :]
+    out = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
     for first in range(0, D, _CHUNK):
         j = first + tl.arange(0, _CHUNK)
         inside = kept[:, None] & (j < D)[None, :]
         # [M, CHUNK]
         part = made_finite(tl.load(x + row[:, None] + j[None, :], mask=inside, other=0), FP8)
-        # [CHUNK, channels]
+        # [CHUNK, BLOCK_D]
         j = j[:, None]
         column = tl.load(turn + i * D + j, mask=(i < D) & (j < D), other=0.0)
         out = dot_fp32(part, column, out)
@@ -86,6 +86,12 @@ def turned_rows(x, row, kept, channels, turn, D: tl.constexpr, FP8: tl.constexpr
 def of_bits(bits, at, which: tl.constexpr, D: tl.constexpr):
     """A row of the table [4, D] of `ops.rotated.Coordinates` for the bits ``at``; 0 beyond D."""
     return tl.load(bits + which * D + at, mask=at < D, other=0.0)
+
+
+@triton.jit
+def of_channels(x, channel):
+    """x [M, N] at the channels [N], which are whole numbers."""
+    return tl.gather(x, tl.broadcast_to(channel.to(tl.int32)[None, :], x.shape), 1)
 
 
 @triton.jit
@@ -121,21 +127,18 @@ def build_rotated_kernel(
         if turn is not None:
             turn += (layer * H + h) * D * D
             bits += (layer * H + h) * 4 * D
-            x = turned_rows(k, at, t < _TOKENS, d, turn, D, FP8)  # [32, BLOCK_D]
+            x = turned_rows(k, at, t < _TOKENS, turn, D, BLOCK_D, FP8)  # [32, BLOCK_D]
         else:
             x = rotated(rows_of(k, at, t < _TOKENS, D, BLOCK_D, FP8), D)
         mean = tl.sum(x, axis=0) / _TOKENS
         step = step_of(tl.max(tl.abs(mean), axis=0), 127.0)
         mean = rint(tl.div_rn(mean, tl.zeros_like(mean) + step))
+        x = x - (mean * step)[None, :]
         if turn is not None:
-            channel = of_bits(bits, d, 0, D).to(tl.int32)
-            x = turned_rows(k, at, t < _TOKENS, channel, turn, D, FP8)  # of each bit
-            of_bit = tl.sum(x, axis=0) / _TOKENS
-            x = x - (rint(tl.div_rn(of_bit, tl.zeros_like(of_bit) + step)) * step)[None, :]
+            x = of_channels(x, of_bits(bits, d, 0, D))
             part = x * of_bits(bits, d, 3, D)[None, :]
             scale = tl.sqrt_rn(tl.sum(part * part, axis=1))
         else:
-            x = x - (mean * step)[None, :]
             scale = tl.sqrt_rn(tl.sum(x * x, axis=1) / D)  # [32]
         row = (layer * P + page) * H + h
         BYTES: tl.constexpr = D + _STATS_BYTES

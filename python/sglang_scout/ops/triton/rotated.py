@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..rotated import FIRST, SECOND, STATS_BYTES
 from .attend import processors
-from .rotate import _NORMS_AT, of_bits, rint, rotated, rows_of, turned_rows
+from .rotate import _NORMS_AT, of_bits, of_channels, rint, rotated, rows_of, turned_rows
 from .score import add_mass, between, parts_of, reduce_when_last, reduced_blocks
 
 _FIRST, _SECOND = tl.constexpr(FIRST), tl.constexpr(SECOND)
@@ -49,19 +49,17 @@ def query_digits(q, row, kept, turn, bits, scale, D: tl.constexpr, BLOCK_D: tl.c
     if bits is None:
         x = rotated(rows_of(q, row, kept, D, BLOCK_D), D) * scale
     else:
-        x = turned_rows(q, row, kept, d, turn, D) * scale  # [G, BLOCK_D]
+        x = turned_rows(q, row, kept, turn, D, BLOCK_D) * scale  # [G, BLOCK_D]
     unit = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / _TOP
-    x = x / unit[:, None]
-    of_mean = digits(rint(x))
+    of_mean = digits(rint(x / unit[:, None]))
     power = (1 << r).to(tl.float32)[None, :]
     if bits is None:
         of_planes = unit
         x = tl.permute(tl.reshape(x, (G, BLOCK_D // 4, 4)), (0, 2, 1))
-        x = tl.reshape(x, (G, BLOCK_D)) * _FIRST
+        x = tl.reshape(x, (G, BLOCK_D)) / unit[:, None] * _FIRST
     else:
         at = 4 * c + r
-        channel = of_bits(bits, at, 0, D).to(tl.int32)
-        x = turned_rows(q, row, kept, channel, turn, D) * (of_bits(bits, at, 1, D)[None, :] * scale)
+        x = of_channels(x, of_bits(bits, at, 0, D)) * of_bits(bits, at, 1, D)[None, :]
         of_planes = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / _TOP
         x = x / of_planes[:, None]
     y = rint(x / power)
@@ -285,7 +283,7 @@ def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals,
     numbers = q.new_empty((3, B, HQ), dtype=torch.float32)
     query_digits_kernel[(H, B)](
         q, turn, of_bits, digits_of, numbers, scale * LOG2_E, G, D, block_g, block_d,
-        num_warps=8 if coordinates else 4,
+        num_warps=4,
     )  # fmt: skip
     blocks = triton.cdiv(table.shape[1], _BLOCK_PAGES)
     per_sm = programs_per_sm(block_d)
