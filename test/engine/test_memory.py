@@ -60,6 +60,7 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
     weights = digest_weights(identity(3, 40, 8, 128))
     held = DigestPool(shape, 7, "cpu", digest, weights)
     assert made.digest_bytes == sum(part.nbytes for part in held.parts) == 7 * 3 * 8 * of_head
+    assert made.step_bytes == sum(x.nbytes for x in held._trained)
 
 
 def test_bytes_of_a_pilot_are_those_of_its_rank():

@@ -158,18 +158,22 @@ def plan_memory(
 def bytes_of_step(
     config: OffloadConfig, shape: ModelShape, max_batch: int, context_tokens: int, route: Route
 ) -> int:
-    """Device memory for pages fetched ahead, for lists per KV head, or for the moving averages of window tokens."""
+    """Device memory for pages fetched ahead, for lists per KV head, for the moving averages of window tokens, and for
+    the coordinates of calibrated digests."""
     listed = -(-context_tokens // shape.page_size)
     rows = max_batch * config.lists(shape.num_kv_heads)
     if config.context_share:  # moving averages; lists and queries for the worker
         queries = max_batch * shape.num_q_heads * shape.head_dim
         return 4 * shape.num_layers * (rows * (config.budget_tokens + listed) + queries)
     chosen = most_pages(config, shape, context_tokens)
-    staging = staging_bytes(shape, max_batch, chosen) if route == "fetch" else 0
+    held = staging_bytes(shape, max_batch, chosen) if route == "fetch" else 0
+    if config.digest == "calibrated":
+        D = shape.head_dim
+        held += 4 * shape.num_layers * shape.num_kv_heads * (2 * D * D + 4 * D)
     if rows == max_batch:
-        return staging
+        return held
     # Candidates, their digests and scores; selections and the missing ones of them.
-    return staging + 4 * rows * (3 * listed + 2 * shape.num_layers * chosen)
+    return held + 4 * rows * (3 * listed + 2 * shape.num_layers * chosen)
 
 
 @dataclass(frozen=True)
