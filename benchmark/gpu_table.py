@@ -37,6 +37,7 @@ def variant(row: rows.Row) -> str:
     """What a row of co-attention differs in from the others."""
     words = [f"{row['cache']} cache"] if "cache" in row else []
     words += ["no pre-computation"] if row.get("precompute") is False else []
+    words += [f"{row['digest']} digests"] if "digest" in row else []
     words += [f"recall {row['recall']}"] if row.get("recall", "adaptive") != "adaptive" else []
     return ", ".join([*words, *(["again"] if row.get("repeat") else [])])
 

@@ -22,7 +22,8 @@ Rows (format: rows.py); `model`, `context`, `batch`, `kv`, `step_us` in samples_
     scout-simulated   the step of a host with more memory: --requests requests whose pages are drawn at random from
                       those that are there, so that several have the same page in different places; drift is adjusted
                       until 12 % of the budget are missing. `simulated` says so. Step, kernels, ring, CPU attention and
-                      copies are real, also in bytes, but digests of shared pages may come from the device's cache
+                      copies are real, also in bytes, but digests of shared pages may come from the device's cache. A
+                      second row has `digest` calibrated, by signs of channels, which takes a step as long as any other
     profile           in a rehearsal, of the first variant: launches per layer, and launches and us of each kernel in a
                       layer, by torch's profiler
 
@@ -55,7 +56,7 @@ from benchmark.decode.model import (
     bisect_rho,
     step_work,
 )
-from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.offered import Offered
 from sglang_scout.worker.cpus import plan_cpus
@@ -175,8 +176,8 @@ class Measurement:
         for number, variant in enumerate(variants):
             self.scout_row(store, about | variant | {"repeat": variants[:number].count(variant)})
             device.free()
-        if varied:
-            self.simulated_row(store, context)
+        for digest in (DEFAULT_DIGEST, "calibrated") if varied else ():
+            self.simulated_row(store, context, digest)
             device.free()
 
     def full_row(self, kind: str, kv: DeviceKV, context: int) -> None:
@@ -220,7 +221,7 @@ class Measurement:
             if first and self.options.rehearse and device.device() == "cuda":
                 add_profile(self.writer, harness.step, self.size.layers, about)
 
-    def simulated_row(self, store: Store, context: int) -> None:
+    def simulated_row(self, store: Store, context: int, digest: str) -> None:
         """Many requests over the pages of fewer, with Figure 6's share of missing pages."""
         requests = self.options.requests
         shared = self.host_pages - 1 - requests * self.room
@@ -229,6 +230,7 @@ class Measurement:
             "precompute": True,
             "recall": "fixed",
             "cache": "budget",
+            "digest": digest,
         }
         about |= {"simulated": f"a host that holds {requests} requests: {words}", "rho": self.rho}
         with self.noted("scout-simulated", about):
@@ -251,6 +253,9 @@ class Measurement:
         drift = QueryDrift(self.size, about["batch"], self.rho, store.device)
         settings = {"precompute": about["precompute"], "recall": about["recall"]}
         digests = store.digests
+        if about.get("digest") == "calibrated":
+            settings["digest_file"] = "given"  # of which the engine needs only the digests
+            digests = store.built("calibrated")
         harness = Harness(
             store, self.model, drift, batch=about["batch"], context=about["context"],
             budget_tokens=self.options.budget, room=self.room, graph=True, settings=json.dumps(settings),

@@ -22,11 +22,11 @@ LAYER_PAGES = 512  # at most: what the host has of a layer is page-locked by eac
 ROUNDED = Tolerance(2**-8, 2**-8, "result or softmax weights rounded to bfloat16")
 
 
-def signs(heads: int, device: torch.device | str = "cpu") -> rotated.Coordinates:
-    """Coordinates that keep keys and queries as they are, with one bit per channel."""
-    unit = torch.eye(D, device=device).repeat(heads, 1, 1)
-    bits = torch.ones(heads, 4, D, device=device)
-    bits[:, 0], bits[:, 3] = torch.arange(D, device=device), D**-0.5
+def signs(*heads: int, D: int = D, device: torch.device | str = "cpu") -> rotated.Coordinates:
+    """Coordinates of ([layers,] heads) that keep keys and queries as they are, with one bit per channel."""
+    unit = torch.eye(D, device=device).repeat(*heads, 1, 1)
+    bits = torch.ones(*heads, 4, D, device=device)
+    bits[..., 0, :], bits[..., 3, :] = torch.arange(D, device=device), D**-0.5
     return rotated.Coordinates(unit, unit, bits)
 
 
@@ -78,7 +78,7 @@ class Pools:
         self.digests |= {
             bits: (self.noise(*rotated.planes_shape(bits, D)), stats) for bits in (1, 2)
         }
-        self.coordinates = {1: signs(self.H, device)}
+        self.coordinates = {1: signs(self.H, device=device)}
         self.means = torch.stack((one, other), 2)
         self.pilots = one[:, :, None, :PILOT_RANK].contiguous()
         self.digests_of = {

@@ -111,15 +111,16 @@ def test_more_requests_than_the_host_holds_share_its_pages(monkeypatch):
     )
     try:
         found.rho = gpu_decode.calibrated_rho(store, 512, 4)
-        found.simulated_row(store, 512)
+        found.simulated_row(store, 512, "rotated-2")
+        found.simulated_row(store, 512, "calibrated")
     finally:
         store.close()
-    (row,) = found.writer.rows
-    assert row["status"] == "ok", row["reason"]
-    assert row["impl"] == "scout-simulated" and row["batch"] == 8 > found.batch(512)
-    assert (
-        row["simulated"].endswith("8 requests over the pages of 6") and row["cpu_compute_ratio"] > 0
-    )
+    assert [row["digest"] for row in found.writer.rows] == ["rotated-2", "calibrated"]
+    for row in found.writer.rows:
+        assert row["status"] == "ok", row["reason"]
+        assert row["impl"] == "scout-simulated" and row["batch"] == 8 > found.batch(512)
+        assert row["simulated"].endswith("8 requests over the pages of 6")
+        assert row["cpu_compute_ratio"] > 0
     pages, of_context = tables[0], 512 // page
     context, own = pages[:, :of_context], pages[:, of_context:]
     assert len(np.unique(own)) == own.size and not np.isin(own, context).any()
