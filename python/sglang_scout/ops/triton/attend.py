@@ -18,7 +18,6 @@ _TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K and of V each
 # Page ids processed per iteration. A chunk costs two dependent loads and a dozen barriers, the same for 64 ids
 # as for 256, however few of them are valid.
 _MAX_CHUNK = 256
-PER_SM = 3  # programs that an SM holds, with 16-bit or fp8 pages
 _SPLITS = (1, 2, 4, 8, 16)  # the last to finish merges all
 # In tiles, which take a program some .8 us each where memory keeps up: five dependent loads before the first tile, and
 # the loads of other programs' results after the last.
@@ -167,6 +166,11 @@ def merge_parts(parts, part_lse, out, lse, head, at_out, q_mask, splits, rows, D
     tl.store(lse + head, (top + tl.log2(tl.maximum(total, 1.0))) * _LN_2, mask=g)
 
 
+def programs_per_sm(dtype: torch.dtype, block_d: int) -> int:
+    """Of `attend_kernel` with pages of this dtype, whose registers are limited accordingly."""
+    return 3 if dtype != torch.float32 and block_d <= 128 else 2
+
+
 def split_count(rows: int, tiles: int, slots: int) -> int:
     """Programs for each of ``rows`` rows and KV heads: those whose last wave ends first; of equal ones the fewest.
 
@@ -203,8 +207,9 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slo
     columns = R + (last_page is not None)
     block_s, fp8 = triton.next_power_of_2(S), stored_as(k.dtype)[1]
     tile_pages = pages_per_tile(block_s, D * (2 if fp8 or k.dtype == torch.bfloat16 else 4))
-    slots = PER_SM * processors(q.device)
-    splits = split_count(B * H, triton.cdiv(columns, tile_pages), slots)
+    block_d = triton.next_power_of_2(D)
+    per_sm = programs_per_sm(k.dtype, block_d)
+    splits = split_count(B * H, triton.cdiv(columns, tile_pages), per_sm * processors(q.device))
     parts, part_lse = out
     if splits > 1:
         parts, part_lse = (x.new_empty((splits, *x.shape)) for x in out)
@@ -216,8 +221,8 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slo
         logit_cap / _LN_2.value, R,
         0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D, slot_of is not None,
         last_page is not None, n_pages is not None, logit_cap > 0, splits > 1, chunk,
-        tile_pages, block_s, max(16, triton.next_power_of_2(HQ // H)), triton.next_power_of_2(D),
-        len(pages) // B, _STAGES, fp8, num_warps=4,
+        tile_pages, block_s, max(16, triton.next_power_of_2(HQ // H)), block_d,
+        len(pages) // B, _STAGES, fp8, num_warps=4, maxnreg=64 // per_sm * 8,
     )  # fmt: skip
     return out
 
