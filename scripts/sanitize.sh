@@ -58,7 +58,8 @@ spec = importlib.util.spec_from_file_location("sglang_scout._native", file)
 sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules[spec.name])
 only = "not triton and not reference and not compile"
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "test/ops", "-k", only]))
+# -s: what a sanitizer prints as it ends the process would be captured, and lost.
+sys.exit(pytest.main(["-q", "-s", "-x", "-p", "no:cacheprovider", "test/ops", "-k", only]))
 PYTHON
 }
 

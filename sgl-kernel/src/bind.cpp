@@ -139,6 +139,9 @@ void rotate_pages(uintptr_t k, uintptr_t v, int heads, int dim, int dtype, uintp
 float* scratch(size_t floats) {
   thread_local std::unique_ptr<float[]> buffer;
   thread_local size_t capacity = 0;
+#ifdef __SANITIZE_ADDRESS__
+  capacity = 0;  // it is as large as requested: an access beyond is found
+#endif
   if (floats > capacity) {
     buffer.reset(new float[floats]);
     capacity = floats;
