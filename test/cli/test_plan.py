@@ -231,6 +231,18 @@ def test_weights_from_files_from_the_index_or_estimated(model):
         (["--kv-offload", "none"], "--kv-offload 'none': is no policy"),
         (["--kv-offload", "sparda"], "needs --kv-offload-config '{\"forecast_file\": FILE}'"),
         (["--kv-offload-config", '{"digest": "x"}'], "digest = 'x'; choose one of minmax"),
+        (
+            ["--kv-offload-config", '{"digest": "calibrated"}'],
+            "needs --kv-offload-config '{\"digest_file\": FILE}'",
+        ),
+        (
+            ["--kv-offload-config", '{"digest_file": "w", "grain": "head"}'],
+            "'calibrated' cannot be used with grain = 'head'",
+        ),
+        (
+            ["--kv-offload", "infinigen", "--kv-offload-config", '{"digest": "calibrated"}'],
+            "'calibrated' cannot be used with --kv-offload infinigen",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(model, capsys, arguments, words):

@@ -54,14 +54,19 @@ class Digest:
         """As the keys of ``--kv-offload-config`` say.
 
         Raises:
-            ConfigError: calibrated digests without their file, or selection per KV head by them.
+            ConfigError: calibrated digests without their file, or with a policy or a grain that has no use for them.
         """
         if config.digest == "calibrated":
-            trained_file(config, "digest_file")
-            if config.grain != "layer":
+            other = ""
+            if "digest_file" not in policies()[config.policy]:
+                other = f"{FLAGS['policy']} {config.policy}"
+            elif config.grain != "layer":
+                other = f"grain = {config.grain!r}"
+            if other:
                 raise ConfigError(
-                    f"{FLAGS['config']}: grain = {config.grain!r} cannot be used with digest = 'calibrated'; drop one"
+                    f"{FLAGS['config']}: digest = 'calibrated' cannot be used with {other}; drop one"
                 )
+            trained_file(config, "digest_file")
         return cls(
             kind=config.digest,
             head_reduce=config.head_reduce,
