@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5, "dense": 12}
 """Kernel launches per layer: eleven of ours (docs/gpu.md), six of them on a side stream, or three in dense steps,
-replace stock's for positions, append and attention."""
+replace stock's for positions, append and attention. The CPU device has five instead of six: no query's digits."""
 RING_VALUE_BYTES = 2 + 2
 """Per query value and per result value, of a bfloat16 model."""
 CAVEAT = (
