@@ -54,30 +54,15 @@ def test_every_kernel_compiles_and_none_spills_more_than_some_words(ptx):
 @pytest.mark.parametrize(
     ("name", "case", "per_sm"),
     [
-        (
-            "attend_kernel",
-            "attend_pages, cap 0, Qwen3-14B",
-            attend.programs_per_sm(torch.bfloat16, 128),
-        ),
-        (
-            "attend_kernel",
-            "attend_pages, cap 0, Qwen3-14B, e4m3",
-            attend.programs_per_sm(torch.float8_e4m3fn, 128),
-        ),
-        (
-            "attend_kernel",
-            "attend_pages, cap 0, float16",
-            attend.programs_per_sm(torch.float16, 128),
-        ),
-        (
-            "attend_kernel",
-            "attend_pages, cap 0, float32",
-            attend.programs_per_sm(torch.float32, 128),
-        ),
-        (
-            "attend_kernel",
-            "attend_pages, cap 30, D=256",
-            attend.programs_per_sm(torch.bfloat16, 256),
+        *(
+            ("attend_kernel", f"attend_pages, {case}", attend.programs_per_sm(dtype, D))
+            for case, dtype, D in (
+                ("cap 0, Qwen3-14B", torch.bfloat16, 128),
+                ("cap 0, Qwen3-14B, e4m3", torch.float8_e4m3fn, 128),
+                ("cap 0, float16", torch.float16, 128),
+                ("cap 0, float32", torch.float32, 128),
+                ("cap 30, D=256", torch.bfloat16, 256),
+            )
         ),
         ("bounds_kernel", "score_pages mass, Qwen3-14B", PER_SM),
         ("bounds_kernel", "score_pages mass, D=256", PER_SM),

@@ -109,7 +109,8 @@ def attend_kernel(
             p = tl.exp2(x - base[:, None])  # [BLOCK_G, PAGES * BLOCK_S]
             total = total * shrink + tl.sum(p, axis=1)
             if q.dtype.element_ty == tl.bfloat16 and v_tile.dtype == tl.bfloat16:
-                # As in FlashAttention. Each product is off by up to 2^-8, to which the model rounds the sum anyway.
+                # As in FlashAttention. Each product is off by up to 2^-8, to which the model rounds the sum anyway, and
+                # what accumulating truncates is far less.
                 acc = dot_fp32(rounded(p, tl.bfloat16), v_tile, acc * shrink[:, None])
             else:
                 # Tensor cores truncate when they accumulate: each tile is summed separately and added with

@@ -70,8 +70,8 @@ def as_loaded(x: torch.Tensor) -> torch.Tensor:
 def widened(x, FP8: tl.constexpr):
     """Elements of K or V unchanged; fp8 converted exactly to bfloat16, with the NaN of e4m3 as 480.
 
-    e5m2 is the upper byte of a half. The bits of e4m3 are placed in a float32, whose exponent bias is 120 higher:
-    a sign extension, a shift, a mask and a product.
+    e5m2 is the upper byte of a half. The bits of e4m3 are placed in a float32, whose exponent bias is 120 higher: a
+    sign extension, a shift, a mask and a product. Small ones are denormal until then; a product keeps those.
     """
     if FP8 == 2:
         x = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32).to(tl.bfloat16)
