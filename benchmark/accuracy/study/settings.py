@@ -123,6 +123,13 @@ SCORES = [
 ]
 """Pages ranked by scores of earlier tokens; one calibrated bit per channel instead of two rotated ones."""
 
+BUDGETS = [
+    setting
+    for budget in (256, 512, 1024, 2048)
+    for setting in (_system(budget), Setting(budget, BOUNDS, grain="head"))
+]
+"""The default of ``--kv-offload scout``, and Quest as in its paper: bounds, the real query, a choice per KV head."""
+
 LENGTHS = [_system(budget, exact_layers=(1,)) for budget in (512, 1024)]
 """For the retrieval model, by ``--length``."""
 
@@ -157,6 +164,7 @@ SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "limits": dict.fromkeys(("facts", "prompt", "text"), LIMITS),
     "values": dict.fromkeys(("facts", "prompt", "text"), VALUES),
     "scores": dict.fromkeys(("facts", "prompt", "text"), SCORES),
+    "budgets": dict.fromkeys(("facts", "prompt"), BUDGETS),
     "lengths": {"facts": LENGTHS},
     "kv": {"facts": KV, "text": KV},
     "systems": dict.fromkeys(("facts", "prompt", "text"), SYSTEMS),
