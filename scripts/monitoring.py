@@ -30,7 +30,7 @@ def increase(name: str, window: str) -> str:
 
 
 class Alert(NamedTuple):
-    """``says`` is the action to take, as also given in docs/operations.md."""
+    """``says`` is the action to take, as also given in docs/reference/metrics.md."""
 
     name: str
     expression: str

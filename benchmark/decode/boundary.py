@@ -2,7 +2,7 @@
 
     taskset -c 0 env OMP_NUM_THREADS=1 python -m benchmark.decode.boundary --json FILE
 
-With a device, the boundary is overlapped with the running step's graph (docs/gpu.md). Here engine, residency table,
+With a device, the boundary overlaps the running step (docs/gpu-design.md). Here engine, residency table,
 policy and boundary are real, on pages so small (1 KV head of 16) that copying them is negligible. The step is not run:
 a generator writes what it would have selected. Page scores are Gaussian and follow
 s(t+1) = rho s(t) + sqrt(1 - rho^2) noise, with rho calibrated to the paper's Figures 6a and 6b: 12 % of the selected

@@ -18,7 +18,7 @@ from servers.single_server import SingleServer
 from sglang_scout.plugin.pair_limits import LIMITS
 
 OLD = version("sglang") == "0.5.15.post1"
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 ATOL = 1e-3  # of log-probabilities, as in test_identity.py
 # Times, ids and counts of the prefix cache and of the weights' updates differ.
 IGNORED = {"id", "created", "cached_tokens", "cached_tokens_details", "weight_versions"}

@@ -10,7 +10,7 @@ import pytest
 import monitoring
 from sglang_scout.plugin.metrics import METRICS
 
-OPERATIONS = monitoring.FOLDER.parent / "operations.md"
+METRICS_PAGE = monitoring.FOLDER.parent / "reference" / "metrics.md"
 SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
 PUBLISHED = {name + suffix for name, (kind, _) in METRICS.items() for suffix in SUFFIXES[kind]}
 
@@ -26,7 +26,7 @@ def test_files_are_what_the_script_writes_of_metrics_that_there_are(name, made):
 
 
 def test_each_alert_is_in_the_docs_with_what_to_do():
-    text = OPERATIONS.read_text()
+    text = METRICS_PAGE.read_text()
     for alert in monitoring.ALERTS:
         assert re.search(rf"^\| `{alert.name}` \| .* \| {re.escape(alert.says)} \|$", text, re.M)
 

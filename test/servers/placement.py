@@ -69,7 +69,7 @@ class Placement:
             return text + (", one GPU for both" if self.one_gpu_for_both else "")
         return (
             f"decode on {self.decode}, prefill on {self.prefill}: the installed mooncake cannot read "
-            "device memory (docs/operations.md, Before the first start)"
+            "device memory (docs/gpu-quickstart.md)"
         )
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sglang_scout.policy.base import Policy
 
 LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5, "dense": 12}
-"""Kernel launches per layer: eleven of ours (docs/gpu.md), six of them on a side stream, or three in dense steps,
+"""Kernel launches per layer: eleven of ours (docs/gpu-design.md), six on a side stream, or three in dense steps,
 replace stock's for positions, append and attention. The CPU device has five instead of six: no query's digits."""
 RING_VALUE_BYTES = 2 + 2
 """Per query value and per result value, of a bfloat16 model."""
@@ -101,7 +101,7 @@ reached and times are assumptions: 2 us per launch; the boundary as measured on 
 def low_end(device: Device) -> Device:
     """The device if a server on it were as slow, beyond bytes and launches, as the paper's on the paper's.
 
-    Two constants, fitted to three published numbers (docs/gpu.md has the derivation and what contradicts it): .9 ms per
+    Two constants, fitted to three published numbers (derived in docs/results/predictions.md): .9 ms per
     layer, from 5.1 times stock at 64k and 1.78 times the tokens from batch 16 to 32; CPU attention at 28 % of the
     host's rate, from the 1.48 of batch 32 to 64, where it becomes the limit.
     """

@@ -1,7 +1,7 @@
 """The configuration object: parsed and validated once, then passed down, never read from the environment.
 
 Its fields are the table of all keys: type, default, range, help, public or for tests. ``parse_config.py`` checks
-values by it, and docs/operations.md shows it.
+values by it, and docs/reference/configuration.md shows it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Key:
     """A key of ``--kv-offload-config``: metadata of a field of :class:`OffloadConfig`.
 
     Attributes:
-        help: when to change it, as in docs/operations.md.
+        help: when to change it, as in docs/reference/configuration.md.
         limits: minimum and maximum.
         choices: of a string.
         multiple_of: of a number.

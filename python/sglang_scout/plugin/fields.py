@@ -44,6 +44,6 @@ FIELDS: dict[str, tuple[Any, Any, str]] = {
         str | None,
         None,
         "Further settings as a JSON object, or @FILE: "
-        f"{', '.join(name for name, key in KEYS.items() if key.is_public)}; see docs/operations.md.",
+        f"{', '.join(name for name, key in KEYS.items() if key.is_public)}; see docs/reference/configuration.md.",
     ),
 }

@@ -3,7 +3,7 @@
 Bytes that must move: 8 per page of the table (score and id), 4 per chosen page for its slot, 8 k + 4
 written. At 4,096 pages that is 32 KiB: what counts is the number of dependent steps, up to 6 histograms of the row
 (4 as a rule: scores that differ in their first 24 bits need no more), one prefix sum, one pass over the chosen. What
-that is in instructions: docs/gpu.md.
+that is in instructions: docs/gpu-design.md.
 """
 
 import torch
