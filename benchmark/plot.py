@@ -4,7 +4,8 @@
 
 Rows of recall_modes give recall_modes.png: CPU compute ratio by step, copies, and time per token with and
 without recall and pre-computation. Rows of accuracy give accuracy.png: correct answers by budget, one panel per length.
-Rows of study give study.png: loss by bytes read. Rows of predictions give predictions.png: speed-up by context.
+Rows of study give study.png: loss by bytes read, or without rows of plain text facts found by budget. Rows of
+predictions give predictions.png: speed-up by context.
 Captions contain command, commit and machine.
 """
 
@@ -23,7 +24,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmark.accuracy.policies import FULL, PLAIN, Setting
-from benchmark.accuracy.study.figure import draw_study
+from benchmark.accuracy.study.figure import draw_budgets, draw_study
 from benchmark.accuracy.table import Scores
 from benchmark.rows import ROOT, Row, percentile, read_rows
 
@@ -218,7 +219,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{args.file}: no measured rows of {' or '.join(PLOTS)}", file=sys.stderr)
         return 1
     benchmark = rows[0]["benchmark"]
-    fig = PLOTS[benchmark](rows)
+    is_of_facts = benchmark == "study" and all(row["part"] != "text" for row in rows)
+    fig = draw_budgets(rows) if is_of_facts else PLOTS[benchmark](rows)
     fig.tight_layout(rect=(0, 0.6 / fig.get_figheight(), 1, 1))  # room for the caption
     fig.text(0.01, 0.008, caption(rows[0]), fontsize=7, va="bottom", family="monospace")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -360,6 +360,22 @@ def test_the_figure_has_a_line_for_each_method_and_knows_what_it_reads():
         figure.draw_study([])
 
 
+def test_the_figure_of_budgets_has_both_systems_beside_full_attention():
+    row = {"model": "m", "document": 0, "full_right": [[1, 1], [0, 1]]}
+    rows = [
+        row | {"part": part, "setting": f"{attends} {budget}", "attends": attends, "budget_tokens": budget,
+               "right": [[1, 0], [0, budget > 256]]}
+        for part in figure.PANELS
+        for attends in figure.SYSTEMS
+        for budget in (512, 256)
+    ]  # fmt: skip
+    for ax in figure.draw_budgets(rows).axes:
+        full, *systems = ax.lines
+        assert list(full.get_ydata()) == [75, 75]
+        assert [list(line.get_ydata()) for line in systems] == [[25, 50], [25, 50]]
+        assert list(systems[0].get_xdata()) == [256, 512]
+
+
 # The gate's full attention ------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Plot of the study's rows: loss on plain text by the bytes read per decode step, for each method."""
+"""Plots of the study's rows: planted facts found by budget, or loss on plain text by the bytes read per decode step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmark.accuracy.study.table import paired, token_mean
+from benchmark.accuracy.study.table import interval, paired, token_mean
 from benchmark.rows import Row
 
 HEAD_DIM = 64  # SmolLM2
@@ -97,4 +97,47 @@ def draw_study(rows: list[Row]) -> Any:
         f"{rows[0]['model']}: plain text, documents: {documents}; budgets {budgets[0]} to {budgets[-1]}",
         fontsize=11,
     )
+    return fig
+
+
+PANELS = {
+    "prompt": "the question is in the prompt",
+    "facts": "the question is decoded, token by token",
+}
+SYSTEMS = {
+    "reweighed-missing": ("--kv-offload scout, default digest", "tab:green", "o"),
+    "real": ("Quest (min/max bounds, a selection per KV head)", "tab:orange", "^"),
+}
+"""By the attending query: label, colour and marker."""
+
+
+def found(rows: list[Row], field: str = "right") -> float:
+    """Percent of the numbers asked for that were answered correctly."""
+    return 100 * sum(sum(map(sum, row[field])) for row in rows) / sum(
+        len(x) for row in rows for x in row[field]
+    )  # fmt: skip
+
+
+def draw_budgets(rows: list[Row]) -> Any:
+    """Planted numbers found, by budget: a panel for each form of the question, full attention as a line."""
+    fig, axes = plt.subplots(1, len(PANELS), figsize=(10, 4.6), sharey=True)
+    for (part, title), ax in zip(PANELS.items(), axes, strict=True):
+        by_setting = paired(rows, part)
+        full = next(iter(by_setting.values()))
+        ax.axhline(found(full, "full_right"), color="k", linestyle=":", label="full attention")
+        for attends, (label, color, marker) in SYSTEMS.items():
+            own = [x for x in by_setting.values() if x[0]["attends"] == attends]
+            budgets, means = [x[0]["budget_tokens"] for x in own], [found(x) for x in own]
+            ax.plot(budgets, means, color=color, marker=marker, label=label)
+            low, high = zip(*(interval(x, found) for x in own), strict=True)
+            ax.fill_between(budgets, low, high, color=color, alpha=0.15, linewidth=0)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(budgets, [f"{x:,}" for x in budgets])
+        ax.minorticks_off()
+        ax.set(xlabel="budget, tokens", title=title, ylim=(0, 100))
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("planted numbers found, %")
+    axes[0].legend(fontsize=8, loc="upper left")
+    texts = f"{len(full)} texts of about 8,000 tokens"
+    fig.suptitle(f"{rows[0]['model']}, {texts}; bands: 95 % intervals over texts", fontsize=11)
     return fig
