@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A pair on two nodes with a GPU each, the router on the first: sbatch docs/deploy/slurm.sh MODEL, from the top folder.
-# Where pyxis is installed, srun --container-image takes the image of docs/deploy/Dockerfile instead of .venv.
+# A prefill and a decode server on two nodes with a GPU each, and the router on the first node. In the root of the
+# repository: sbatch docs/deploy/slurm.sh MODEL. With pyxis, srun --container-image can use the image of
+# docs/deploy/Dockerfile instead of .venv.
 #SBATCH --job-name=scout --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --exclusive --mem=0 --signal=B:TERM@60
 set -euo pipefail
 MODEL="${1:?the folder of a model}"
