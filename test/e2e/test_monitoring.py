@@ -16,6 +16,7 @@ import pytest
 
 import monitoring
 from harness import PDCluster, random_prompts, wait_until
+from reference import DOCS
 from servers.dashboard_process import dashboard
 from servers.pd_cluster import HOST, flags
 from servers.server_process import free_ports
@@ -35,7 +36,7 @@ def prometheus(folder, target):
     (port,) = free_ports(1)
     (folder / "prometheus.yml").write_text(
         "global: {scrape_interval: 1s, evaluation_interval: 1s}\n"
-        f"rule_files: [{monitoring.FOLDER / 'alerts.yml'}]\n"
+        f"rule_files: [{DOCS / 'monitoring' / 'alerts.yml'}]\n"
         f"scrape_configs: [{{job_name: decode, static_configs: [{{targets: ['{target}']}}]}}]\n"
     )
     command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}"]
