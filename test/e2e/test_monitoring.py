@@ -134,7 +134,7 @@ def test_the_dashboard_in_a_browser(servers, tmp_path):
             return ""
 
         def steps():
-            found = re.search(r"([\d.]+)\s+steps a second", text())
+            found = re.search(r"([\d.]+)\s+steps per second", text())
             return found and float(found[1])
 
         wait_until("the page shows the worker", lambda: "CPU attention ready" in text(), 60)
@@ -149,4 +149,4 @@ def test_the_dashboard_in_a_browser(servers, tmp_path):
         drawn += ".getImageData(0, 0, c.width, c.height).data).size > 2).join()"
         assert evaluate(drawn) == "true,true,true,true"
         kill_worker(servers)
-        wait_until("it shows a new worker", lambda: f"replaced {restarts + 1} times" in text(), 60)
+        wait_until("it shows a new worker", lambda: f"restarted {restarts + 1} times" in text(), 60)
