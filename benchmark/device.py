@@ -119,7 +119,7 @@ def run(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--out", type=Path, help="JSON lines file, appended to")
+    parser.add_argument("--out", type=Path, help="JSON lines file to append to")
     parser.add_argument("--check-only", action="store_true")
     arguments = parser.parse_args()
     untimed = arguments.check_only or getattr(arguments, "rehearse", False)

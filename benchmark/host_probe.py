@@ -151,9 +151,11 @@ def add_read(writer: rows.Writer, nbytes: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, help="JSON lines file, appended to")
+    parser.add_argument("--out", type=Path, help="JSON lines file to append to")
     parser.add_argument("--most-gb", type=float, default=TYPICAL_GB + BESIDE_GB)
-    parser.add_argument("--seconds", type=float, default=12.0, help="for touching memory")
+    parser.add_argument(
+        "--seconds", type=float, default=12.0, help="longest time for touching memory"
+    )
     parser.add_argument("--grow", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.grow:

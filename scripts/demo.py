@@ -78,16 +78,21 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default="smollm2", help="smollm2, recall, or the folder of your own model")
-    add("--device", default="auto", choices=placement.CHOICES, help="auto: a GPU if usable")
+    add("--model", default="smollm2", help="smollm2, recall, or the folder of a model of yours")
+    add(
+        "--device",
+        default="auto",
+        choices=placement.CHOICES,
+        help="auto takes a GPU if it can be used",
+    )
     add("--kv-offload", default="scout", metavar="POLICY", help="policy of both servers")
     size = dict(type=int, default=argparse.SUPPRESS)
-    add("--budget", metavar="TOKENS", help="--kv-offload-budget", **size)
-    add("--prompts", help="number of bench_serving requests", **size)
-    add("--concurrency", help="concurrent requests", **size)
+    add("--budget", metavar="TOKENS", help="value of --kv-offload-budget", **size)
+    add("--prompts", help="requests that bench_serving sends", **size)
+    add("--concurrency", help="requests at the same time", **size)
     add("--input-len", metavar="TOKENS", help="input tokens per request", **size)
     add("--output-len", metavar="TOKENS", help="output tokens per request", **size)
-    add("--keep-logs", action="store_true", help="keep the logs even on success")
+    add("--keep-logs", action="store_true", help="keep the logs if the demo succeeds, too")
     args = parser.parse_args(argv)
     args.job = JOBS.get(args.model, OWN)
     for name in ("budget", "prompts", "input_len", "output_len"):

@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
-"""Writes docs/monitoring: alert rules for Prometheus and a dashboard for Grafana, from the tables here.
-
-    scripts/monitoring.py [FOLDER]
+"""Alert rules for Prometheus and a dashboard for Grafana. `scripts/reference.py` writes them to docs/monitoring.
 
 The metrics are those of python/sglang_scout/plugin/metrics.py.
 """
@@ -9,11 +6,9 @@ The metrics are those of python/sglang_scout/plugin/metrics.py.
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "monitoring"
+RUNBOOK = "docs/monitoring/README.md"
 
 
 def metric(name: str) -> str:
@@ -30,35 +25,114 @@ def increase(name: str, window: str) -> str:
 
 
 class Alert(NamedTuple):
-    """``says`` is the action to take, as also given in docs/reference/metrics.md."""
+    """A rule, and its entry in the runbook.
+
+    Attributes:
+        expression, holds, severity: of the rule.
+        when: the same in words.
+        says: the message.
+        means: what happens then.
+        todo: what the operator does.
+    """
 
     name: str
     expression: str
     holds: str
     severity: str
+    when: str
     says: str
+    means: str
+    todo: str
 
 
-CPU_SHARE = f"{rate('cpu_pages_total', '5m')} / {rate('selected_pages_total', '5m')}"
+# Without selections (hgca, or no requests) there is no share.
+CPU_SHARE = f"{rate('cpu_pages_total', '5m')} / ({rate('selected_pages_total', '5m')} > 0)"
 HOST_SHARE = f"{metric('host_pages_used')} / {metric('host_pages_total')}"
 WAIT_SHARE = f"{rate('gpu_wait_seconds_sum', '5m')} / {rate('step_seconds_sum', '5m')}"
 
 ALERTS = (
-    Alert("ScoutWorkerDown", f"{metric('worker_up')} < 1", "30s", "critical",
-          "the server computes missing pages itself, slowly: see worker.last_error of /server_info"),
-    Alert("ScoutWorkerRestarted", f"{increase('worker_restarts_total', '5m')} > 0", "0s", "warning",
-          "the CPU attention process died or hung and was replaced: see worker.last_error of /server_info"),
-    Alert("ScoutFallback", f"{rate('fallback_pages_total', '5m')} > 0", "5m", "warning",
-          "answers of CPU attention come late or damaged: see refused and late_tickets of /server_info"),
-    Alert("ScoutChecksumFailure", f"{increase('checksum_failures_total', '10m')} > 0", "0s", "critical",
-          "KV changed in host memory: test the memory if it comes again"),
-    Alert("ScoutHostPagesFull", f"{HOST_SHARE} > 0.95", "5m", "warning",
-          "requests will be retracted: fewer of them, or a larger --kv-offload-host-gb"),
-    Alert("ScoutCpuShareHigh", f"{CPU_SHARE} > 0.25", "10m", "warning",
-          "recall does not keep up: more resident_tokens, a lower recall_threshold or more recall_step_mib"),
-    Alert("ScoutWaits", f"{WAIT_SHARE} > 0.1", "10m", "warning",
-          "the device waits for CPU attention: more CPUs (--kv-offload-cpus) or a lower recall_threshold"),
-)  # fmt: skip
+    Alert(
+        "ScoutWorkerDown",
+        f"{metric('worker_up')} < 1",
+        "30s",
+        "critical",
+        "`worker_up` is 0 for 30 seconds",
+        "The CPU attention process is down.",
+        "Output stays correct, but the decode server computes the missing pages itself, which is slower. It keeps "
+        "trying to start a new process.",
+        "Read `worker.last_error` in `/server_info` and free what it names, for example memory, file descriptors or "
+        "processes. The next start, at most 30 seconds later, then succeeds.",
+    ),
+    Alert(
+        "ScoutWorkerRestarted",
+        f"{increase('worker_restarts_total', '5m')} > 0",
+        "0s",
+        "warning",
+        "`worker_restarts_total` grew in the last 5 minutes",
+        "The CPU attention process died or hung and was replaced.",
+        "Requests continue with correct output; the decode server computed the missing pages until the new process "
+        "was ready.",
+        "Read `worker.last_error` in `/server_info`. If it happens again, look in the kernel's log for the OOM "
+        "killer, and check that no CPU quota stops the process. Report a crash.",
+    ),
+    Alert(
+        "ScoutFallback",
+        f"{rate('fallback_pages_total', '5m')} > 0",
+        "5m",
+        "warning",
+        "`fallback_pages_total` grows for 5 minutes",
+        "The decode server computes missing pages in place of the CPU attention process.",
+        "Results of CPU attention are late or damaged, or the process is not ready. Output stays correct, but steps "
+        "take longer.",
+        "If `worker_up` is 0, see ScoutWorkerDown. Otherwise read `worker` in `/server_info`. If `late_tickets` "
+        "grows, results take longer than 10 seconds: look for a CPU quota or other programs on the CPUs of "
+        "`worker.cpus`. If `refused` grows, records or results are damaged: report it.",
+    ),
+    Alert(
+        "ScoutChecksumFailure",
+        f"{increase('checksum_failures_total', '10m')} > 0",
+        "0s",
+        "critical",
+        "`checksum_failures_total` grew in the last 10 minutes",
+        "KV changed in host memory.",
+        "The running requests that owned the page ended with an error; other requests are unaffected.",
+        "A single event can be a random bit flip. If it happens again, take the host out of service and test its "
+        "memory.",
+    ),
+    Alert(
+        "ScoutHostPagesFull",
+        f"{HOST_SHARE} > 0.95",
+        "5m",
+        "warning",
+        "more than 95 % of the host pages are in use for 5 minutes",
+        "Host pages are nearly used up.",
+        "When no page is free, SGLang retracts running requests, which wait and resume later. Pages of the radix "
+        "cache count as used, but are freed first.",
+        "Send fewer concurrent requests (`--max-running-requests`), or restart with a larger `--kv-offload-host-gb`.",
+    ),
+    Alert(
+        "ScoutCpuShareHigh",
+        f"{CPU_SHARE} > 0.25",
+        "10m",
+        "warning",
+        "the CPU computes more than 25 % of the selected pages for 10 minutes",
+        "Recall does not keep up.",
+        "Layers leave more pages to CPU attention than it is meant to compute, and steps may have to wait for it.",
+        "Lower `recall_threshold`, raise `recall_step_mib` unless steps wait for recalls, or raise `resident_tokens`.",
+    ),
+    Alert(
+        "ScoutWaits",
+        f"{WAIT_SHARE} > 0.1",
+        "10m",
+        "warning",
+        "steps spend more than 10 % of their time waiting for CPU attention, for 10 minutes",
+        "The device waits for CPU attention.",
+        "CPU attention to a layer's missing pages takes longer than the layer before it. Layer 0 and `exact_layers` "
+        "always wait.",
+        "Give it more CPUs (`--kv-offload-cpus`), or leave it fewer pages: lower `recall_threshold` or raise "
+        "`resident_tokens`. `sglang-scout report` shows which layers wait.",
+    ),
+)
 
 
 class Panel(NamedTuple):
@@ -78,21 +152,21 @@ def quantiles(name: str) -> tuple[tuple[str, str], ...]:
 
 RANK = "rank {{tp_rank}}"
 PANELS = (
-    Panel("Steps", "ops", ((RANK, rate("steps_total")),)),
-    Panel("Step", "s", quantiles("step_seconds")),
-    Panel("Wait for CPU attention, a step", "s", quantiles("gpu_wait_seconds")),
-    Panel("Boundary, a step", "s", quantiles("boundary_seconds")),
+    Panel("Decode steps per second", "ops", ((RANK, rate("steps_total")),)),
+    Panel("Step time", "s", quantiles("step_seconds")),
+    Panel("Wait for CPU attention per step", "s", quantiles("gpu_wait_seconds")),
+    Panel("Host work before a step", "s", quantiles("boundary_seconds")),
     Panel("Host pages in use", "percentunit", ((RANK, HOST_SHARE),)),
-    Panel("Pages on the device", "short", ((RANK, metric("resident_pages")),)),
+    Panel("Pages resident on the device", "short", ((RANK, metric("resident_pages")),)),
     Panel("Selected pages computed on the CPU", "percentunit", ((RANK, CPU_SHARE.replace("5m", "1m")),)),
-    Panel("Recalls", "Bps", ((RANK, rate("recall_bytes_total")),)),
-    Panel("Waits for recalls", "percentunit", ((RANK, rate("recall_wait_seconds_total")),)),
+    Panel("Recalled bytes per second", "Bps", ((RANK, rate("recall_bytes_total")),)),
+    Panel("Time spent waiting for recalls", "percentunit", ((RANK, rate("recall_wait_seconds_total")),)),
     Panel("CPU attention process", "short", (
         ("up, " + RANK, metric("worker_up")),
         ("restarts, " + RANK, metric("worker_restarts_total")),
     )),
-    Panel("Missing pages computed by the server", "ops", ((RANK, rate("fallback_pages_total")),)),
-    Panel("Damaged pages", "short", ((RANK, metric("checksum_failures_total")),)),
+    Panel("Pages computed in place of the CPU attention process", "ops", ((RANK, rate("fallback_pages_total")),)),
+    Panel("Pages changed in host memory", "short", ((RANK, metric("checksum_failures_total")),)),
 )  # fmt: skip
 
 
@@ -105,7 +179,10 @@ def rules() -> str:
             f"        expr: {json.dumps(alert.expression)}",
             f"        for: {alert.holds}",
             f"        labels: {{severity: {alert.severity}}}",
-            f"        annotations: {{summary: {json.dumps(alert.says)}}}",
+            "        annotations:",
+            f"          summary: {json.dumps(alert.says)}",
+            f"          description: {json.dumps(f'{alert.means} {alert.todo}')}",
+            f"          runbook: {json.dumps(f'{RUNBOOK}#{alert.name.lower()}')}",
         ]
     return "\n".join(lines) + "\n"
 
@@ -143,14 +220,3 @@ def dashboard() -> str:
         "panels": panels,
     }
     return json.dumps(made, indent=1) + "\n"
-
-
-def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "alerts.yml").write_text(rules())
-    (folder / "grafana.json").write_text(dashboard())
-
-
-if __name__ == "__main__":
-    main()

@@ -123,22 +123,49 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kind", choices=get_args(Kind), default="forecast")
+    parser.add_argument(
+        "--kind",
+        choices=get_args(Kind),
+        default="forecast",
+        help="which policy or digest the file is for (default: %(default)s)",
+    )
     parser.add_argument(
         "--model", type=Path, help="folder in Hugging Face format (default: SmolLM2-135M)"
     )
-    parser.add_argument("--out", type=Path, help="file (default: .cache/weights/MODEL-KIND.npz)")
-    parser.add_argument("--steps", type=int, default=400, help="each on one text (%(default)s)")
     parser.add_argument(
-        "--tokens", type=int, default=2048, help="tokens per text, a multiple of 32 (%(default)s)"
+        "--out", type=Path, help="file to write (default: .cache/weights/MODEL-KIND.npz)"
     )
-    parser.add_argument("--texts", type=int, default=40, help="distinct texts (%(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="decays linearly to 0 (%(default)s)")
-    parser.add_argument("--rank", type=int, default=32, help="rank of a pilot (%(default)s)")
     parser.add_argument(
-        "--top-pages", type=int, default=16, help="pages that the loss distinguishes (%(default)s)"
+        "--steps",
+        type=int,
+        default=400,
+        help="training steps, each on one text (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=2048,
+        help="tokens per text, a multiple of 32 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--texts", type=int, default=40, help="distinct texts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=2e-3,
+        help="initial learning rate, which decays linearly to 0 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rank", type=int, default=32, help="rank of a pilot (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-pages",
+        type=int,
+        default=16,
+        help="pages that the loss distinguishes (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     args = parser.parse_args(argv)
     try:
         print(made(args))

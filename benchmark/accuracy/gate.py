@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--short", action="store_true", help="one budget and length, few samples; for tests")
     add("--models", nargs="+", choices=JUDGES, default=list(JUDGES), help="models to test with")
     add("--margin-points", type=float, metavar="X", help="allowed loss at every budget")
-    add("--json", type=Path, metavar="FILE", help="one row a line; an existing file is overwritten")
+    add("--json", type=Path, metavar="FILE", help="write one row per line to FILE, replacing it")
     args = parser.parse_args(argv)
     if args.json:
         args.json.unlink(missing_ok=True)

@@ -190,7 +190,12 @@ def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
     """The suite's arguments. ``given`` overrides parsed values; defaults depend on the kind of questions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="one row per line; an existing file is continued")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write one row per line to FILE; an existing file is continued",
+    )
     add("--policies", nargs="+", default=list(NAMES), help="see policies.py")
     add("--budgets", nargs="+", type=int, default=list(BUDGETS), metavar="TOKENS")
     add("--questions", choices=SOURCES, default="tasks")

@@ -354,20 +354,30 @@ def measure(options: argparse.Namespace) -> int:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rehearse", action="store_true", help="small sizes, to see that everything runs")
+    add("--rehearse", action="store_true", help="run at small sizes, to see that everything works")
     add("--model", choices=SIZES, default="qwen3-14b")
     add("--kv", choices=("bf16", "fp8_e4m3"), default="bf16")
     add("--context", nargs="+", type=int, default=[65536, 32768, 16384])
-    add("--host-gb", type=float, default=0.8 * available_bytes() / 2**30, help="pinned host pages")
-    add("--full-gb", type=float, default=float("inf"), help="most device memory for full attention")
+    add(
+        "--host-gb",
+        type=float,
+        default=0.8 * available_bytes() / 2**30,
+        help="GiB of page-locked host pages",
+    )
+    add(
+        "--full-gb",
+        type=float,
+        default=float("inf"),
+        help="largest device memory for full attention, in GiB",
+    )
     add("--budget", type=int, default=DEFAULT_BUDGET_TOKENS)
     add("--steps", type=int, default=64)
-    add("--warm-up", type=int, default=24, help="steps before those")
+    add("--warm-up", type=int, default=24, help="warm-up steps, not measured")
     add(
         "--requests",
         type=int,
         default=32,
-        help="of the simulated host; as Qwen3-14B at 64k they take 320 GiB",
+        help="requests of the simulated host; 64k tokens of Qwen3-14B for each take 320 GiB in all",
     )
 
 

@@ -235,7 +235,7 @@ def run(args: argparse.Namespace, prompts: list[list[int]], writer: Writer) -> N
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="rows")
+    add("--json", type=Path, metavar="FILE", help="write rows to FILE")
     add("--model-path", default=str(RECALL_MODEL), help="folder (default: the retrieval model)")
     add(
         "--dataset",
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         "--logs",
         type=Path,
         metavar="FOLDER",
-        help="server and step logs (default: a temporary folder)",
+        help="folder for server and step logs (default: a temporary folder)",
     )
     add("--budget", type=int, default=512, metavar="TOKENS")
     add("--resident-tokens", type=int, metavar="TOKENS", help="default: budget x requests")

@@ -42,7 +42,9 @@ def parts(documents: int) -> list[list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--documents", type=int, default=3, help="of plain text and planted facts")
+    parser.add_argument(
+        "--documents", type=int, default=3, help="documents of plain text and of planted facts"
+    )
     for command in parts(parser.parse_args(argv).documents):
         print("$", *command, flush=True)
         if status := subprocess.run([sys.executable, *command], cwd=ROOT).returncode:

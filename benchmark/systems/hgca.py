@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--json", type=Path, required=True, metavar="FILE", help="one row per line")
+    add("--json", type=Path, required=True, metavar="FILE", help="write one row per line to FILE")
     add("--model", type=Path, help="folder; default: SmolLM2, created if needed")
     add("--tokens", type=int, default=2048, help="tokens per text; the second half is decoded")
     add("--texts", type=int, default=3, choices=range(1, 4))

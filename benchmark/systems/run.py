@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--model", choices=QUESTIONS, default="smollm2")
-    add("--json", type=Path, required=True, metavar="FILE", help="one row per line")
+    add("--json", type=Path, required=True, metavar="FILE", help="write one row per line to FILE")
     add("--policies", nargs="+", default=[*OURS, *SYSTEMS], help="see accuracy/policies.py")
     add("--budgets", nargs="+", type=int, default=[512], metavar="TOKENS")
     add("--lengths", nargs="+", type=int, default=[4096], metavar="TOKENS")

@@ -16,6 +16,7 @@ import pytest
 
 import monitoring
 from harness import PDCluster, random_prompts, wait_until
+from reference import DOCS
 from servers.dashboard_process import dashboard
 from servers.pd_cluster import HOST, flags
 from servers.server_process import free_ports
@@ -35,7 +36,7 @@ def prometheus(folder, target):
     (port,) = free_ports(1)
     (folder / "prometheus.yml").write_text(
         "global: {scrape_interval: 1s, evaluation_interval: 1s}\n"
-        f"rule_files: [{monitoring.FOLDER / 'alerts.yml'}]\n"
+        f"rule_files: [{DOCS / 'monitoring' / 'alerts.yml'}]\n"
         f"scrape_configs: [{{job_name: decode, static_configs: [{{targets: ['{target}']}}]}}]\n"
     )
     command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}"]
@@ -133,7 +134,7 @@ def test_the_dashboard_in_a_browser(servers, tmp_path):
             return ""
 
         def steps():
-            found = re.search(r"([\d.]+)\s+steps a second", text())
+            found = re.search(r"([\d.]+)\s+steps per second", text())
             return found and float(found[1])
 
         wait_until("the page shows the worker", lambda: "CPU attention ready" in text(), 60)
@@ -148,4 +149,4 @@ def test_the_dashboard_in_a_browser(servers, tmp_path):
         drawn += ".getImageData(0, 0, c.width, c.height).data).size > 2).join()"
         assert evaluate(drawn) == "true,true,true,true"
         kill_worker(servers)
-        wait_until("it shows a new worker", lambda: f"replaced {restarts + 1} times" in text(), 60)
+        wait_until("it shows a new worker", lambda: f"restarted {restarts + 1} times" in text(), 60)

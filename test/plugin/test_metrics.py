@@ -19,7 +19,7 @@ STATE = {
 PROMISED = {
     "budget_tokens", "page_size", "host_pages_total", "host_pages_used", "resident_pages", "steps",
     "selected_pages", "cpu_pages", "cpu_compute_ratio", "recalled_pages", "recall_bytes",
-    "gpu_wait_us", "fallback_pages", "checksum_failures", "context_pages_total", "context_pages_used",
+    "fallback_pages", "checksum_failures", "context_pages_total", "context_pages_used",
     "raised_thresholds",
 }  # fmt: skip
 

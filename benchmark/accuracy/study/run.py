@@ -180,7 +180,12 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="rows; an existing file is continued")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write rows to FILE; an existing file is continued",
+    )
     add(
         "--model",
         choices=("real", "recall"),

@@ -18,17 +18,17 @@ from sglang_scout.core.errors import ScoutError
 __all__ = ["main"]
 
 DESCRIPTION = (
-    "KV offload for SGLang decode servers. The servers themselves are started with SGLang's own "
-    "commands plus --kv-offload; the commands here tell whether a machine can serve (doctor), how "
-    "many requests fit its memory (plan), how often each layer should recall (profile), and where "
-    "the time of a decode step goes (report)."
+    "Tools for SGLang servers that run with --kv-offload. Start the servers themselves with SGLang's "
+    "own commands. The tools here check a machine (doctor), say how many requests fit (plan), show a "
+    "running decode server (dashboard), explain where the time of a decode step goes (report), and "
+    "choose how often each layer recalls pages (profile)."
 )
 COMMANDS = {
-    "doctor": "check that this machine can serve",
-    "plan": "memory per request, and how many requests fit",
-    "report": "where the time of a decode step goes",
-    "profile": "recall intervals from real decoding",
-    "dashboard": "a page that shows a decode server live",
+    "doctor": "check whether this machine can serve",
+    "plan": "how much memory a request takes and how many requests fit",
+    "report": "where the time of a decode step goes, from a step log",
+    "profile": "recall intervals for each layer, from a step log",
+    "dashboard": "a live page of a decode server",
 }
 
 
@@ -43,7 +43,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             module = importlib.import_module(f"sglang_scout.cli.{name}")
             command.description = module.DESCRIPTION
             module.add_arguments(command)
-            command.add_argument("--json", action="store_true", help="print one JSON object")
+            command.add_argument(
+                "--json", action="store_true", help="print one JSON object instead of text"
+            )
             command.set_defaults(run=module.run)
     return parser
 

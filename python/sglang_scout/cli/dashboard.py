@@ -20,9 +20,9 @@ from sglang_scout.cli.live_state import view
 from sglang_scout.core.errors import ConfigError
 
 DESCRIPTION = (
-    "Serve one page, on this machine only, that shows live where a decode server's pages are, what each "
-    "layer leaves to the CPU, waits, recalls and the CPU attention process. It reads the server's "
-    "/server_info once a second."
+    "Serve a live page of one decode server, on this machine only: resident pages by layer, each layer's "
+    "CPU compute ratio, waits, recalls and the CPU attention process. It reads the server's /server_info "
+    "once a second."
 )
 PAGE = Path(__file__).with_name("dashboard.html")
 HOST = "127.0.0.1"
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--decode",
         required=True,
         metavar="URL",
-        help="decode server, for example http://127.0.0.1:30001",
+        help="address of the decode server, for example http://127.0.0.1:30001",
     )
     parser.add_argument("--port", type=int, default=8900, help="port of the page (default: 8900)")
 

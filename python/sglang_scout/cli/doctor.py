@@ -31,10 +31,10 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.sglang_versions import ADAPTERS
 
 DESCRIPTION = (
-    "Check that this machine can serve. Each line says ok, warning or failed, what was found, and "
-    "what to do. SGLang runs a tiny random model, whose queries are compared with predicted ones. "
-    "The last check starts a real CPU attention process, has it compute a few pages and "
-    "compares the result. The exit code is 1 if a check failed, otherwise 0."
+    "Check whether this machine can serve. Each line says ok, warning or failed and what was found; a line "
+    "that starts with -> says what to do. One check has SGLang run a tiny random model and compares its "
+    "queries with predicted ones. Another starts a real CPU attention process and compares what it "
+    "computes. The exit code is 1 if a check failed, otherwise 0."
 )
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "scout"
@@ -245,16 +245,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpus",
         metavar="LIST",
-        help="as in --kv-offload-cpus, for example 0-35: CPUs of the table, and those that compute attention "
-        "in the last check (default: what a decode server takes; in the last check every CPU of this process)",
+        help="CPUs for CPU attention, as for --kv-offload-cpus, for example 0-35 (default: those that a decode "
+        "server would take; the check of CPU attention takes every CPU of this process)",
     )
     parser.add_argument(
         "--kv-offload",
         metavar="POLICY",
-        help="as the server's flag: also check what this policy needs",
+        help="also check what this policy needs, as the server's flag would",
     )
     parser.add_argument(
-        "--kv-offload-config", metavar="JSON", default="{}", help="as the server's flag"
+        "--kv-offload-config", metavar="JSON", default="{}", help="the same as the server's flag"
     )
 
 

@@ -18,23 +18,28 @@ if TYPE_CHECKING:
     from sglang_scout.cli.sizes import Plan
 
 DESCRIPTION = (
-    "Show how much memory a model's KV pages take and how many requests fit, from the model's config.json and the "
-    "sizes of its files; nothing is loaded. With --gpu, also predict the time of a decode step, stock and with "
-    "offload, from bytes and bandwidths. GiB is 2**30 bytes, as in --kv-offload-host-gb, and GB 10**9. The exit code "
-    "is 1 if the requests do not fit."
+    "Show how much memory the KV of a model takes and how many requests fit. It reads the model's config.json and "
+    "the sizes of its files, and loads no weights. With --gpu it also predicts the time of a decode step, with stock "
+    "SGLang and with offload, from bytes and bandwidths. GiB is 2**30 bytes, as in --kv-offload-host-gb; GB is "
+    "10**9. The exit code is 1 if the requests do not fit."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model-path", required=True, metavar="DIR", help="folder of the model")
+    add(
+        "--model-path",
+        required=True,
+        metavar="DIR",
+        help="folder of the model, with its config.json",
+    )
     add(
         "--context",
         "--context-tokens",
         dest="context_tokens",
         type=int,
         metavar="N",
-        help="tokens of one request, prompt and answer (default: what the model allows)",
+        help="tokens of one request, prompt and answer (default: the model's maximum)",
     )
     add(
         "--requests",
@@ -46,54 +51,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-offload",
         default="scout",
         metavar="POLICY",
-        help="as the server's flag (default: scout)",
+        help="the same as the server's flag (default: scout)",
     )
-    add("--kv-offload-config", default="{}", metavar="JSON", help="as the server's flag")
+    add("--kv-offload-config", default="{}", metavar="JSON", help="the same as the server's flag")
     add(
         "--budget",
         type=int,
         metavar="TOKENS",
-        help=f"as --kv-offload-budget, a multiple of 32 (default: {DEFAULT_BUDGET_TOKENS}, unless the policy has its "
-        "own)",
+        help=f"the server's --kv-offload-budget, a multiple of 32 (default: {DEFAULT_BUDGET_TOKENS}, unless the policy "
+        "has its own)",
     )
     add(
         "--host-gb",
         type=float,
         metavar="GB",
-        help="as --kv-offload-host-gb: host memory for KV pages in GiB (default: half of the memory available here "
-        "now, about the server's default)",
+        help="the server's --kv-offload-host-gb, in GiB (default: half of the memory that this machine has available "
+        "now, which is about the server's default)",
     )
     add(
         "--gpu",
         metavar="NAME",
-        help=f"predict steps on {', '.join(DEVICES)}, or a JSON file of a device's rates (cli/step_model.py); "
-        "its memory is the default of --gpu-gb",
+        help=f"GPU to predict step times for, and whose memory is the default of --gpu-gb: {', '.join(DEVICES)}, or a "
+        "JSON file with a device's rates (python/sglang_scout/cli/step_model.py names them)",
     )
     add(
         "--gpu-gb",
         type=float,
         metavar="GB",
-        help="memory of one GPU in GiB; without it only --host-gb limits the requests, and the memory that digests "
-        "and resident pages take is printed",
+        help="memory of one GPU in GiB (default: that of --gpu; without both, only host memory limits the requests)",
     )
     add(
         "--mem-fraction-static",
         type=float,
         default=0.88,
         metavar="SHARE",
-        help="as SGLang's flag: share of the GPU for weights and KV (default: 0.88)",
+        help="SGLang's flag: share of the GPU's memory for weights and KV (default: 0.88)",
     )
     add(
         "--dtype",
         default="auto",
         choices=("auto", "bfloat16", "float16", "float32"),
-        help="as SGLang's flag: type of the weights (default: auto, what config.json says, and float16 for float32)",
+        help="SGLang's flag: type of the weights (default: auto, which is the type in config.json, or float16 if "
+        "that is float32)",
     )
     add(
         "--kv-cache-dtype",
         default="auto",
         choices=("auto", *FP8_KV),
-        help="as SGLang's flag: type of KV (default: auto, that of the weights)",
+        help="SGLang's flag: type of KV (default: auto, which is the type of the weights)",
     )
 
 

@@ -24,11 +24,11 @@ from sglang_scout.core.profile import (
 from sglang_scout.core.step_log import COLD_STEPS, StepLogFile, ratios_by_age, read_step_log
 
 DESCRIPTION = (
-    "Find out how often each layer should recall. Reads the step log of a decode server that served a "
-    'workload without recall (--kv-offload-config \'{"step_log": "FILE", "recall": "off"}\'), follows '
-    "how the share of pages that the CPU computes grows in each layer, and takes for each layer the "
-    "longest interval that keeps it at the threshold. Decode servers load the result with "
-    "--kv-offload-recall-profile."
+    "Choose how often each layer recalls pages. First let a decode server serve your workload without "
+    'recall and write a step log (--kv-offload-config \'{"step_log": "FILE", "recall": "off"}\'). This '
+    "command measures how the share of pages that the CPU computes grows in each layer, and takes for each "
+    "layer the longest interval that keeps the share at or below the threshold. Decode servers load the "
+    "result with --kv-offload-recall-profile."
 )
 LEAST_STEPS = 8
 LEAST_COSINE = 0.8
@@ -37,16 +37,16 @@ LEAST_COSINE = 0.8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("step_log", metavar="STEP_LOG", help="the file that the server wrote")
-    add("--output", required=True, metavar="FILE", help="the profile to write, JSON")
+    add("step_log", metavar="STEP_LOG", help="step log of a decode server")
+    add("--output", required=True, metavar="FILE", help="JSON file to write the profile to")
     add(
         "--threshold",
         type=float,
         default=0.12,
         metavar="RATIO",
-        help="share of the budget that the CPU may compute (default: 0.12)",
+        help="largest CPU compute ratio of a layer: pages computed on the CPU over the budget (default: 0.12)",
     )
-    add("--plot", metavar="FILE", help="also plot it, to FILE.png, .svg or .pdf")
+    add("--plot", metavar="FILE", help="also plot the profile, to a .png, .svg or .pdf file")
 
 
 def run(args: argparse.Namespace) -> int:

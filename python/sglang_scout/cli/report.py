@@ -14,9 +14,9 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.step_log import COLD_STEPS, StepLogFile, ratios_by_age, read_step_log
 
 DESCRIPTION = (
-    "Say where the time of a decode step goes and what each layer leaves to the CPU, from a step log, "
-    'which a decode server writes with --kv-offload-config \'{"step_log": "FILE"}\'. For a timeline of '
-    'single steps use {"trace": "FILE"} and ui.perfetto.dev.'
+    "Show where the time of a decode step goes, and each layer's CPU compute ratio and wait. It reads a "
+    'step log, which a decode server writes with --kv-offload-config \'{"step_log": "FILE"}\'. For a '
+    'timeline of single steps use the key {"trace": "FILE"} and open the file in ui.perfetto.dev.'
 )
 CAUSES = {
     "cpu_wait_us": "waiting for missing pages",
@@ -53,7 +53,7 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("step_log", metavar="STEP_LOG", help="the file that the server wrote")
+    parser.add_argument("step_log", metavar="STEP_LOG", help="step log of a decode server")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,7 +36,8 @@ class Key:
     """A key of ``--kv-offload-config``: metadata of a field of :class:`OffloadConfig`.
 
     Attributes:
-        help: when to change it, as in docs/reference/configuration.md.
+        help: what it does and when to change it, as in docs/reference/configuration.md; ``Default: …`` at its end says
+            how a default is computed.
         limits: minimum and maximum.
         choices: of a string.
         multiple_of: of a number.
@@ -79,101 +80,130 @@ class OffloadConfig:
 
     resident_tokens: int | None = _key(
         None,
-        "Capacity for resident pages over all requests. None: budget × `--max-running-requests` on the CPU, and what "
-        "the memory leaves on a CUDA device. Less saves memory and moves work to the CPU",
+        "Tokens for which the device has room in its cache of resident pages, over all requests. Raise it if the "
+        "CPU compute ratio stays high. Lower it to leave memory to digests, and so to more host pages; more work "
+        "then stays with the CPU. Default: on the CPU device the budget times `--max-running-requests`; on a CUDA "
+        "device what the digests leave",
         (PAGE_SIZE_TOKENS, 2**40),
         multiple_of=PAGE_SIZE_TOKENS,
     )
     digest: str = _key(
         DEFAULT_DIGEST,
-        "Per-page digest used for selection. Give it to both servers",
+        "Summary of each page from which pages are selected. `minmax`, the paper's, takes 0.4 of the memory of "
+        "`rotated-2`, but finds the important pages less well (measured on one small model). `calibrated` takes 0.6 "
+        "and needs `digest_file`. Give the same to both servers",
         choices=DIGESTS,
     )
     mass: float = _key(
         1.0,
-        "Below 1, for a request longer than the budget a layer selects no more pages than hold this share of the "
-        "attention mass, as the digest estimates it; weighted by value norms where the digest has them",
+        "Share of the attention mass that the selected pages should hold, as the digests estimate it. Below 1, a "
+        "layer selects no more pages than it needs for that share, which saves CPU time and copies and costs "
+        "accuracy. Has no effect on a request that fits the budget",
         (0.01, 1.0),
         needs=("head_reduce", "mass"),
     )
     attend: str = _key(
         "selected",
-        "What the device attends to: selected pages only, or all resident ones, which reads more",
+        "Pages that the device attends to. `selected`: only those that this step selected. `resident`: all that are "
+        "resident, which reads more memory",
         choices=("resident", "selected"),
     )
     exact_layers: tuple[int, ...] = _key(
         (),
-        "Layers that select with the real query and wait for CPU attention: those whose predicted queries are poor",
+        "Layers that select pages with their real query and then wait for CPU attention. If accuracy suffers, list "
+        "the layers that `sglang-scout profile` shows with a cosine below 0.8: their queries are predicted poorly",
         needs=("precompute", True),
     )
-    recall: str = _key("adaptive", "When a layer recalls its missing pages", choices=RECALL_MODES)
+    recall: str = _key(
+        "adaptive",
+        "When a layer copies its missing pages to the device. `adaptive`: when its CPU compute ratio would exceed "
+        "`recall_threshold`. `fixed`: every `recall_interval` steps. `profile`: at the intervals of "
+        "`--kv-offload-recall-profile`. `off`: only a new request's first pages. Serve with `adaptive`; the others "
+        "are for a stable workload or for comparison",
+        choices=RECALL_MODES,
+    )
     recall_interval: int = _key(
         8,  # the paper's profiled mean is 8.7
-        "Steps between two recalls of a layer: always with `fixed`, initially with `adaptive`",
+        "Steps between two recalls of a layer with `recall: fixed`. With `adaptive` it is only the first estimate",
         (1, 2**31),
     )
     recall_threshold: float | None = _key(
         None,
-        "β, the CPU compute ratio that `adaptive` keeps each layer below. None: the profile's, or 0.12 without one",
+        "CPU compute ratio below which `adaptive` keeps each layer (the paper's β). Lower it to move work from the "
+        "CPU to the link, raise it if steps wait for recalls. Default: the profile's threshold, or "
+        f"{DEFAULT_RECALL_THRESHOLD} without a profile",
         (0.0, 1.0),
     )
     recall_step_mib: float = _key(
         256.0,  # half of the paper's 20 ms at 25 GB/s
-        "Most that `adaptive` copies per step, best half of a step's time times the link's bandwidth",
+        "Most MiB that `adaptive` copies in one step, on each rank. Choose half of what the link copies in the time "
+        "of a step; lower it if steps wait for recalls",
         (0.001, 2**30),
     )
     prefill_digests: bool = _key(
-        True, "False on the prefill server: the decode server computes the digests"
+        True,
+        "Whether the prefill server computes the digests and sends them with the KV. If false, the decode server "
+        "computes them when the KV arrives. For the prefill server only",
     )
-    trace: str | None = _key(None, "File for a timeline in Chrome's trace format", is_written=True)
+    trace: str | None = _key(
+        None,
+        "File for a timeline of decode steps in Chrome's trace format, which ui.perfetto.dev opens",
+        is_written=True,
+    )
     step_log: str | None = _key(
         None,
-        "File for one JSON line per decode step: pages left to the CPU by layer and request, waits, recalls, how well "
-        "queries were predicted; it grows",
+        "File for one JSON line per decode step: missing pages by layer and request, waits, recalls, and how well "
+        "queries were predicted. `sglang-scout report` and `sglang-scout profile` read it. It grows without limit",
         is_written=True,
     )
 
     paper: bool = _key(
         False,
-        "The paper's choices: digests of minimum and maximum, the CPU's part weighted by the predicted query, recall "
-        "at intervals. Give it to both servers; the paper's budget is 2048",
+        "The paper's choices: `digest: minmax`, `recall: fixed`, and results of CPU attention merged as computed "
+        "with the predicted query. To compare with the paper; give it to both servers, with `--kv-offload-budget "
+        "2048`",
         is_general=False,
     )
     page_checksums: bool = _key(
         False,
-        "On the decode server: a request whose KV has changed in host memory ends with an error, see "
-        "[below](#wrong-kv-in-host-memory)",
+        "A checksum for every full page, verified at each read: a request whose KV has changed in host memory ends "
+        "with an error instead of wrong tokens. Costs CPU time at each read. For the decode server",
         is_general=False,
     )
     hgca_beta: float = _key(
         1.0,
-        "A token is kept if its attention weight exceeds this multiple of the mean weight; lower values keep more",
+        "A head keeps a token whose attention weight exceeds this multiple of the mean weight. Lower it to keep more",
         (0.0, math.inf),
         is_general=False,
     )
     hgca_alpha: float = _key(
-        0.1, "Share of the newest step in the moving average", (0.0, 1.0), is_general=False
+        0.1,
+        "Weight of the newest step in the moving average of attention weights",
+        (0.0, 1.0),
+        is_general=False,
     )
     context_cap_tokens: int | None = _key(
         None,
-        "Maximum kept tokens per request, layer and head. None: as many as fit",
+        "Most tokens that a head of a layer keeps for a request. Default: as many as fit",
         (1, 2**31),
         is_general=False,
     )
     forecast_file: str | None = _key(
         None,
-        "Weights that select pages one layer ahead: `scripts/train_forecast.py --kind forecast`",
+        "Weights that select pages one layer ahead, made by `scripts/train_forecast.py --kind forecast`. Required; "
+        "give it to both servers",
         is_general=False,
     )
     pilot_file: str | None = _key(
         None,
-        "Weights of page embeddings, given to both servers: `scripts/train_forecast.py --kind pilot`",
+        "Weights of page embeddings, made by `scripts/train_forecast.py --kind pilot`. Required; give it to both "
+        "servers",
         is_general=False,
     )
     digest_file: str | None = _key(
         None,
-        "Coordinates of `calibrated` digests, which it implies; given to both servers: `scripts/train_forecast.py "
-        "--kind digest`",
+        "Coordinates of `calibrated` digests for one model, made by `scripts/train_forecast.py --kind digest`. "
+        "Implies `digest: calibrated`; give it to both servers",
         is_general=False,
         needs=("digest", "calibrated"),
     )

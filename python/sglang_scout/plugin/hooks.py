@@ -42,26 +42,26 @@ _BATCH_REGISTER = Hook(
     "distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine.batch_register",
     "pool:around_batch_register",
     "around",
-    "end a server whose memory registration the transfer engine rejects, which SGLang ignores",
+    "end the server if the transfer engine rejects its memory; SGLang ignores that",
 )
 _SHUTDOWN = Hook(
     "managers.scheduler.Scheduler.handle_shutdown",
     "shutdown:around_handle_shutdown",
     "around",
-    "handle SIGTERM, which the event loops of a prefill-decode pair do not",
+    "handle SIGTERM, which SGLang's event loops for a prefill-decode pair ignore",
 )
 _INTAKE = (
     Hook(
         "managers.scheduler.Scheduler.handle_generate_request",
         "intake:around_handle_generate_request",
         "around",
-        "refuse a prompt that would never fit and block the queue; if taking up a request raises, fail only that one",
+        "refuse a prompt that can never fit and would block the queue; if a request raises, fail only that one",
     ),
     Hook(
         "managers.scheduler.Scheduler.abort_request",
         "intake:around_abort_request",
         "around",
-        "abort the request with this id, not all whose ids begin so",
+        "abort the request with exactly this id, not every request whose id starts with it",
     ),
 )
 
@@ -75,7 +75,7 @@ _VOCAB_MASK = Hook(
     {"0.5.15.post1": "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask"},
     "sglang_0_5_15:around_apply_vocab_mask",
     "around",
-    "on a CPU, a request with a grammar would end the server",
+    "on a CPU, keep a request with a grammar from crashing the server",
 )
 
 _ON_IDLE = Hook(
@@ -117,26 +117,26 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.tokenizer_manager.TokenizerManager._validate_one_request",
             "http_hooks:before_validate_one_request",
             "before",
-            "refuse requests that would end a scheduler, by types and ranges of fields; and requests after SIGTERM",
+            "refuse requests whose fields would crash a scheduler, by type and range, and requests after SIGTERM",
         ),
         Hook(
             "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
             "http_hooks:after_create_tokenized_object",
             "after",
-            "know which requests are on their way to a scheduler",
+            "track which requests are on their way to a scheduler",
         ),
         Hook(
             "managers.tokenizer_manager.TokenizerManager.generate_request",
             "http_hooks:around_generate_request",
             "around",
-            "status 400 for what a request raises before it is sent; tell the other server of a request that failed",
+            "answer with status 400 if a request raises before it is sent; tell the other server about failed requests",
         ),
         *(
             Hook(
                 f"entrypoints.openai.{name}._convert_to_internal_request",
                 "http_hooks:around_convert",
                 "around",
-                "status 400 for what an OpenAI request raises",
+                "answer with status 400 if converting an OpenAI request raises",
             )
             for name in (
                 "serving_chat.OpenAIServingChat",
@@ -147,13 +147,13 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "disaggregation.common.conn.CommonKVBootstrapServer._setup_routes",
             "halves:after_setup_routes",
             "after",
-            "a route by which the two servers tell each other of requests that failed",
+            "add a route by which the two servers tell each other about failed requests",
         ),
         Hook(
             "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
             "http_hooks:before_normalize",
             "before",
-            "refuse what a pair would answer in part or never: `n` above 1, log-probabilities that one half has not, …",
+            "refuse what a pair cannot answer in full, for example `n` above 1",
         ),
         Hook(
             "managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
@@ -258,13 +258,13 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue._resolve_pending_reqs"},
             "sglang_0_5_15:around_resolve_pending_reqs",
             "around",
-            "forget a request of a lost prefill server once its client has left; it would end this server",
+            "forget a request of a lost prefill server once its client has left; otherwise it would crash this server",
         ),
         Hook(
             "models.utils.enable_fused_set_kv_buffer",
             "decode_hooks:no_fused_set_kv_buffer",
             "replace",
-            "on a GPU, some models would fuse RoPE with writing K and V to the pool's pages, which are in host memory",
+            "on a GPU, keep models from fusing RoPE with the write of K and V, as the pages are in host memory",
         ),
         Hook(
             _GRAPHS + "can_run_graph",
@@ -294,7 +294,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.scheduler.Scheduler.get_internal_state",
             "decode_hooks:after_get_internal_state",
             "after",
-            "the state in `/server_info`",
+            "add the state to `/server_info`",
         ),
         _BATCH_REGISTER,
         *_INTAKE,
@@ -332,7 +332,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             {"0.5.15.post1": "disaggregation.prefill.PrefillBootstrapQueue.add"},
             "sglang_0_5_15:around_add_to_bootstrap_queue",
             "around",
-            "status 400, not a token, for a grammar that does not compile",
+            "answer with status 400 if a grammar does not compile",
         ),
         Hook(
             _KV_MANAGER + "_send_kvcache_generic",
@@ -363,7 +363,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.scheduler.Scheduler.get_internal_state",
             "prefill_hooks:after_get_internal_state",
             "after",
-            "the state in `/server_info`",
+            "add the state to `/server_info`",
         ),
         _BATCH_REGISTER,
         *_INTAKE,

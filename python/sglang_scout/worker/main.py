@@ -164,10 +164,14 @@ def _cpu_hint() -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="sglang_scout.worker.main",
-        description="CPU attention process of sglang-scout; the decode server starts it.",
+        description="The CPU attention process of sglang-scout. The decode server starts it; do not start it by hand.",
     )
-    parser.add_argument("--arena-fd", type=int, required=True, help="inherited memory file")
-    parser.add_argument("--epoch", type=int, required=True, help="number of this process")
+    parser.add_argument(
+        "--arena-fd", type=int, required=True, help="descriptor of the shared memory"
+    )
+    parser.add_argument(
+        "--epoch", type=int, required=True, help="number of this process in the ring"
+    )
     parser.add_argument("--parent", type=int, required=True, help="pid of the decode server")
     return parser.parse_args(argv)
 

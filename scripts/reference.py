@@ -1,0 +1,134 @@
+"""Writes what is generated in docs: blocks between `<!-- generated: NAME -->` and `<!-- end -->`, and monitoring files.
+
+.venv/bin/python scripts/reference.py
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import monitoring
+from sglang_scout.core.config import KEYS, PUBLIC_KEYS, Key
+from sglang_scout.plugin.fields import FIELDS
+from sglang_scout.plugin.hooks import HOOKS, Hook
+from sglang_scout.plugin.metrics import METRICS
+from sglang_scout.policy.base import policies
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def table(head: str, rows: Iterable[tuple[str, ...]]) -> str:
+    names = head.split(", ")
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def split_default(text: str, default: object) -> tuple[str, str]:
+    """The default, as the end of a help says or else as it is, and the help without it."""
+    text, computed, words = text.removesuffix(".").partition(" Default: ")
+    if computed:
+        return words, text.removesuffix(".")
+    default = list(default) if isinstance(default, tuple) else default
+    return "none" if default is None else f"`{str(default).lower()}`", text
+
+
+def flags() -> str:
+    rows = []
+    for name, (_, value, text) in FIELDS.items():
+        default, about = split_default(text, value)
+        rows.append((f"`--{name.replace('_', '-')}`", default, about))
+    return table("flag, default, what it does and when to change it", rows)
+
+
+def values(key: Key) -> str:
+    if key.choices:
+        return ", ".join(f"`{choice}`" for choice in key.choices)
+    if key.multiple_of > 1:
+        return f"multiples of {key.multiple_of}"
+    if key.limits:
+        low, high = key.limits
+        return f"{low:g} or more" if high >= 2**30 else f"{low:g} to {high:g}"
+    return {"bool": "true, false", "str": "a file"}.get(key.kind, "a list of layers")
+
+
+def keys(head: str, names: Iterable[str]) -> str:
+    """With the policies that know the key, if it is not for all."""
+    rows = []
+    for name in names:
+        key = KEYS[name]
+        default, about = split_default(key.help, key.default)
+        owners = ", ".join(f"`{policy}`" for policy, own in policies().items() if name in own)
+        owned = () if key.is_general else (owners,)
+        rows.append((f"`{name}`", *owned, default, values(key), about))
+    return table(head, rows)
+
+
+def metrics() -> str:
+    end = {"counter": "_total"}
+    rows = ((f"`{x}{end.get(kind, '')}`", kind, text[:-1]) for x, (kind, text) in METRICS.items())
+    return table("name, kind, meaning", rows)
+
+
+def target(hook: Hook) -> str:
+    if isinstance(hook.target, str):
+        return f"`{hook.target}`"
+    return ", ".join(f"{version}: `{name}`" for version, name in hook.target.items())
+
+
+def hooks() -> str:
+    servers: dict[tuple[str, str], list[str]] = {}
+    for server, of_server in HOOKS.items():
+        for hook in of_server:
+            servers.setdefault((target(hook), hook.why), []).append(server)
+    return table("server, target, why", ((", ".join(at), *hook) for hook, at in servers.items()))
+
+
+def alerts() -> str:
+    lines = []
+    for alert in monitoring.ALERTS:
+        lines.append(f"### {alert.name}\n")
+        for title, text in (
+            ("When", f"{alert.when} ({alert.severity})."),
+            ("Meaning", f"{alert.says} {alert.means}"),
+            ("What to do", alert.todo),
+        ):
+            lines.append(
+                textwrap.fill(
+                    f"- {title}: {text}", 120, subsequent_indent="  ", break_on_hyphens=False
+                )
+            )
+        lines[-1] += "\n"
+    return "\n".join(lines)[:-1]
+
+
+ABOUT = "default, values, what it does and when to change it"
+BLOCKS: dict[str, Callable[[], str]] = {
+    "flags": flags,
+    "keys": lambda: keys(f"key, {ABOUT}", PUBLIC_KEYS),
+    "keys of single policies": lambda: keys(f"key, policy, {ABOUT}", (k for k in KEYS if not KEYS[k].is_general)),
+    "metrics": metrics,
+    "hooks": hooks,
+    "alerts": alerts,
+}  # fmt: skip
+BLOCK = re.compile(r"(<!-- generated: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def generated() -> dict[Path, str]:
+    """All files that have generated parts, as they should be."""
+    files = {
+        DOCS / "monitoring" / "alerts.yml": monitoring.rules(),
+        DOCS / "monitoring" / "grafana.json": monitoring.dashboard(),
+    }
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text()
+        if BLOCK.search(text):
+            files[page] = BLOCK.sub(lambda m: f"{m[1]}\n{BLOCKS[m[2]]()}\n\n{m[4]}", text)
+    return files
+
+
+if __name__ == "__main__":
+    for path, text in generated().items():
+        path.write_text(text)
