@@ -13,6 +13,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "LICENSE": "LICENSE",
+    "CITATION.cff": "CITATION.cff",
     "benchmark/accuracy/recall_model/README.md": "recall-model.md",
 }
 
