@@ -148,7 +148,7 @@ def test_of_an_arena_in_huge_pages_only_what_is_beside_it_is_asked():
     assert 400 << 30 < made.arena_bytes < 401 << 30
     beside = made.hint_bytes + made.worker.partial_bytes + HEADROOM_BYTES
     check(settings, beside, in_pool=True, **large)
-    with pytest.raises(ConfigError, match="GiB are needed beside huge pages of the pool"):
+    with pytest.raises(ConfigError, match="GiB are needed beside the huge page pool"):
         check(settings, beside - 1, in_pool=True, **large)
     with pytest.raises(ConfigError, match="short by 30"):
         check(settings, 100 << 30, **large)

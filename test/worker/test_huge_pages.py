@@ -115,7 +115,7 @@ def test_a_small_pool_is_somebody_else_s(make_spec, machine, caplog):
     machine(huge_pages_of(spec) // 2 - 1)
     with Arena.create(spec) as arena:
         assert arena.backing != "hugetlb"
-    assert "not of huge pages of the pool: an arena of" in caplog.text
+    assert "not in the huge page pool: an arena of" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -229,8 +229,8 @@ def test_nodes_and_cpus_must_agree(make_arena):
         (two, [0, 1], None, r"nodes=\[\] are 0; the arena's pages lie on 2"),
         (one, [0, 1], [[0], [1]], "are 2; the arena's pages lie on 1"),
         (two, [0, 1], [[0], [0, 1]], r"give each of the CPUs \[0, 1\] in exactly one"),
-        (two, [0, 1], [[0], []], "in exactly one, and no other"),
-        (two, [0, 1], [[0], [1, 2]], "in exactly one, and no other"),
+        (two, [0, 1], [[0], []], "in exactly one node, and no others"),
+        (two, [0, 1], [[0], [1, 2]], "in exactly one node, and no others"),
     ):
         with pytest.raises(ConfigError, match=text):
             WorkerClient(arena, cpus, nodes=nodes)

@@ -81,9 +81,9 @@ def plan_cpus(
         order = [cpu for _, cpu in sorted((i, cpu) for of in cores for i, cpu in enumerate(of))]
         num_cores, count = len(cores), max(len(cores), ENOUGH_THREADS)
         threads, free = order[:count], order[count:]
-        why = f"one of each core of {where}" + (", near the GPU" if local & set(home) else "")
+        why = f"one per core of {where}" + (", near the GPU" if local & set(home) else "")
         if near and not local:
-            warning = f"none of the GPU's CPUs, {ranges(near)}, is allowed to this process"
+            warning = f"this process may run on none of the CPUs near the GPU ({ranges(near)})"
             why += f": {warning}"
     elsewhere, left = allowed.difference(home), set(home).difference(threads, free)
     # Not on what other ranks have been dealt.
@@ -95,13 +95,17 @@ def plan_cpus(
     if share is not None:
         rest = ("the server and other ranks", "not this rank's share")
     online = set(numa.read_cpus("devices/system/cpu/online"))
-    keep = "scheduler, tokenizer, transfers: spinning slows an SMT sibling"
+    keep = "scheduler, tokenizer, transfers: on cores without polling attention threads"
     rows = [
         (threads[:num_cores], ATTENTION, why),
         (threads[num_cores:], ATTENTION, f"SMT siblings, for up to {ENOUGH_THREADS} threads"),
         (left.difference(background), "the server", keep),
         (left.intersection(background), "the server and background work", keep),
-        (free, "background work", "SMT siblings: attention is bound by memory bandwidth"),
+        (
+            free,
+            "background work",
+            "SMT siblings: more attention threads would add little bandwidth",
+        ),
         (elsewhere.difference(background), *rest),
         (elsewhere.intersection(background), f"{rest[0]} and background work", rest[1]),
         (online - allowed, "not allowed", "outside this process's cpuset"),
