@@ -232,7 +232,7 @@ def test_two_nodes_a_gpu_and_a_quota(monkeypatch, tmp_path):
     assert check.values == {"free_pool_pages": 64, "shmem_enabled": "advise"}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     check = doctor.check_cpus()
-    assert check.state == "warning" and "GPU's CPUs, 4-7,12-15, is allowed" in check.found
+    assert check.state == "warning" and "CPUs near the GPU (4-7,12-15)" in check.found
     use_sys(monkeypatch, tmp_path, {"fs/cgroup/cpu.max": "150000 100000"})
     check = doctor.check_cpus()
     assert check.state == "warning" and "CPU quota is 1.5" in check.found

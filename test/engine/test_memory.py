@@ -135,8 +135,9 @@ def test_too_little_memory_is_refused_with_what_fits(ranks):
 def test_where_no_size_fits_the_large_part_is_named():
     with pytest.raises(ConfigError) as caught:
         check(config(), 1 << 30, plans={"max_batch": 64, "node_cpus": [36]})
-    assert "the partial results alone take 0.79 GiB; lower --max-running-requests (64)" in str(
-        caught.value
+    assert (
+        "0.79 GiB are needed for the partial results alone; lower --max-running-requests (64)"
+        in str(caught.value)
     )
 
 

@@ -226,9 +226,9 @@ def test_threads_of_each_node_sleep_and_wake(make_arena, make_ring):
 def test_nodes_and_cpus_must_agree(make_arena):
     two, one = make_arena(num_nodes=2), make_arena()
     for arena, cpus, nodes, text in (
-        (two, [0, 1], None, r"nodes=\[\] are 0; the arena's pages lie on 2"),
-        (one, [0, 1], [[0], [1]], "are 2; the arena's pages lie on 1"),
-        (two, [0, 1], [[0], [0, 1]], r"give each of the CPUs \[0, 1\] in exactly one"),
+        (two, [0, 1], None, r"nodes=\[\] has 0 nodes; the arena's pages are on 2"),
+        (one, [0, 1], [[0], [1]], "has 2 nodes; the arena's pages are on 1"),
+        (two, [0, 1], [[0], [0, 1]], r"name each of the CPUs \[0, 1\] in exactly one"),
         (two, [0, 1], [[0], []], "in exactly one node, and no others"),
         (two, [0, 1], [[0], [1, 2]], "in exactly one node, and no others"),
     ):
