@@ -171,7 +171,7 @@ def test_too_little_device_memory_is_refused_with_the_numbers(settings):
     wanted = config(config=settings)
     with pytest.raises(ConfigError) as caught:
         plan(wanted, device_bytes=digests + 50 * PAGE_BYTES)
-    for part in ("device memory", "4097 host pages 0.63 GiB", "8 requests need 88 at least",
+    for part in ("device memory", "0.63 GiB for the digests of 4097 host pages", "8 requests need at least 88",
                  "--max-running-requests (8)", "resident_tokens", "--mem-fraction-static"):  # fmt: skip
         assert part in str(caught.value)
 

@@ -92,7 +92,7 @@ def test_a_pool_that_lacks_some_pages_says_what_fits(make_spec, machine, arenas)
     with pytest.raises(ArenaError) as caught:
         pool_lacks(spec, arenas=arenas)
     text = str(caught.value)
-    assert f"takes {needed} huge pages of 2 MiB, and {needed - 10} are free in the pool" in text
+    assert f"needs {needed} huge pages of 2 MiB, and {needed - 10} are free in the pool" in text
     assert f"sysctl vm.nr_hugepages={needed + 3}, or" in text
     page_bytes = 2 * spec.num_layers * spec.page_bytes
     pages = int(float(text.split("--kv-offload-host-gb ")[1]) * 2**30) // page_bytes // arenas + 1

@@ -103,7 +103,7 @@ def test_the_system_is_asked_for_each_span(make_spec, monkeypatch):
 def test_a_node_that_is_too_small_is_named(make_spec, monkeypatch):
     monkeypatch.setattr(numa, "nodes", lambda: [0, 1])
     monkeypatch.setattr(numa, "available_bytes", lambda node: (1 << 40) >> (40 * node))
-    with pytest.raises(ArenaError, match=r"node 1 would hold .* and has 0\.000 GiB; give"):
+    with pytest.raises(ArenaError, match=r"node 1 would hold .* and has 0\.000 GiB; lower"):
         Arena.create(make_spec(num_nodes=2), numa_nodes=[0, 1])
     with pytest.raises(ArenaError, match=r"is bound to NUMA nodes \[1\]: node 1 would hold"):
         Arena.create(make_spec(), numa_nodes=[1])

@@ -37,7 +37,7 @@ def use_attention(
     reasons = attend_pages.reasons(*_calls(shape, 1, lists, 1, 0, device)[0])
     if found := "; ".join(reasons.get(kernel, [])):
         raise ConfigError(
-            f"{FLAGS['config']}: attend_kernel = {kernel!r} cannot run with {FLAGS['policy']} {policy.name} ({lists} "
+            f"{FLAGS['config']}: attend_kernel = {kernel!r} cannot run with {FLAGS['policy']} {policy.name} (C={lists} "
             f"page lists per request) and KV in {str(shape.kv_dtype).removeprefix('torch.')}: {found}; drop the key "
             "to use a kernel that can run"
         )
