@@ -95,17 +95,13 @@ def plan_cpus(
     if share is not None:
         rest = ("the server and other ranks", "not this rank's share")
     online = set(numa.read_cpus("devices/system/cpu/online"))
-    keep = "scheduler, tokenizer, transfers: on cores without polling attention threads"
+    keep = "scheduler, tokenizer, transfers: polling attention threads slow their SMT siblings"
     rows = [
         (threads[:num_cores], ATTENTION, why),
         (threads[num_cores:], ATTENTION, f"SMT siblings, for up to {ENOUGH_THREADS} threads"),
         (left.difference(background), "the server", keep),
         (left.intersection(background), "the server and background work", keep),
-        (
-            free,
-            "background work",
-            "SMT siblings: more attention threads would add little bandwidth",
-        ),
+        (free, "background work", "SMT siblings: attention is bound by memory bandwidth"),
         (elsewhere.difference(background), *rest),
         (elsewhere.intersection(background), f"{rest[0]} and background work", rest[1]),
         (online - allowed, "not allowed", "outside this process's cpuset"),
