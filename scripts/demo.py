@@ -61,8 +61,8 @@ def stage(name: str) -> Iterator[None]:
 
 
 def print_times() -> None:
-    print("how the time was spent")
-    for name, seconds in {**TIMES, "all": sum(TIMES.values())}.items():
+    print("time spent")
+    for name, seconds in {**TIMES, "total": sum(TIMES.values())}.items():
         print(f"  {name:<22} {seconds:4.0f} s")
 
 
@@ -161,7 +161,7 @@ def make_cluster(
         # While the CPU prefills long prompts, a server's health checks time out.
         router_args=flags(health_failure_threshold=100),
         ready_timeout_s=where.ready_timeout_s,
-        on_ready=lambda name: say(f"the {name} server answers"),
+        on_ready=lambda name: say(f"the {name} server is ready"),
     )
 
 
@@ -181,7 +181,9 @@ def check_offload(state: dict[str, Any]) -> None:
     copies_ahead = state["policy"] == "infinigen"
     for name in ("recalled_pages",) if copies_ahead else ("cpu_pages", "recalled_pages"):
         if not state[name] > 0:
-            raise DemoFailed(f"kv_offload.{name} is {state[name]}, expected more than 0: {state}")
+            raise DemoFailed(
+                f"kv_offload.{name} is {state[name]}, expected more than 0; state: {state}"
+            )
     if state["worker"]["state"] != "ready":
         raise DemoFailed(f"the CPU attention process is not ready: {state['worker']}")
 
@@ -219,33 +221,35 @@ def describe(args: argparse.Namespace) -> str:
     """The settings that determine the answers."""
     if args.kv_offload == "none":
         return "stock SGLang"
-    text = f"{args.kv_offload} attends to {args.budget} tokens in full pages"
+    text = f"{args.kv_offload} with a budget of {args.budget} tokens"
     if args.job.config:
-        text += f", with {json.dumps(args.job.config)}"
+        text += f" and {json.dumps(args.job.config)}"
     if args.job is SMOLLM2:
-        text += "; full attention is a second decode server, with a budget that covers the text"
+        text += "; for comparison, 'full' comes from a second decode server whose budget covers the text"
     return text
 
 
 def run(args: argparse.Namespace, where: placement.Placement, log_dir: Path) -> None:
     """The demo; raises DemoFailed or ServerFailed. No process is left, whatever happens."""
-    say(f"model: {args.model}, which is fetched once if it is a package's")
+    say(f"model: {args.model}" + " (downloaded once)" * (args.job is SMOLLM2))
     with stage("model and text"):
         model = find_model(args.model)
     say(
-        f"starting the servers, a minute or two: {model.name}, --kv-offload {args.kv_offload}, {where}"
+        f"starting the servers, which takes a minute or two: {model.name}, --kv-offload {args.kv_offload}, {where}"
     )
     cluster = make_cluster(args, where, model, log_dir)
     try:
         with cluster:
             TIMES["server start"] = cluster.startup_s
-            say(f"ready after {cluster.startup_s:.0f} s, {len(cluster.processes())} processes")
+            say(f"all ready after {cluster.startup_s:.0f} s, {len(cluster.processes())} processes")
             use_cluster(cluster, model, args)
             say("stopping the servers")
             with stage("stop"):
                 outlived = cluster.stop()
             if outlived:
-                raise DemoFailed(f"processes had to be killed one by one: {outlived}")
+                raise DemoFailed(
+                    f"processes did not stop by themselves and were killed: {outlived}"
+                )
     except (DemoFailed, RequestFailed, Unavailable, OSError, ValueError, KeyError) as error:
         raise DemoFailed(f"{type(error).__name__}: {error}\n{cluster.tails(15)}") from error
     if cluster.processes():
@@ -268,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
     except (DemoFailed, ServerFailed) as error:
         print(f"\n{error}\n\ndemo: FAILED; logs are in {log_dir}", file=sys.stderr)
         if where.decode != placement.CPU:
-            print("without the GPU: scripts/demo.sh --device cpu", file=sys.stderr)
+            print("to run without the GPU: scripts/demo.sh --device cpu", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"\ndemo: interrupted, all stopped; logs are in {log_dir}", file=sys.stderr)

@@ -100,12 +100,12 @@ def print_report(bench: dict[str, Any], state: dict[str, Any], decode_log: str) 
         rows |= {
             "policy": f"{state['policy']} ({state['backend']}), "
             f"budget {state['budget_tokens']} tokens, pages of {state['page_size']}",
-            "cpu compute ratio": f"{state['cpu_compute_ratio']:.3f}",
+            "CPU compute ratio": f"{state['cpu_compute_ratio']:.3f}",
             "pages computed on CPU": f"{state['cpu_pages']} of {state['selected_pages']} selected",
             "pages recalled": f"{state['recalled_pages']} "
             f"({state['recall_bytes'] / 2**20:.1f} MiB)",
             "fallback pages": state["fallback_pages"],
-            "CPU attention": f"{worker['state']}, pid {worker['pid']}, {worker['restarts']} restarts",
+            "CPU attention process": f"{worker['state']}, pid {worker['pid']}, {worker['restarts']} restarts",
         }
     print()
     for name, value in rows.items():

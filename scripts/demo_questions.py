@@ -72,7 +72,7 @@ def converse(cluster: PDCluster, model: Path) -> None:
             full = cluster.ask_pair(payload, "full", "/v1/chat/completions")
             print(f"  full:     {full['choices'][0]['message']['content']}")
         if question == FACT_QUESTION and NUMBER not in answer:
-            raise DemoFailed(f"the secret number in the text is {NUMBER}")
+            raise DemoFailed(f"wrong answer: the secret number in the text is {NUMBER}")
 
 
 def ask_facts(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:
@@ -83,7 +83,7 @@ def ask_facts(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None
         print(f"\n  {task}: ... {asked}")
         answer = chat(cluster, model, sample.prompt_text, len(sample.answer))
         if not tasks.is_correct(task, sample.answer, vocabulary.to_ids(answer.strip())):
-            raise DemoFailed(f"the right answer to {asked!r} is {sample.answer_text!r}")
+            raise DemoFailed(f"wrong answer: the right one to {asked!r} is {sample.answer_text!r}")
 
 
 def ask_about_text(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ OUT="$(cd "$1" && pwd)"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON="$PWD/.venv/bin/python"
 compgen -G ".venv/lib/python*/site-packages/sglang-0.5.15*.dist-info" >/dev/null ||
-    die "SGLang is packed from .venv, in its release for torch 2.11: run SGLANG_VERSION=0.5.15.post1 scripts/setup.sh first"
+    die ".venv must have SGLang 0.5.15.post1, the release for torch 2.11: run SGLANG_VERSION=0.5.15.post1 scripts/setup.sh first"
 
 # -- modules compiled for the GPU, kept from bundle to bundle ------------------------------------------------
 
@@ -51,7 +51,7 @@ if [ -x "$CUDA_HOME/bin/nvcc" ]; then
         "$PYTHON" -m benchmark.server.prewarm --arch "$ARCH"
     ) || die "SGLang's modules could not be compiled"
 else
-    echo "gpu_bundle: no nvcc in $CUDA_HOME: SGLang's modules will be compiled there, one or two minutes"
+    echo "gpu_bundle: no nvcc in $CUDA_HOME: SGLang's modules will be compiled on the GPU machine, which takes a minute or two"
 fi
 
 # -- the packages --------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ cp scripts/gpu_bundle_run.sh "$OUT/run.sh"
 
 mib="$(du -sm --apparent-size "$OUT" | cut -f1)"
 tracked="$(git ls-files -z | du -cm --apparent-size --files0-from - | tail -1 | cut -f1)"
-[ "$mib" -le "$LIMIT_MIB" ] || die "the bundle has $mib MiB, allowed are $LIMIT_MIB"
+[ "$mib" -le "$LIMIT_MIB" ] || die "the bundle has $mib MiB; at most $LIMIT_MIB are allowed"
 [ $((mib + tracked)) -le "$TOGETHER_MIB" ] ||
-    die "the bundle has $mib MiB and the tracked files $tracked, together allowed are $TOGETHER_MIB"
+    die "the bundle has $mib MiB and the tracked files $tracked; together at most $TOGETHER_MIB are allowed"
 echo "gpu_bundle: $mib MiB in $OUT, tree of $(cut -c1-12 "$OUT/commit")"

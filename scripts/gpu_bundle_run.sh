@@ -49,16 +49,16 @@ def there(name):
 
 needs = dict(line.split() for line in Path(sys.argv[1]).read_text().splitlines())
 wrong = [
-    f"{name} {needed} is needed, there is {there(name)}"
+    f"needs {name} {needed}, found {there(name)}"
     for name, needed in needs.items()
     if there(name).split(".")[:2] != needed.split(".")[:2]
 ]
 if wrong:
-    wrong = f"{'; '.join(wrong)}. Set PYTHON to another, or pack a bundle from a .venv with these"
+    wrong = f"{'; '.join(wrong)}. Set PYTHON to another interpreter, or pack a bundle from a .venv with these versions"
 else:
     import torch
 
-    wrong = "" if torch.cuda.is_available() else "sees no CUDA device; set PYTHON to one that does"
+    wrong = "" if torch.cuda.is_available() else "torch sees no CUDA device; set PYTHON to an interpreter whose torch does"
 sys.exit(f"run: {sys.executable}: {wrong}" if wrong else 0)
 PYTHON
 }
@@ -119,7 +119,7 @@ export TVM_FFI_CACHE_DIR="$WORK/site/tvm-ffi" FLASHINFER_WORKSPACE_BASE="$WORK"
 [ -n "${CUDA_HOME:-}" ] || [ ! -d /usr/local/cuda ] || export CUDA_HOME=/usr/local/cuda
 
 if ! PYTHONPATH="$WORK/tree/python" "$PYTHON" -c 'import sglang_scout._native' 2>"$LOGS/native.log" && ! build_native; then
-    echo "run: no native module (needs nanobind, scikit-build-core, cmake and a compiler); what needs it is skipped"
+    echo "run: no native module (needs nanobind, scikit-build-core, cmake and a compiler); steps that need it are skipped"
     tail -n 40 "$LOGS/native.log"
 fi
 echo "run: $WORK is ready after $SECONDS s"

@@ -50,7 +50,7 @@ from pathlib import Path
 try:
     import torch
 except ImportError as error:
-    sys.exit(f"gpu_check: {sys.executable} has no torch ({error}); set PYTHON to one that has")
+    sys.exit(f"gpu_check: {sys.executable} has no torch ({error}); set PYTHON to an interpreter that has")
 if not torch.cuda.is_available():
     sys.exit(
         f"gpu_check: no CUDA device (torch {torch.__version__}, built for CUDA {torch.version.cuda}). "
@@ -166,11 +166,11 @@ figures() {
 "$2"
 pack_logs
 for name in ${ONLY:-}; do
-    grep -q "\"step\": \"$name\"" "$OUT/steps.jsonl" 2>/dev/null || { echo "gpu_check: ONLY: no step $name in $2"; FAILED=1; }
+    grep -q "\"step\": \"$name\"" "$OUT/steps.jsonl" 2>/dev/null || { echo "gpu_check: ONLY: unknown step $name in $2"; FAILED=1; }
 done
 [ "$FAILED" = 0 ] || echo "gpu_check: FAILED"
 table
 if [ -d "${TRITON_CACHE_DIR:-}" ]; then
-    tar -C "$TRITON_CACHE_DIR/" -cJf "$OUT/triton-cache.tar.xz" . || echo "gpu_check: Triton's cache is not packed"
+    tar -C "$TRITON_CACHE_DIR/" -cJf "$OUT/triton-cache.tar.xz" . || echo "gpu_check: could not pack Triton's cache"
 fi
 exit "$FAILED"

@@ -29,7 +29,7 @@ sglang_version() {
     wanted="${wanted##*/sglang-}" wanted="${wanted%.dist-info}"
     grep -qF "\"$wanted\":" "$versions" || wanted="$(first_sglang)"
     wanted="${SGLANG_VERSION:-$wanted}"
-    grep -qF "\"$wanted\":" "$versions" || die "SGLANG_VERSION=$wanted is not one of those in $versions"
+    grep -qF "\"$wanted\":" "$versions" || die "SGLANG_VERSION=$wanted is not supported; choose one of those in $versions"
     echo "$wanted"
 }
 
@@ -58,14 +58,14 @@ has_library() {
 APT_UPDATED=0
 apt_install() {
     local -a as_root=()
-    command -v apt-get >/dev/null || die "please install the equivalent of these Debian packages: $*"
+    command -v apt-get >/dev/null || die "there is no apt-get; install the equivalent of these Debian packages: $*"
     if [ "$(id -u)" != 0 ]; then
-        sudo -n true 2>/dev/null || die "not root, so please run this first: apt-get install -y $*"
+        sudo -n true 2>/dev/null || die "not root; run this as root first: apt-get install -y $*"
         as_root=(sudo -n)
     fi
     say "apt-get install $*"
     if [ "$APT_UPDATED" = 0 ]; then
-        "${as_root[@]}" apt-get update -qq || say "apt-get update failed; trying with the lists at hand"
+        "${as_root[@]}" apt-get update -qq || say "apt-get update failed; continuing with the present package lists"
         APT_UPDATED=1
     fi
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null \
@@ -94,7 +94,7 @@ python_version() { "$1" -c 'import sys; print(sys.version_info[0] * 100 + sys.ve
 find_python() {
     local candidate version
     if [ -n "${PYTHON:-}" ]; then
-        version="$(python_version "$PYTHON")" || die "PYTHON=$PYTHON does not run"
+        version="$(python_version "$PYTHON")" || die "PYTHON=$PYTHON cannot be run"
         [ "$version" -ge 311 ] || die "PYTHON=$PYTHON is older than 3.11"
         echo "$PYTHON"
         return
@@ -107,7 +107,7 @@ find_python() {
         version="$(python_version "$candidate")" || continue
         if [ "$version" = 313 ]; then echo "$candidate"; return; fi
     done
-    die "needs Python 3.11, 3.12 or 3.13; found none (set PYTHON=/path/to/python3.12)"
+    die "found no Python 3.11, 3.12 or 3.13; install one, or set PYTHON=/path/to/python3.12"
 }
 
 # Prints a uv command, or nothing.
@@ -135,7 +135,7 @@ python_headers() {
 # Runs a command that is silent for minutes, with progress output. Without the lock, which a last sleep would keep.
 patiently() {
     local status=0 ticker
-    (while sleep 20 >&- 2>&- && kill -0 $$ 2>/dev/null; do say "not done yet, $SECONDS s"; done) 9>&- &
+    (while sleep 20 >&- 2>&- && kill -0 $$ 2>/dev/null; do say "still running after $SECONDS s"; done) 9>&- &
     ticker=$!
     "$@" || status=$?
     kill "$ticker"
@@ -162,7 +162,7 @@ install_project() {
     sglang="sglang==$(sglang_version)"
     local -a extra=()
     if [ -z "${SGLANG_VERSION:-}" ] && [ "$(sglang_version)" != "$(first_sglang)" ]; then
-        say ".venv keeps its $sglang; the default, by SGLANG_VERSION=$(first_sglang) scripts/setup.sh"
+        say ".venv keeps its $sglang; for the default, run SGLANG_VERSION=$(first_sglang) scripts/setup.sh"
     fi
     drop_other_mooncake "$uv"
     export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
@@ -184,7 +184,7 @@ install_project() {
         if patiently "$uv" pip install -q --python .venv/bin/python "${extra[@]}" "$sglang" -e "$ours"; then return; fi
         say "uv failed; trying with pip"
     fi
-    [ "${#extra[@]}" = 0 ] || die "Python 3.13 needs uv, which could not be used; set PYTHON to a 3.11 or 3.12"
+    [ "${#extra[@]}" = 0 ] || die "Python 3.13 needs uv, which could not be used; set PYTHON to a Python 3.11 or 3.12"
     .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip -q
     patiently .venv/bin/python -m pip install -q "$sglang" -e "$ours"
 }
@@ -210,7 +210,7 @@ main() {
         sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' scripts/setup.sh
         return
     elif [ -n "${1:-}" ]; then
-        die "unknown argument $1; see --help"
+        die "unknown argument $1; see scripts/setup.sh --help"
     fi
     if up_to_date; then return; fi
     mkdir -p .cache
@@ -233,7 +233,7 @@ main() {
         if [ -n "$uv" ]; then
             "$uv" venv -q --python "$(command -v "$python")" .venv
         else
-            say "uv cannot be had; pip takes some minutes more"
+            say "uv could not be installed; using pip, which takes some minutes longer"
             make_venv "$python" .venv
         fi
     fi

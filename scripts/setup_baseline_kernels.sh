@@ -20,7 +20,7 @@ case "$#:${1:-}" in
     *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64 ;;
 esac
 SOURCE=""
-[ -z "${1:-}" ] || SOURCE="$(realpath -e -- "$1" 2>/dev/null)" || die "there is no $1"
+[ -z "${1:-}" ] || SOURCE="$(realpath -e -- "$1" 2>/dev/null)" || die "$1 does not exist"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 DEST=.cache/baseline-kernels/vllm
@@ -31,7 +31,7 @@ OPTIONS=(-std=c++20 -mavx512f -mavx512vl -mavx512bw -mavx512dq -mavx512bf16 -mav
     -DCPU_CAPABILITY_AMXBF16 -DVLLM_CPU_EXTENSION -DVLLM_NUMA_DISABLED)
 
 command -v "${CXX:-c++}" >/dev/null || die "there is no C++ compiler (${CXX:-c++}); set CXX to one"
-[ "$(uname -m)" = x86_64 ] || die "for x86_64 only; the benchmark runs without it"
+[ "$(uname -m)" = x86_64 ] || die "vLLM's kernels need x86_64; the benchmark runs without them"
 "$PYTHON" -c 'import torch' 2>/dev/null || die "$PYTHON has no torch; run scripts/setup.sh first, or set PYTHON"
 mapfile -t TORCH < <("$PYTHON" - <<'PY'
 from pathlib import Path
@@ -54,7 +54,7 @@ if [ -z "$SOURCE" ]; then
     git init -q "$SOURCE"
     git -C "$SOURCE" remote add origin "$ORIGIN"
     git -C "$SOURCE" sparse-checkout set --no-cone /csrc/cpu
-    git -C "$SOURCE" fetch -q --depth 1 --filter=blob:none origin "$COMMIT" || die "cannot clone $ORIGIN; give a clone"
+    git -C "$SOURCE" fetch -q --depth 1 --filter=blob:none origin "$COMMIT" || die "cannot clone $ORIGIN; give the path of a clone"
     git -C "$SOURCE" checkout -q FETCH_HEAD
 fi
 git -C "$SOURCE" archive "$COMMIT" csrc/cpu | tar -C "$DEST/source" -x

@@ -41,5 +41,5 @@ else
     "$PYTHON" -m venv "$VENV"
     "$VENV/bin/python" -m pip install -q "${PACKAGES[@]}"
 fi
-usable || { say "$VENV does not import; see: $VENV/bin/python -c 'import intel_extension_for_pytorch'"; exit 1; }
+usable || { say "$VENV cannot import the extension; to see why: $VENV/bin/python -c 'import intel_extension_for_pytorch'"; exit 1; }
 say "done: $VENV"

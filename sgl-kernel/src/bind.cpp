@@ -78,7 +78,7 @@ void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int 
   const int32_t* const last_ids = at<const int32_t>(last_page);
   const int32_t* const last_lens = at<const int32_t>(last_len);
   require((last_ids == nullptr) == (last_lens == nullptr),
-          "attend_batch: last_page and last_len go together");
+          "attend_batch: last_page and last_len must be given together");
   for (int row = 0; row < batch * lists; ++row) {
     const int64_t first = static_cast<int64_t>(row) * columns;
     require_lazily(columns == 0 || scout::valid_pages(kv, ids + first, columns), [&] {

@@ -55,13 +55,13 @@ void check_below(const char* op, const Keys& ids, int64_t end) {
 }
 
 void check_slots(const char* op, const Residency& r, const Keys& layers, const Keys& slots) {
-  require(slots.shape(0) == layers.shape(0), op, "as many slots as layers");
+  require(slots.shape(0) == layers.shape(0), op, "layers and slots must have the same length");
   check_below(op, layers, r.num_layers);
   check_below(op, slots, r.num_slots);
 }
 
 scout::LayerPageIds ids_of(const char* op, const int64_t* layers, const PageIds& pages) {
-  require(pages.shape(2) <= 1 || pages.stride(2) == 1, op, "pages of a row must stand together");
+  require(pages.shape(2) <= 1 || pages.stride(2) == 1, op, "pages of a row must be contiguous");
   const auto size = [&](int axis) { return static_cast<int64_t>(pages.shape(axis)); };
   return {layers, pages.data(), size(0), size(1), size(2), pages.stride(0), pages.stride(1)};
 }
@@ -135,7 +135,7 @@ auto land(Residency& r, const Keys& layers, const Keys& pages, const Keys& slots
   check_slots("land", r, layers, slots);
   check_below("land", pages, r.num_pages);
   require(pages.shape(0) == layers.shape(0) && generations.shape(0) == layers.shape(0), "land",
-          "as many pages and generations as layers");
+          "layers, pages and generations must have the same length");
   return handed_over(scout::land(r, layers.data(), pages.data(), slots.data(), generations.data(),
                                  layers.shape(0), step));
 }
@@ -144,7 +144,7 @@ auto vacate(Residency& r, const Keys& layers, const Keys& slots) {
   check_slots("vacate", r, layers, slots);
   for (size_t i = 0; i < slots.shape(0); ++i) {
     const int32_t page = r.page_of[layers.data()[i] * r.num_slots + slots.data()[i]];
-    require(page >= 0, "vacate", "no page there");
+    require(page >= 0, "vacate", "a slot holds no page");
   }
   return handed_over(scout::vacate(r, layers.data(), slots.data(), layers.shape(0)));
 }

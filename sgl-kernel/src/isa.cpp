@@ -25,7 +25,8 @@ int initial_isa() {
   if (wanted == nullptr || *wanted == '\0') return best;
   const int found = find_runnable(wanted);
   if (found >= 0) return found;
-  std::fprintf(stderr, "sglang-scout: SCOUT_ISA=%s is unknown or not supported here; using %s\n",
+  std::fprintf(stderr,
+               "sglang-scout: SCOUT_ISA=%s is unknown or not supported by this CPU; using %s\n",
                wanted, kNames[best]);
   return best;
 }

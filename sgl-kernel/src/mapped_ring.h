@@ -21,7 +21,7 @@ class Ring {
     base_ = static_cast<char*>(base);
     if (base == nullptr || bytes < kHeaderBytes) return "the mapping is smaller than a header";
     std::memcpy(&h_, base, sizeof(Header));
-    if (h_.magic != kRingMagic) return "no sglang-scout arena (the magic number differs)";
+    if (h_.magic != kRingMagic) return "not an sglang-scout arena (the magic number differs)";
     if (h_.layout_version != kLayoutVersion)
       return "layout version " + std::to_string(h_.layout_version) + ", this build has " +
              std::to_string(kLayoutVersion);

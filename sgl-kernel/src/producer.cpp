@@ -79,8 +79,9 @@ uint64_t Producer::post(uint32_t layer, uint64_t step, uint32_t rows, const floa
   if (layer >= h.num_layers) fail("layer", layer, 0, h.num_layers - 1);
   if (rows > h.max_batch) fail("rows", rows, 0, h.max_batch);
   if (rows % h.lists != 0)
-    throw std::invalid_argument("post: " + std::to_string(rows) + " rows are no multiple of the " +
-                                std::to_string(h.lists) + " lists of a request");
+    throw std::invalid_argument("post: " + std::to_string(rows) +
+                                " rows are not a multiple of the " + std::to_string(h.lists) +
+                                " lists of a request");
   if (parts > kMaxParts) fail("parts", parts, 0, kMaxParts);
   int64_t sequences = 0, listed = 0, largest = 0, total = 0;  // total: without padding
   for (uint32_t b = 0; b < rows; ++b) {

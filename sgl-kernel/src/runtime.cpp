@@ -36,14 +36,14 @@ void Runtime::Freed::operator()(float* p) const { std::free(p); }
 
 Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : options_(options) {
   const std::string why = ring_.open(base, bytes);
-  if (!why.empty()) throw std::runtime_error("worker runtime: " + why);
+  if (!why.empty()) throw std::runtime_error("CPU attention: " + why);
   const Header& h = ring_.header();
-  if (options_.cpus.empty()) throw std::runtime_error("worker runtime: no CPUs given");
+  if (options_.cpus.empty()) throw std::runtime_error("CPU attention: no CPUs given");
   if (options_.cpus.size() > h.stat_lines)
-    throw std::runtime_error("worker runtime: " + std::to_string(options_.cpus.size()) +
+    throw std::runtime_error("CPU attention: " + std::to_string(options_.cpus.size()) +
                              " CPUs, the arena has room for " + std::to_string(h.stat_lines));
   if (options_.max_parts < 1 || options_.max_parts > kMaxParts)
-    throw std::runtime_error("worker runtime: threads per group is " +
+    throw std::runtime_error("CPU attention: threads per group is " +
                              std::to_string(options_.max_parts) + ", allowed are 1 to " +
                              std::to_string(kMaxParts));
   check_nodes();
@@ -57,7 +57,7 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
         partial_bytes(h.num_layers, h.max_batch, h.row_heads, h.head_dim, most_parts_);
     partials_.reset(static_cast<float*>(std::calloc(bytes, 1)));
     if (!partials_)
-      throw std::runtime_error("worker runtime: no memory for " + std::to_string(bytes) +
+      throw std::runtime_error("CPU attention: no memory for " + std::to_string(bytes) +
                                " bytes of partial results");
     parts_done_.reset(new std::atomic<uint64_t>[slots * h.max_batch]());
   }
@@ -80,11 +80,11 @@ Runtime::~Runtime() { stop(); }
 void Runtime::check_nodes() const {
   const uint32_t count = ring_.header().num_nodes;
   if (!options_.nodes.empty() && options_.nodes.size() != options_.cpus.size())
-    throw std::runtime_error("worker runtime: " + std::to_string(options_.nodes.size()) +
+    throw std::runtime_error("CPU attention: " + std::to_string(options_.nodes.size()) +
                              " nodes given for " + std::to_string(options_.cpus.size()) + " CPUs");
   for (int node : options_.nodes)
     if (node < 0 || static_cast<uint32_t>(node) >= count)
-      throw std::runtime_error("worker runtime: node " + std::to_string(node) +
+      throw std::runtime_error("CPU attention: node " + std::to_string(node) +
                                " of a CPU is outside 0.." + std::to_string(count - 1));
 }
 
@@ -105,14 +105,14 @@ void Runtime::start_thread(uint32_t index, int cpu) {
   if (pthread_getaffinity_np(pthread_self(), sizeof(before), &before) != 0) CPU_ZERO(&before);
   const int rc = pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
   if (rc != 0)
-    throw std::runtime_error("worker runtime: cannot run on CPU " + std::to_string(cpu) +
+    throw std::runtime_error("CPU attention: cannot run on CPU " + std::to_string(cpu) +
                              " (offline, or outside this process's cpuset)");
   try {
     BlockSignals blocked;
     me.handle = std::thread([this, &me, index] { run(me, index); });
   } catch (...) {
     pthread_setaffinity_np(pthread_self(), sizeof(before), &before);
-    throw std::runtime_error("worker runtime: cannot start thread " + std::to_string(index));
+    throw std::runtime_error("CPU attention: cannot start thread " + std::to_string(index));
   }
   pthread_setaffinity_np(pthread_self(), sizeof(before), &before);
   const std::string name = "scout-cpu" + std::to_string(cpu);

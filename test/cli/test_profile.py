@@ -198,12 +198,12 @@ def test_the_command(tmp_path, capsys):
     [
         ({}, ["--threshold", "2"], ["--threshold 2.0", "between 0 and 1"]),
         ({"recall": "fixed"}, [], ['"recall": "fixed"', '"recall": "off"']),
-        ({"steps": 8}, [], ["5 steps", "at least 8", "ask for more tokens"]),
+        ({"steps": 8}, [], ["5 steps", "at least 8", "generate more tokens"]),
         ({"full_pages": (4, 3)}, [], ["0 steps", "budget of 128 tokens", "longer prompts"]),
         ({}, ["--output", "/no/such/p.json"], ["--output '/no/such/p.json'", "name another"]),
         ({}, ["--plot", "/no/such/p.png"], ["--plot '/no/such/p.png'", "a folder that exists"]),
         ({}, ["--plot", "p.what"], ["--plot 'p.what'", ".png, .svg or .pdf"]),
-        ({}, ["--output", "s.jsonl"], ["--output 's.jsonl'", "the file of STEP_LOG too"]),
+        ({}, ["--output", "s.jsonl"], ["--output 's.jsonl'", "STEP_LOG names the same file"]),
     ],
 )
 def test_what_is_refused(tmp_path, monkeypatch, capsys, log, arguments, parts):
@@ -230,4 +230,4 @@ def test_report(tmp_path, capsys):
     assert found["ratio_by_layer"] == [0.0, 1.0] and found["cpu_wait_us_by_layer"] == [1, 2]
     write_log(path, 1)
     assert main(["report", str(path)]) == 2
-    assert "no steps in a row" in capsys.readouterr().err
+    assert "no two consecutive steps" in capsys.readouterr().err

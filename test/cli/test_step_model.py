@@ -76,7 +76,7 @@ def test_experts_of_a_mixture(tmp_path, changes, total, active):
     rate = 8000e3 * 0.8
     assert one == pytest.approx(2 * work.parameters / rate, rel=1e-3)
     assert all_ == pytest.approx((found.weight_bytes - found.embedding_bytes) / rate, rel=1e-3)
-    assert f"of which a token takes {gib(found.bytes_a_token)}" in as_text(plan)
+    assert f"of which a token uses {gib(found.bytes_a_token)}" in as_text(plan)
     file.write_text(json.dumps(QWEN3_14B | changes | {"num_experts_per_tok": 999}))
     with pytest.raises(ConfigError, match="num_experts_per_tok = 999, expected at most"):
         read_model(str(tmp_path), "auto")

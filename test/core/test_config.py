@@ -42,7 +42,7 @@ REFUSED_CONFIGS = [
     ("@\0", ["cannot read"]),
     (f'{{"trace": {DEEP}}}', ["recursion", "@FILE"]),
     ('{"trace_steps": ' + "9" * 5000 + "}", ["5000 digits"]),
-    ('{"recall": "off", "recall": "fixed"}', ["a key is there twice", "'recall', 'recall'"]),
+    ('{"recall": "off", "recall": "fixed"}', ["a key occurs twice", "'recall', 'recall'"]),
     ({"recal": "off"}, ["'recal'", "'recall'"]),
     ({8: "off"}, ["unknown key 8", "known keys: resident_tokens, digest"]),
     ({"recall": "often"}, ["recall", "'often'", "fixed"]),
@@ -53,7 +53,7 @@ REFUSED_CONFIGS = [
     ('{"worker_heartbeat_timeout_s": NaN}', ["heartbeat", "nan", "0.4"]),
     ({"trace": ""}, ["trace = ''", "name a file"]),
     ({"step_log": "\ud800"}, ["step_log", "name a file"]),
-    ({"trace": "a", "step_log": "./a"}, ["step_log = './a'", "file of trace"]),
+    ({"trace": "a", "step_log": "./a"}, ["step_log = './a'", "trace names the same file"]),
     ({"resident_tokens": 33}, ["resident_tokens", "33", "32"]),
     ({"digest": "mean"}, ["digest = 'mean'", "minmax, rotated-2, calibrated"]),
     ({"exact_layers": 3}, ["exact_layers = 3", "list of layer numbers"]),
@@ -129,7 +129,7 @@ def test_files_that_cannot_be_written(tmp_path, key):
     with pytest.raises(ConfigError, match=f"^--kv-offload-config: {key} = .*cannot be written"):
         check_files(config)
     for place in (f"{tmp_path}/none/a", str(tmp_path)):
-        with pytest.raises(ConfigError, match=f"{key} = .*(folder that exists|be written)"):
+        with pytest.raises(ConfigError, match=f"{key} = .*(folder that does not exist|be written)"):
             check_files(parse(config={key: place}))
     os.mkfifo(tmp_path / "pipe")  # not opened for the check
     check_files(parse(config={key: str(tmp_path / "pipe")}))
@@ -185,11 +185,11 @@ def test_a_file_under_two_names(tmp_path):
     for trace in (str(other), str(tmp_path / "." / "one")):
         keys = json.dumps({"step_log": str(one), "trace": trace})
         with pytest.raises(
-            ConfigError, match=r"trace = .*: is the file of \w+ too|step_log = .*trace"
+            ConfigError, match=r"trace = .*: \w+ names the same file|step_log = .*trace"
         ):
             parse(config=keys)
     keys = json.dumps({"step_log": str(one)})
-    with pytest.raises(ConfigError, match="is the file of --kv-offload-recall-profile too"):
+    with pytest.raises(ConfigError, match="--kv-offload-recall-profile names the same file"):
         parse(config=keys, recall_profile=str(other))
     parse(config=keys, recall_profile=str(tmp_path / "third"))
 

@@ -39,21 +39,21 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path):
     refused(tmp_path, "pilot", "directory")
     for content in (b"", b"text", b"PK\3\4 cut off"):
         path.write_bytes(content)
-        refused(path, "forecast", "not a readable file of weights")
+        refused(path, "forecast", "not a readable weights file")
     with path.open("wb") as file:
         np.save(file, np.zeros(3))
-    refused(path, "forecast", "not a readable file of weights")
+    refused(path, "forecast", "not a readable weights file")
     for arrays in ({"w": np.zeros(3)}, {"header": np.array("{}")}, {"header": np.array(["a", {}])}):
         with path.open("wb") as file:
             np.savez(file, **arrays)
-        refused(path, "forecast", "not a readable file of weights")
+        refused(path, "forecast", "not a readable weights file")
     save_weights(forecast_weights(), str(path))
     whole = path.read_bytes()
     directory = whole.rindex(b"PK\1\2")
     newer = whole[: directory + 6] + b"\xff" + whole[directory + 7 :]  # version of the format
     for content in (whole[:-100], newer):
         path.write_bytes(content)
-        refused(path, "forecast", "not a readable file of weights")
+        refused(path, "forecast", "not a readable weights file")
 
 
 def test_a_model_without_heads_is_refused(tmp_path):
@@ -69,13 +69,13 @@ def test_a_model_without_heads_is_refused(tmp_path):
     [
         (pilot_weights, {}, {}, "holds pilot weights, expected forecast"),
         (forecast_weights, {"kind": "other"}, {}, "holds other weights, expected forecast"),
-        (forecast_weights, {"version": 2}, {}, "version 2, this build reads 1"),
+        (forecast_weights, {"version": 2}, {}, "version 2, but this release reads version 1"),
         (forecast_weights, {}, {"v": np.zeros(1)}, "has the arrays ['v', 'w'], expected ['w']"),
         (forecast_weights, {}, {"w": np.zeros((3, 31, 24), np.float32)},
          "w is float32[3, 31, 24], expected float32[3, 32, any]"),
         (forecast_weights, {}, {"w": np.zeros((3, 32, 24))}, "w is float64[3, 32, 24]"),
         (forecast_weights, {}, {"w": np.zeros((3, 32), np.float32)}, "w is float32[3, 32]"),
-        (forecast_weights, {}, {"w": np.full((3, 32, 24), np.inf, np.float32)}, "w has elements that are not"),
+        (forecast_weights, {}, {"w": np.full((3, 32, 24), np.inf, np.float32)}, "w has values that are not"),
     ],
 )  # fmt: skip
 def test_another_kind_version_or_size_is_refused(tmp_path, made, header, arrays, says):
@@ -94,7 +94,9 @@ def test_a_pilot_of_a_rank_that_saves_nothing_or_of_two_is_refused(tmp_path, ran
     first, second = (pilot_weights(rank=rank) for rank in ranks)
     arrays = first.arrays | {"w_q": second.arrays["w_q"]}
     save_weights(dataclasses.replace(first, arrays=arrays), str(tmp_path / "w"))
-    refused(tmp_path / "w", "pilot", f"have the ranks {list(ranks)}, expected one from 8 to 31")
+    refused(
+        tmp_path / "w", "pilot", f"have the ranks {list(ranks)}, expected equal ranks from 8 to 31"
+    )
 
 
 @pytest.mark.parametrize(("row", "value"), [(0, 16), (0, 0.5), (1, 0), (2, 3), (3, -1)])
@@ -102,7 +104,7 @@ def test_coordinates_without_a_meaning_are_refused(tmp_path, row, value):
     made = digest_weights()
     made.arrays["bits"][1, 0, row, 5] = value
     save_weights(made, str(tmp_path / "w"))
-    refused(tmp_path / "w", "digest", "bits has a channel that is not one of 16, or a width")
+    refused(tmp_path / "w", "digest", "bits has a channel outside 0..15, a number of levels")
 
 
 @BOTH

@@ -99,7 +99,7 @@ def test_owners_of_a_damaged_page_fail_and_nobody_else(servers, arena):
         for page in own[3:40]:
             flip_a_bit(arena, page)
         sentence = re.compile(
-            rf"page (\d+) of layer {LAYER}( and \d+ more)? is not what its checksum"
+            rf"page (\d+) of layer {LAYER}( \(and \d+ more\))? does not match its checksum"
         )
         with pytest.raises(RequestFailed, match="status 500") as failure:
             failing.result(60)

@@ -109,7 +109,7 @@ def fails(*_):
 def test_one_that_differs_or_fails_is_left_out(monkeypatch, caplog, theirs, why):
     names = add(monkeypatch, theirs)
     assert attention.fastest(names, calls(), clock(10.0, 1.0)) == "native"
-    assert "attention by theirs is left out: " in caplog.text
+    assert "attention kernel theirs is not used: " in caplog.text
     assert why in caplog.text
 
 

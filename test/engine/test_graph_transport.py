@@ -79,7 +79,7 @@ def test_no_token_is_given_out_that_lacks_a_part_of_its_attention(make):
     worker.attendant.stop()
     worker.ring.timeout_us = 1000
     worker.step()
-    with pytest.raises(RuntimeError, match="no answer in time; its tokens are not given out"):
+    with pytest.raises(RuntimeError, match="no answer in time; its tokens are not returned"):
         worker.engine.end_step()
 
 

@@ -135,8 +135,9 @@ def test_too_little_memory_is_refused_with_what_fits(ranks):
 def test_where_no_size_fits_the_large_part_is_named():
     with pytest.raises(ConfigError) as caught:
         check(config(), 1 << 30, plans={"max_batch": 64, "node_cpus": [36]})
-    assert "the partial results alone take 0.79 GiB; lower --max-running-requests (64)" in str(
-        caught.value
+    assert (
+        "0.79 GiB are needed for the partial results alone; lower --max-running-requests (64)"
+        in str(caught.value)
     )
 
 
@@ -148,7 +149,7 @@ def test_of_an_arena_in_huge_pages_only_what_is_beside_it_is_asked():
     assert 400 << 30 < made.arena_bytes < 401 << 30
     beside = made.hint_bytes + made.worker.partial_bytes + HEADROOM_BYTES
     check(settings, beside, in_pool=True, **large)
-    with pytest.raises(ConfigError, match="GiB are needed beside huge pages of the pool"):
+    with pytest.raises(ConfigError, match="GiB are needed beside the huge page pool"):
         check(settings, beside - 1, in_pool=True, **large)
     with pytest.raises(ConfigError, match="short by 30"):
         check(settings, 100 << 30, **large)
@@ -170,7 +171,7 @@ def test_too_little_device_memory_is_refused_with_the_numbers(settings):
     wanted = config(config=settings)
     with pytest.raises(ConfigError) as caught:
         plan(wanted, device_bytes=digests + 50 * PAGE_BYTES)
-    for part in ("device memory", "4097 host pages 0.63 GiB", "8 requests need 88 at least",
+    for part in ("device memory", "0.63 GiB for the digests of 4097 host pages", "8 requests need at least 88",
                  "--max-running-requests (8)", "resident_tokens", "--mem-fraction-static"):  # fmt: skip
         assert part in str(caught.value)
 

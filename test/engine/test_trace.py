@@ -221,7 +221,7 @@ def test_concurrent_slices_of_a_row_are_moved_beside_it(tmp_path):
     lanes: dict = {}
     for s in slices:
         lanes.setdefault(s["tid"], []).append(round(s["dur"] * 1e3))
-        assert s["row"] in ("copies", "copies, beside")
+        assert s["row"] in ("copies", "copies (overlapping)")
     assert sorted(map(len, lanes.values())) == [1, 2, 2]
 
 

@@ -261,7 +261,7 @@ def test_triton_does_not_look_behind_the_pages_of_a_row():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"last_len": None}, "attend_pages: last_page and last_len come together"),
+        ({"last_len": None}, "attend_pages: last_page and last_len must be given together"),
         (
             {"pages": i32([[1]] * 9)},
             "attend_pages: pages has 3 lists per request, expected 1 or H=2",

@@ -86,7 +86,7 @@ def test_a_named_implementation_never_falls_back():
     assert "q torch.float32[3, 6, 8] cpu" in str(caught.value)
     assert registry.chosen() == {}
     assert (scale(**arguments(), impl="shy") == 2).all()
-    with pytest.raises(ImplementationError, match="known: auto, narrow, never, shy, reference"):
+    with pytest.raises(ImplementationError, match="known are auto, narrow, never, shy, reference"):
         scale(**arguments(), impl="triton")
 
 

@@ -117,7 +117,7 @@ def test_a_share_of_the_mass_is_enough(impl):
     [
         ({"slot_of": i32([])}, "slot_of has P=0"),
         ({"k": 1}, "k=1 cannot hold sink_pages=1 \\+ recent_pages=1"),
-        ({"mass": 0.0}, "mass=0.0 is no share"),
+        ({"mass": 0.0}, "mass=0.0 is not a share"),
         ({"k": 0, "sink_pages": 0, "recent_pages": 0}, "k=0 cannot hold"),
     ],
 )

@@ -51,5 +51,5 @@ def test_sizes_that_do_not_fit_are_named(layer_pages):
         stage_pages(source, 2, pages, slots, slots)
     with pytest.raises(ValueError, match="there are 5 slots for 3 lists of 2 pages"):
         stage_pages(source, 0, pages, slots[:5], slots[:5])
-    with pytest.raises(ValueError, match="3 lists of 2 of 4 heads each are no whole requests"):
+    with pytest.raises(ValueError, match="3 lists of 2 of 4 heads each do not make whole requests"):
         stage_pages(source, 0, pages, slots, slots)

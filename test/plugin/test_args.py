@@ -82,20 +82,20 @@ CASES = {
     "fp4": ({"kv_cache_dtype": "fp4_e2m1"}, ["--kv-cache-dtype fp4_e2m1", "auto, fp8_e4m3 or fp8_e5m2"]),
     "spec": (
         {"speculative_algorithm": "EAGLE"},
-        ["--speculative-algorithm EAGLE", "one query a request", "drop one"],
+        ["--speculative-algorithm EAGLE", "one query per request", "drop one"],
     ),
     "adapters": ({"enable_lora": True}, ["--enable-lora True", "merge the adapter"]),
     "hicache": (
         PREFILL | {"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache True", "GPU"]
     ),
     "replicas": ({"dp_size": 2}, ["--dp-size 2", "a server for each replica"]),
-    "experts by rank": ({"ep_size": 2}, ["--ep-size 2", "--tp-size shares out experts"]),
+    "experts by rank": ({"ep_size": 2}, ["--ep-size 2", "--tp-size also divides the experts"]),
     "experts by backend": ({"moe_a2a_backend": "deepep"}, ["--moe-a2a-backend deepep", "whole"]),
     "unchecked requests": (
-        {"tokenizer_worker_num": 2}, ["--tokenizer-worker-num 2", "without the checks", "drop one"]
+        {"tokenizer_worker_num": 2}, ["--tokenizer-worker-num 2", "bypasses the request checks", "drop one"]
     ),
     "unchecked requests over gRPC": (
-        PREFILL | {"grpc_mode": True}, ["--grpc-mode True", "without the checks", "drop one"]
+        PREFILL | {"grpc_mode": True}, ["--grpc-mode True", "bypasses the request checks", "drop one"]
     ),
     "unchecked parameters": (
         {"preferred_sampling_params": {"top_k": 2**40}},
@@ -114,7 +114,7 @@ CASES = {
     "prefill ranks": (PREFILL | {"tp_size": 2}, []),
     "too few cpus": (
         {"tp_size": 2, "kv_offload_cpus": ONE_CPU},
-        ["--kv-offload-cpus", "1 CPU", "--tp-size 2", "at least 2"],
+        ["--kv-offload-cpus", "fewer CPUs", "--tp-size", "at least 2"],
     ),
     "nodes": ({"tp_size": 2, "nnodes": 2}, ["--nnodes", "2"]),
     "scattered": (
@@ -135,7 +135,7 @@ CASES = {
         cuda(enable_return_hidden_states=True), ["--enable-return-hidden-states", "--device cpu"]
     ),
     "graphs that are never replayed": (
-        cuda(disable_cuda_graph_padding=True), ["--disable-cuda-graph-padding", "drop it"]
+        cuda(disable_cuda_graph_padding=True), ["--disable-cuda-graph-padding", "drop the flag"]
     ),
     "verify on cuda": (
         cuda(**keys(verify=True)),
@@ -152,7 +152,7 @@ CASES = {
     ),
     "graphs for debugging": (
         cuda(debug_cuda_graph=True),
-        ["--debug-cuda-graph", "drop it", "--cuda-graph-backend-decode disabled"],
+        ["--debug-cuda-graph", "drop the flag", "--cuda-graph-backend-decode disabled"],
     ),
     "weights in host memory": (
         cuda(cpu_offload_gb=4), ["--cpu-offload-gb 4", "drop the flag", "--tp-size"]
@@ -178,12 +178,12 @@ CASES = {
     ),
     "noise without one": (keys(dummy_kv=True) | {"disaggregation_transfer_backend": "fake"}, []),
     "backend": ({"attention_backend": "flashinfer"}, ["--attention-backend", "torch_native"]),
-    "transfer": ({"disaggregation_transfer_backend": "nixl"}, ["transfer-backend nixl", "all KV for a GPU's"]),
+    "transfer": ({"disaggregation_transfer_backend": "nixl"}, ["transfer-backend nixl", "expects all KV on a GPU"]),
     "canary": ({"kv_canary": "raise"}, ["--kv-canary", "raise", "CUDA kernels"]),
     "stray": ({"kv_offload": "none", "kv_offload_budget": 64}, ["--kv-offload-budget", "64"]),
     "gemma": (
         {"model_path": "GEMMA"},
-        ["--model-path", "Gemma2ForCausalLM", "attend to a window", "Qwen3ForCausalLM"],
+        ["--model-path", "Gemma2ForCausalLM", "use sliding-window attention", "Qwen3ForCausalLM"],
     ),
     "window": ({"model_path": "WINDOW"}, ["--model-path", "sliding-window"]),
     "llama window": ({"model_path": "LLAMA_WINDOW"}, ["--model-path", "sliding-window"]),

@@ -133,7 +133,7 @@ def test_the_default_is_no_more_than_a_device_has_digests_of(monkeypatch, caplog
     half = on_device // 2 // page_bytes
     assert plan_memory(config, SHAPE, num_pages=num_pages, **sizes).num_slots == half > 256
     assert f"beside {half} resident slots; a budget for each" in caplog.text
-    assert "--max-running-requests 64 would be 4224" in caplog.text
+    assert "--max-running-requests 64 would need 4224" in caplog.text
     # The host's memory, if that is less.
     assert size(monkeypatch, available=100 << 30, on_device=on_device) == size(
         monkeypatch, available=100 << 30
@@ -200,7 +200,7 @@ def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages(monkeypa
 def test_no_room_for_the_worker(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         size(monkeypatch, available=1 << 30, ranks=4)
-    for part in ("requests 64", "need 1.46 GiB, 0.46 more", "fewer --kv-offload-cpus"):
+    for part in ("requests 64", "need 1.46 GiB, 0.46 more", "fewer CPUs in --kv-offload-cpus"):
         assert part in str(caught.value)
 
 

@@ -37,12 +37,12 @@ ENDING = SimpleNamespace(gracefully_exit=True)
 
 @pytest.mark.parametrize(("ids", "wrong"), [([5, -1], -1), ([100, -1], 100)])
 def test_ids_outside_the_vocabulary_are_named(ids, wrong):
-    with pytest.raises(ValueError, match=f"holds {wrong}, .* ids are 0 to 99"):
+    with pytest.raises(ValueError, match=f"contains {wrong}, .* ids are 0 to 99"):
         before_validate_one_request(MANAGER, request(), ids)
 
 
 def test_a_prompt_without_tokens_is_refused():
-    with pytest.raises(ValueError, match="has no tokens"):
+    with pytest.raises(ValueError, match="prompt is empty"):
         before_validate_one_request(MANAGER, request(), [])
 
 

@@ -32,7 +32,7 @@ def test_a_missing_hook_target_is_named(monkeypatch):
     with pytest.raises(RuntimeError, match=r"target .*ServerArgs\.gone is not in this SGLang"):
         apply.apply([hook._replace(target="server_args.ServerArgs.gone")])
     with pytest.raises(
-        RuntimeError, match=r"did not take: sglang\.srt\..*_profile_available_bytes"
+        RuntimeError, match=r"were not applied: sglang\.srt\..*_profile_available_bytes"
     ):
         apply.apply([hook])
 
@@ -91,7 +91,7 @@ def test_a_scheduler_hears_what_the_launcher_may_run_on(monkeypatch):
         ("cuda:1", "disabled", "disabled", None),
         ("cpu", "tc_piecewise", "breakable", None),
         ("cuda", "breakable", "disabled", "--cuda-graph-backend-decode breakable: .* full or disabled"),
-        ("cuda", "full", "full", "--cuda-graph-backend-prefill full: .* needs disabled; give"),
+        ("cuda", "full", "full", "--cuda-graph-backend-prefill full: .* needs disabled; set"),
     ],
 )  # fmt: skip
 def test_what_sglang_makes_of_its_own_graphs(where, decode, prefill, refused):

@@ -192,13 +192,17 @@ def test_other_layers_fail_the_session_and_not_the_thread(caplog):
     )
     assert hooks.around_send_kvcache_slice(pytest.fail, manager, "session", [], [50, 60]) == -1
     for there in (4, 2):
-        assert caplog.text.count(f"12 buffers here, {there} on the decode server") == 1
+        assert caplog.text.count(f"12 KV buffers and the decode server {there},") == 1
 
 
 def test_kv_of_other_bytes_is_not_sent(caplog):
     source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", "minmax"))
     assert sent(source, [50, 51, 52, 60, 61, 62], item_bytes=200) is None
-    for part in ("--kv-cache-dtype fp8_e4m3", "--dtype auto", "100 bytes here, 200 on the decode"):
+    for part in (
+        "--kv-cache-dtype fp8_e4m3",
+        "--dtype auto",
+        "100 bytes here and 200 on the decode",
+    ):
         assert part in caplog.text
 
 

@@ -39,7 +39,7 @@ def test_each_layer_is_asked_once():
 def test_a_part_of_the_input_is_not_enough():
     made, (x, _, q) = probe(), layer_input()
     made.layer_input(1, x, None, POSITIONS)
-    with pytest.raises(RuntimeError, match="layer 1 computes another query"):
+    with pytest.raises(RuntimeError, match="the query of layer 1 differs"):
         made.query(1, q)
 
 

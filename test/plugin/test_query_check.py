@@ -21,8 +21,8 @@ torch.nn.Module.register_forward_pre_hook = lambda *_, **__: None
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (LEFT_OUT, "layer 1 computes another query"),
-        (NOT_CALLED, "not every layer's query was seen"),
+        (LEFT_OUT, "the query of layer 1 differs"),
+        (NOT_CALLED, "queries of some layers were not seen"),
     ],
     ids=["the residual is left out", "hooks are not called"],
 )

@@ -130,7 +130,7 @@ def test_a_copy_takes_its_checksums_along(make_sealed):
 
 
 def test_pages_of_no_whole_turns_are_refused(make_spec):
-    with pytest.raises(ArenaError, match="pages of 16 bytes are no multiple of 32"):
+    with pytest.raises(ArenaError, match="pages of 16 bytes are not a multiple of 32"):
         make_spec(checksums=True, page_size=1, num_kv_heads=1, kv_dtype="float8_e5m2")
 
 

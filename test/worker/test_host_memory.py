@@ -166,7 +166,7 @@ def test_a_machine_that_does_not_grow_in_time_is_refused(monkeypatch):
         host_memory.take_in_steps(4096, 20 * GIB, machine.now)
     assert (8 << 10) < machine.used <= (9 << 10) - 512
     for part in (
-        f"{machine.used / 1024:.3f} GiB of 20.000 GiB could be had",
+        f"{machine.used / 1024:.3f} GiB of 20.000 GiB are allocated",
         "--kv-offload-host-gb",
         "HOST_MEMORY_GB",
     ):

@@ -92,7 +92,7 @@ def test_a_pool_that_lacks_some_pages_says_what_fits(make_spec, machine, arenas)
     with pytest.raises(ArenaError) as caught:
         pool_lacks(spec, arenas=arenas)
     text = str(caught.value)
-    assert f"takes {needed} huge pages of 2 MiB, and {needed - 10} are free in the pool" in text
+    assert f"needs {needed} huge pages of 2 MiB, and {needed - 10} are free in the pool" in text
     assert f"sysctl vm.nr_hugepages={needed + 3}, or" in text
     page_bytes = 2 * spec.num_layers * spec.page_bytes
     pages = int(float(text.split("--kv-offload-host-gb ")[1]) * 2**30) // page_bytes // arenas + 1
@@ -115,7 +115,7 @@ def test_a_small_pool_is_somebody_else_s(make_spec, machine, caplog):
     machine(huge_pages_of(spec) // 2 - 1)
     with Arena.create(spec) as arena:
         assert arena.backing != "hugetlb"
-    assert "not of huge pages of the pool: an arena of" in caplog.text
+    assert "not in the huge page pool: an arena of" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_the_system_is_asked_for_each_span(make_spec, monkeypatch):
 def test_a_node_that_is_too_small_is_named(make_spec, monkeypatch):
     monkeypatch.setattr(numa, "nodes", lambda: [0, 1])
     monkeypatch.setattr(numa, "available_bytes", lambda node: (1 << 40) >> (40 * node))
-    with pytest.raises(ArenaError, match=r"node 1 would hold .* and has 0\.000 GiB; give"):
+    with pytest.raises(ArenaError, match=r"node 1 would hold .* and has 0\.000 GiB; lower"):
         Arena.create(make_spec(num_nodes=2), numa_nodes=[0, 1])
     with pytest.raises(ArenaError, match=r"is bound to NUMA nodes \[1\]: node 1 would hold"):
         Arena.create(make_spec(), numa_nodes=[1])
@@ -226,11 +226,11 @@ def test_threads_of_each_node_sleep_and_wake(make_arena, make_ring):
 def test_nodes_and_cpus_must_agree(make_arena):
     two, one = make_arena(num_nodes=2), make_arena()
     for arena, cpus, nodes, text in (
-        (two, [0, 1], None, r"nodes=\[\] are 0; the arena's pages lie on 2"),
-        (one, [0, 1], [[0], [1]], "are 2; the arena's pages lie on 1"),
-        (two, [0, 1], [[0], [0, 1]], r"give each of the CPUs \[0, 1\] in exactly one"),
-        (two, [0, 1], [[0], []], "in exactly one, and no other"),
-        (two, [0, 1], [[0], [1, 2]], "in exactly one, and no other"),
+        (two, [0, 1], None, r"nodes=\[\] has 0 nodes; the arena's pages are on 2"),
+        (one, [0, 1], [[0], [1]], "has 2 nodes; the arena's pages are on 1"),
+        (two, [0, 1], [[0], [0, 1]], r"name each of the CPUs \[0, 1\] in exactly one"),
+        (two, [0, 1], [[0], []], "in exactly one node, and no others"),
+        (two, [0, 1], [[0], [1, 2]], "in exactly one node, and no others"),
     ):
         with pytest.raises(ConfigError, match=text):
             WorkerClient(arena, cpus, nodes=nodes)

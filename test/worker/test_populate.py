@@ -58,7 +58,7 @@ def test_a_system_that_refuses_is_told_of(make_arena, caplog):
     arena = make_arena()
     arena.address = 2**46  # nothing is mapped there
     PopulateThread(arena)._thread.join()
-    assert "0.0 of 0.0 GiB of the arena are mapped" in caplog.text
+    assert "mapped 0.0 of 0.0 GiB of the arena" in caplog.text
     assert "Cannot allocate memory" in caplog.text
 
 

@@ -123,7 +123,7 @@ def test_end_of_the_process_is_noticed_at_once(process, wake_fd, gone):
     begin_s = time.monotonic()
     assert process.wait(5.0, wake_fd) == ([], True)
     assert time.monotonic() - begin_s < 4.5, "not the end of the wait"
-    assert process.exit_text() == f"process {process.pid} was killed by SIGKILL"
+    assert process.exit_text() == f"CPU attention process {process.pid} was killed by SIGKILL"
     process.end()
     process.end()
     assert gone(process.pid)

@@ -65,7 +65,7 @@ def test_killed_in_mid_work(buffers, make_arena, make_request, oracle, cpu, unti
         check_served_again(client, buffers(arena, 2), small, small_expected, until, 2)
         status = client.snapshot()
         assert status.restarts == 1 and status.pid != pid and gone(pid)
-        assert status.last_error == f"process {pid} was killed by SIGKILL"
+        assert status.last_error == f"CPU attention process {pid} was killed by SIGKILL"
         assert status.fallback_pages == 2 * 16 * 12_000
         assert time.monotonic() - killed_s < 20
 

@@ -39,12 +39,12 @@ DESCRIPTION = (
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "scout"
 TIMEOUT_S = 120
-AGAIN = "do what stands behind ->, then sglang-scout doctor"
+AGAIN = "do what the lines marked -> say, then run sglang-scout doctor again"
 START = (
-    "sglang-scout plan --model-path DIR says how many requests fit; then start both servers of a pair with "
+    "run sglang-scout plan --model-path DIR to see how many requests fit, then start both servers of a pair with "
     "--kv-offload scout (docs/tutorial.md)"
 )
-INSTALL = "pip install 'sglang-scout[cpu]' or '[cuda]', or scripts/setup.sh in a checkout"
+INSTALL = "in a checkout, run scripts/setup.sh; otherwise pip install 'sglang-scout[cpu]' or 'sglang-scout[cuda]'"
 
 
 def pinned(distribution: str) -> str | None:
@@ -60,14 +60,16 @@ def check_python() -> Check:
     found = ".".join(map(str, sys.version_info[:3]))
     values = {"version": found, "executable": sys.executable}
     if sys.version_info >= (3, 13):
-        fix = "3.11 and 3.12 are what SGLang and its packages have wheels for"
+        fix = "use Python 3.11 or 3.12: not all of SGLang's packages have wheels for newer versions"
         return Check("python", WARNING, found, fix, values)
     return Check("python", OK, found, values=values)
 
 
 def check_sglang() -> Check:
     supported = list(ADAPTERS)
-    fix = f"pip install sglang=={supported[0]}; the hooks are checked against the supported versions alone"
+    fix = (
+        f"pip install sglang=={supported[0]}; sglang-scout supports only {' and '.join(supported)}"
+    )
     try:
         found = version("sglang")
     except PackageNotFoundError:
@@ -77,7 +79,7 @@ def check_sglang() -> Check:
         return Check("sglang", FAILED, f"{found}, expected {' or '.join(supported)}", fix, values)
     done = _python("-c", "import torch, sgl_kernel")
     if "libcuda.so.1" in done.stderr and found != "0.5.15.post1":  # which works without them
-        fix = "without a GPU: scripts/no_driver.sh VENV, then . scripts/cpu_env.sh; with one: install its driver"
+        fix = "without a GPU: run scripts/no_driver.sh VENV, then . scripts/cpu_env.sh; with a GPU: install its driver"
         return Check(
             "sglang", FAILED, f"{found}; its kernels do not load: {_reason(done)}", fix, values
         )
@@ -89,12 +91,16 @@ def check_queries() -> Check:
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     done = _python("-m", "sglang_scout.plugin.query_check", **on_cpu)
     if done.returncode != 0:
-        fix = "see sglang, above; a decode server compares them too, in its first steps"
-        return Check("queries", WARNING, f"not compared: {_reason(done)}", fix)
+        fix = (
+            "see the sglang check above; a decode server repeats this comparison in its first steps"
+        )
+        return Check(
+            "queries", WARNING, f"could not compare predicted queries: {_reason(done)}", fix
+        )
     found = json.loads(done.stdout.splitlines()[-1])
     if "error" in found:
         return Check("queries", FAILED, found["error"], "please report it")
-    return Check("queries", OK, "SGLang's layers compute those that are predicted")
+    return Check("queries", OK, "predicted queries match those that SGLang's layers compute")
 
 
 def check_plugin() -> Check:
@@ -106,21 +112,27 @@ def check_plugin() -> Check:
     values = {"entry_point": found[PLUGIN_NAME], "allowed": names}
     if names and PLUGIN_NAME not in names:
         fix = f"add {PLUGIN_NAME} to SGLANG_PLUGINS, or unset it"
-        return Check("plugin", FAILED, f"SGLANG_PLUGINS={allowed} leaves it out", fix, values)
+        return Check(
+            "plugin",
+            FAILED,
+            f"SGLANG_PLUGINS={allowed} does not include {PLUGIN_NAME}",
+            fix,
+            values,
+        )
     return Check("plugin", OK, found[PLUGIN_NAME], values=values)
 
 
 def check_native() -> Check:
     done = _python("-c", "from sglang_scout import _native; print(_native.isa())")
     if done.returncode != 0:
-        return Check("native module", FAILED, f"does not import: {_reason(done)}", INSTALL)
+        return Check("native module", FAILED, f"cannot be imported: {_reason(done)}", INSTALL)
     isa, forced = done.stdout.strip(), os.environ.get("SCOUT_ISA")
     values = {"isa": isa, "forced": forced}
     if forced:
-        fix = "unset SCOUT_ISA to let the machine choose"
+        fix = "unset SCOUT_ISA to use the best instruction set of this CPU"
         return Check("native module", WARNING, f"{isa}, SCOUT_ISA={forced} is set", fix, values)
     if isa == "portable":
-        fix = "works, slowly; AVX2 or AVX-512 would be used if this CPU had it"
+        fix = "CPU attention works but is slow on a CPU without AVX2 or AVX-512"
         return Check("native module", WARNING, isa, fix, values)
     return Check("native module", OK, isa, values=values)
 
@@ -168,7 +180,7 @@ def check_mooncake() -> Check:
     check = _importable(name, "torch, mooncake.engine", distribution, packages)
     if check.state == OK and not machine.transfer_reads_device():
         found = f"{check.found}; built without CUDA, so TCP cannot send from a GPU"
-        fix = f"pip install {distribution}=={pinned(distribution)}, or the prefill server with --device cpu"
+        fix = f"pip install {distribution}=={pinned(distribution)}, or start the prefill server with --device cpu"
         return replace(check, state=WARNING, found=found, fix=fix)
     return check
 
@@ -186,13 +198,12 @@ def check_worker(cpus: list[int]) -> Check:
         what, _, fix = str(error).rpartition("; ")
         return Check("CPU attention", FAILED, what, fix)
     except Exception as error:  # any failure is a result of the check
-        fix = "see the reason; a checkout is rebuilt with scripts/setup.sh --force"
+        fix = "fix the error above; in a checkout, scripts/setup.sh --force rebuilds the native module"
         return Check("CPU attention", FAILED, f"{type(error).__name__}: {error}", fix)
     text = (
-        f"ready in {result.ready_s * 1e3:.0f} ms, controlled over {result.endpoint}; "
-        f"{result.rows} sequences x {result.pages} pages right (largest error "
-        f"{result.max_error:.1e}), round trip {result.batch_us:.0f} us; "
-        f"one page {result.page_us:.0f} us"
+        f"ready in {result.ready_s * 1e3:.0f} ms, control socket {result.endpoint}; "
+        f"{result.rows} sequences x {result.pages} pages: largest error {result.max_error:.1e}, "
+        f"round trip {result.batch_us:.0f} us; one page: {result.page_us:.0f} us"
     )
     if not result.right:
         found = f"{text}: {result.problem}"
@@ -235,8 +246,10 @@ def report(results: list[Check]) -> str:
             out.append(f"{gap}-> {check.fix}")
     failed = sum(check.state == FAILED for check in results)
     warned = sum(check.state == WARNING for check in results)
-    verdict = "this machine can serve" if not failed else f"{failed} failed: it cannot serve"
-    out.append(f"\n{verdict}" + (f"; {warned} to look at" if warned else ""))
+    verdict = (
+        "this machine can serve" if not failed else f"{failed} failed: this machine cannot serve"
+    )
+    out.append(f"\n{verdict}" + (f"; warnings: {warned}" if warned else ""))
     out.append(f"next: {AGAIN if failed else START}")
     return "\n".join(out)
 

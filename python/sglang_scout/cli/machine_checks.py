@@ -63,12 +63,15 @@ def check_cpus(given: Collection[int] | None = None) -> Check:
     values = {"cpus": cpus, "numa_nodes": nodes, "quota": quota, "uses": uses}
     fix = ""
     if quota is not None and quota < len(cpus):
-        text += f", but a quota of {quota:g}"
-        fix = "give --kv-offload-cpus no more CPUs than the quota, or raise it"
+        text += f", but the CPU quota is {quota:g}"
+        fix = "name no more CPUs in --kv-offload-cpus than the quota allows, or raise the quota"
     elif len(cpus) < 2:
-        fix = "CPU attention and the server share one CPU; give the process more"
+        fix = "CPU attention and the server share one CPU; give this process more CPUs"
     elif problem:
-        text, fix = f"{text}; {problem}", "widen the cpuset, for example docker's --cpuset-cpus"
+        text, fix = (
+            f"{text}; {problem}",
+            "add CPUs near the GPU to the cpuset, for example with docker's --cpuset-cpus",
+        )
     return Check("cpus", WARNING if fix else OK, text, fix, values, "\n".join(below))
 
 
@@ -76,14 +79,14 @@ def check_gpu() -> Check:
     gpus = machine.nvidia_gpus()
     values: dict[str, Any] = {"gpus": [asdict(gpu) for gpu in gpus]}
     if not gpus:
-        return Check("gpu", OK, "none; servers run with --device cpu", values=values)
-    found = ", ".join(f"{gpu.address} on node {gpu.numa_node}" for gpu in gpus)
+        return Check("gpu", OK, "none; start servers with --device cpu", values=values)
+    found = ", ".join(f"{gpu.address} on NUMA node {gpu.numa_node}" for gpu in gpus)
     count, why = machine.cuda_devices()
     values["cuda_devices"] = count
     if not count:
-        fix = "NVIDIA's driver, and in a container access to the device; or --device cpu"
+        fix = "install NVIDIA's driver and, in a container, give access to the GPU; or start servers with --device cpu"
         return Check("gpu", WARNING, f"{found}, but torch sees no CUDA device ({why})", fix, values)
-    note = f"; torch sees {count}: --device cuda, which has not been tried on a GPU (docs/gpu.md)"
+    note = f"; torch sees {count}: start servers with --device cuda, which is untested on a GPU (docs/gpu.md)"
     return Check("gpu", OK, found + note, values=values)
 
 
@@ -99,9 +102,11 @@ def check_environment() -> Check:
         wanted["MOONCAKE_PROTOCOL"] = "tcp"
     missing = {name: value for name, value in wanted.items() if not os.environ.get(name)}
     if not missing:
-        return Check("environment", OK, "what servers need is set", values={"missing": {}})
+        return Check(
+            "environment", OK, "the variables that servers need are set", values={"missing": {}}
+        )
     exports = " ".join(f"{name}={value}" for name, value in missing.items())
-    found = f"{' and '.join(missing)} not set; a server that you start by hand ends without them"
+    found = f"{' and '.join(missing)} not set, which a server that you start by hand needs"
     fix = f"source scripts/cpu_env.sh, or export {exports}"
     return Check("environment", WARNING, found, fix, {"missing": missing})
 
@@ -110,10 +115,10 @@ def check_memory() -> Check:
     from sglang_scout.worker.host_memory import available_bytes, bytes_now
 
     available, now = available_bytes(), bytes_now()
-    text = f"{gib(available)} available, {gib(now)} at the moment; half for KV pages by default, or a huge page pool"
+    text = f"{gib(available)} available, {gib(now)} of it now; by default KV pages take half, or the huge page pool"
     values = {"available_bytes": available, "available_now_bytes": now}
     if available < SMALL_MEMORY_BYTES:
-        fix = "two servers need some GiB beside the KV pages; free memory"
+        fix = "free memory: two servers need a few GiB in addition to the KV pages"
         return Check("memory", WARNING, text, fix, values)
     return Check("memory", OK, text, values=values)
 
@@ -128,7 +133,7 @@ def check_hugepages() -> Check:
     if pool or host_memory.shared_huge_pages_allowed():
         return Check("huge pages", OK, text, values=values)
     fix = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    return Check("huge pages", WARNING, text + "; KV uses 4 KiB pages", fix, values)
+    return Check("huge pages", WARNING, text + "; KV will be in pages of 4 KiB", fix, values)
 
 
 def check_locked_memory() -> Check:
@@ -144,7 +149,10 @@ def check_locked_memory() -> Check:
         without.append("MOONCAKE_PROTOCOL=tcp")
     values = {"limit_bytes": limit}
     if not why:
-        note = "not needed without a GPU or an RDMA device"
+        note = "more is not needed without a GPU or an RDMA device"
         return Check("locked memory", OK, f"{gib(limit)}; {note}", values=values)
-    fix = f"{', and '.join(why)}: ulimit -l unlimited (LimitMEMLOCK=infinity of a service), or {' and '.join(without)}"
+    fix = (
+        f"{', and '.join(why)}: set ulimit -l unlimited (LimitMEMLOCK=infinity of a service), "
+        f"or use {' and '.join(without)}"
+    )
     return Check("locked memory", WARNING, gib(limit), fix, values)

@@ -82,16 +82,18 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
         ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{flag}: config.json is not valid JSON: {error}; copy the model's own again"
+            f"{flag}: config.json is not valid JSON: {error}; copy the model's own file again"
         ) from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{flag}: config.json holds no object; copy the model's own again")
+        raise ConfigError(
+            f"{flag}: config.json is not a JSON object; copy the model's own file again"
+        )
     text = config.get("text_config") or config
     if not isinstance(text, dict):
         raise _wrong(flag, "text_config", text, "an object")
     if text.get("kv_lora_rank"):
         raise ConfigError(
-            f"{flag}: has latent attention (MLA); --kv-offload serves MHA and GQA, choose such a model"
+            f"{flag}: the model has latent attention (MLA); --kv-offload supports MHA and GQA; choose another model"
         )
     architecture = _architecture(config)
     check_architecture(flag, architecture)
@@ -119,8 +121,8 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
         weight_bytes, source = _weight_files(folder)
         if not weight_bytes:
             raise ConfigError(
-                f"{flag}: is quantised and has no safetensors files to take sizes from; give a "
-                "folder that has them"
+                f"{flag}: the size of quantised weights is only known from their safetensors files, and there are "
+                "none; give a folder that has them"
             )
         source += ", quantised"
     else:
@@ -176,7 +178,7 @@ def _head_dim(flag: str, config: dict[str, Any]) -> int:
         return _number(flag, config, "head_dim")
     heads, hidden = (_number(flag, config, k) for k in ("num_attention_heads", "hidden_size"))
     if hidden < heads:
-        raise _wrong(flag, "hidden_size", hidden, f"at least one for each of {heads} heads")
+        raise _wrong(flag, "hidden_size", hidden, f"at least {heads}, the number of heads")
     return hidden // heads
 
 
@@ -197,7 +199,9 @@ def _weights(
         if used_bytes != stored_bytes:
             source += ", converted"
         return size * used_bytes // stored_bytes, source
-    return _estimate(flag, config) * used_bytes, "estimated from config.json, there are no files"
+    return _estimate(
+        flag, config
+    ) * used_bytes, "estimated from config.json, without safetensors files"
 
 
 def _weight_files(folder: Path) -> tuple[int, str]:
@@ -235,5 +239,7 @@ def _experts(flag: str, config: dict[str, Any]) -> tuple[int, int, int]:
         return 1, 1, inner
     experts, taken = _number(flag, config, key), _number(flag, config, "num_experts_per_tok")
     if taken > experts:
-        raise _wrong(flag, "num_experts_per_tok", taken, f"at most {experts} experts")
+        raise _wrong(
+            flag, "num_experts_per_tok", taken, f"at most {experts}, the number of experts"
+        )
     return experts, taken, _number(flag, config, "moe_intermediate_size", inner)

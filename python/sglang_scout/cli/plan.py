@@ -126,7 +126,9 @@ def run(args: argparse.Namespace) -> int:
     steps = predict(plan, device) if device and plan.fits and modelled else None
     print(json.dumps(as_dict(plan, steps), indent=2) if args.json else as_text(plan, steps))
     if device and not modelled and not args.json:
-        print("\nSteps are predicted only where the CPU attends to missing pages a layer ahead.")
+        print(
+            "\nNo step is predicted: this works only for policies whose CPU attention runs one layer ahead."
+        )
     return 0 if plan.fits else 1
 
 
@@ -178,7 +180,7 @@ def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> s
     """The plan as text. ``steps``: low and high end."""
     server = plan.server
     model, config = server.model, server.config
-    experts = f", of which a token takes {gib(model.bytes_a_token)}" if model.expert_bytes else ""
+    experts = f", of which a token uses {gib(model.bytes_a_token)}" if model.expert_bytes else ""
     blocks = [
         columns(
             [
@@ -193,8 +195,8 @@ def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> s
                 ),
             ]
         ),  # fmt: skip
-        f"Memory of {_count(max(plan.requests, 1))} of {server.context_tokens} tokens, {server.pages_per_request} "
-        "pages, each\n" + columns(_memory_rows(plan), right=(1, 2, 3), indent=2),
+        f"Memory of {_count(max(plan.requests, 1))} of {server.context_tokens} tokens ({server.pages_per_request} "
+        "pages) each\n" + columns(_memory_rows(plan), right=(1, 2, 3), indent=2),
         "Requests that fit at once\n" + columns(_fit_rows(plan), right=(1, 2), indent=2),
         _verdict(plan),
     ]
@@ -209,13 +211,13 @@ def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
     device = "device" if plan.gpu_kv_bytes is None else "GPU"
     shown = [
         *((device if row in memory.device_rows else "host", *row) for row in memory.rows),
-        (device, "together", requests, memory.device_bytes),
+        (device, "total", requests, memory.device_bytes),
     ]
     rows = [
         (f"{where}: {what}", str(count), gib(nbytes), gb(nbytes / requests))
         for where, what, count, nbytes in shown
     ]
-    return [("", "", "all", "one"), *rows]
+    return [("", "", "all", "per request"), *rows]
 
 
 def _fit_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -233,24 +235,24 @@ def _step_text(low: Prediction, high: Prediction) -> str:
     rows: list[tuple[str, ...]] = [
         ("", "offload, low", "high", "stock"),
         ("requests", *(str(s.batch) for s in steps)),
-        ("ms a step", *(f"{s.us / 1e3:.1f}" if s.batch else "-" for s in steps)),
-        ("tokens a second", *(f"{s.tokens_per_s:.0f}" if s.batch else "-" for s in steps)),
-        ("times stock's", *gains, ""),
-        ("mostly", *(s.bound if s.batch else "-" for s in steps)),
+        ("ms per step", *(f"{s.us / 1e3:.1f}" if s.batch else "-" for s in steps)),
+        ("tokens per second", *(f"{s.tokens_per_s:.0f}" if s.batch else "-" for s in steps)),
+        ("speed-up over stock", *gains, ""),
+        ("longest part", *(s.bound if s.batch else "-" for s in steps)),
     ]
     for name in {**low.offload.parts_us, **low.offload.beside_us}:
         values = ({**s.parts_us, **s.beside_us}.get(name) if s.batch else None for s in steps)
-        beside = " (beside)" if name in low.offload.beside_us else ""
+        beside = " (in parallel)" if name in low.offload.beside_us else ""
         shown = ("-" if x is None else f"{x / 1e3:.2f}" for x in values)
         rows.append((f"  {name}{beside}, ms", *shown))
     lines = [f"A decode step, predicted (not measured)\n{columns(rows, right=(1, 2, 3), indent=2)}"]
     for name, end in (("Low", low), ("High", high)):
         if end.wins_from is None:
-            lines.append(f"{name} end: no batch that fits is faster than stock's.")
+            lines.append(f"{name} end: no batch that fits is faster than stock.")
         else:
             pages = gib(end.wins_host_bytes or 0)
             lines.append(
-                f"{name} end: faster from {_count(end.wins_from)} on, {pages} of host pages."
+                f"{name} end: faster than stock from {_count(end.wins_from)} on, with {pages} of host pages."
             )
     return "\n".join([*lines, *textwrap.wrap(CAVEAT, 100)])
 
@@ -259,9 +261,9 @@ def _verdict(plan: Plan) -> str:
     requests, server, memory = plan.requests, plan.server, plan.memory
     binds = plan.offload.limited_by.replace("gpu", "GPU")
     if plan.asked is None:
-        lines = [f"{_count(requests)} at once; {binds} is what limits."]
+        lines = [f"{_count(requests)} at once; {binds} is the limit."]
     elif plan.fits:
-        lines = [f"{_count(requests)} would fit; {binds} is what limits more."]
+        lines = [f"{_count(requests)} would fit; {binds} is the limit beyond that."]
     else:
         lines = [f"{_count(requests)} would not fit: {binds} is too small."]
     requests = max(requests, 1)
@@ -269,9 +271,9 @@ def _verdict(plan: Plan) -> str:
     lines.append(
         f"For {_count(requests)}: --max-running-requests {requests} --context-length {server.context_tokens} "
         f"--kv-offload-host-gb {plan.host_gib:.1f},\n"
-        f"{gib(memory.device_bytes)} of {place} beside the weights, and up to "
+        f"which takes {gib(memory.device_bytes)} of {place} beside the weights, and up to "
         f"{gib(memory.bytes_beside_pages)} of host memory beside the pages.\n"
-        f"In huge pages, reserved beforehand: sysctl vm.nr_hugepages={plan.huge_pages}."
+        f"To use huge pages, reserve them first: sysctl vm.nr_hugepages={plan.huge_pages}."
     )
     if plan.gpu_kv_bytes is None:
         lines.append(
@@ -280,7 +282,7 @@ def _verdict(plan: Plan) -> str:
         )
     if server.context_tokens > server.model.max_context_tokens:
         lines.append(
-            f"The model's config.json allows {server.model.max_context_tokens} tokens; more needs "
+            f"The model's config.json allows {server.model.max_context_tokens} tokens; a longer context needs "
             "its RoPE scaling."
         )
     return "\n".join(lines)

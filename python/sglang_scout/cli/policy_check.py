@@ -18,10 +18,10 @@ from sglang_scout.policy.base import Context, make_policy, policies
 
 _MISSING = {
     "cpu": "missing pages are attended to on the CPU",
-    "fetch": "missing pages are copied to the device, the CPU has nothing to do",
+    "fetch": "missing pages are copied to the device; the CPU computes no attention",
     "drop": "missing pages are left out",
 }
-_WITH_FEEDBACK = "the CPU attends to what is kept of tokens that left the window"
+_WITH_FEEDBACK = "the CPU attends to the tokens kept from outside the window"
 
 
 def server_config(
@@ -34,7 +34,7 @@ def server_config(
     known = policies()
     if name not in known:
         raise ConfigError(
-            f"--kv-offload {name!r}: is no policy that is known; choose one of {', '.join(known)}"
+            f"--kv-offload {name!r}: unknown policy; choose one of {', '.join(known)}"
         )
     return parse_config(
         policy=name, policies=known, config=keys, budget_tokens=budget_tokens, flags=flags

@@ -78,11 +78,13 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
         ConfigError: a wrong threshold, a run with recall, or too few steps of requests longer than the budget.
     """
     if not 0.0 < threshold < 1.0:
-        raise ConfigError(f"profile: --threshold {threshold}: must lie between 0 and 1, as 0.12")
+        raise ConfigError(
+            f"profile: --threshold {threshold}: must be between 0 and 1, for example 0.12"
+        )
     facts = log.facts
     if facts.recall != "off":
         raise ConfigError(
-            f'profile: the step log is of a server with "recall": "{facts.recall}"; record it with '
+            f'profile: the step log was recorded with "recall": "{facts.recall}"; record one with '
             '"recall": "off"'
         )
     # The first step's selection is loaded in every mode; the curve starts after that.
@@ -93,9 +95,9 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
     curves, samples = curves[:, after], samples[after]
     if steps < LEAST_STEPS:
         raise ConfigError(
-            f"profile: the step log has {steps} steps of requests that are larger than the budget of "
-            f"{facts.budget_tokens} tokens, at least {LEAST_STEPS} are needed; send longer prompts, or ask "
-            "for more tokens"
+            f"profile: the step log has {steps} steps of requests longer than the budget of "
+            f"{facts.budget_tokens} tokens, but at least {LEAST_STEPS} are needed; send longer prompts, or "
+            "generate more tokens"
         )
     pages = [
         pages
@@ -148,12 +150,12 @@ def as_text(profile: RecallProfile) -> str:
     if at_once:
         notes.append(
             f"Layers above {beta:g} one step after their pages were loaded: {at_once}. They recall "
-            "in every step, and are above all the same; a larger budget would help."
+            "in every step and still exceed the threshold; a larger budget would help."
         )
     if whole:
         notes.append(
             f"Layers that stayed at {beta:g} or below for all {last} steps: {whole}. Longer intervals may "
-            "do; more steps would tell."
+            "suffice; record more steps to find out."
         )
     if poor := [
         f"{i} ({x:.2f})"
@@ -162,7 +164,7 @@ def as_text(profile: RecallProfile) -> str:
     ]:
         notes.append(
             f"Layers whose query is hard to predict (cosine below {LEAST_COSINE:g}): {', '.join(poor)}. "
-            'Where answers suffer, name them in "exact_layers"; they then wait for the CPU.'
+            'If answers suffer, list them in "exact_layers": they then wait for CPU attention.'
         )
     head = f"{profile.model}: {profile.workload}"
     return "\n\n".join([head, columns(rows, right=range(5)), "\n".join(notes)])

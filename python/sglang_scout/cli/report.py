@@ -22,7 +22,7 @@ CAUSES = {
     "cpu_wait_us": "waiting for missing pages",
     "recall_wait_us": "waiting for recalled pages",
     "rest_us": "rest of the step",
-    "between_us": "until the next one begins",
+    "between_us": "between steps",
 }
 """Breakdown of a step's time by field of :class:`Report`; the fields add up to ``period_us``."""
 
@@ -73,7 +73,7 @@ def report_of(log: StepLogFile) -> Report:
     pairs = [(step, after) for step, after in pairwise(log.steps) if any(after.ages)]
     if not pairs:
         raise ConfigError(
-            "report: the step log has no steps in a row; record it with requests running"
+            "report: the step log has no two consecutive steps of a request; record it while requests are running"
         )
     steps = [step for step, _ in pairs]
     period = np.array([after.start_us - step.start_us for step, after in pairs])
@@ -104,7 +104,7 @@ def report_of(log: StepLogFile) -> Report:
 def as_text(found: Report) -> str:
     """The report as text."""
     shares: list[tuple[str, ...]] = [("decode step", "us", "share")]
-    for name, text in {**CAUSES, "period_us": "together"}.items():
+    for name, text in {**CAUSES, "period_us": "total"}.items():
         us = getattr(found, name)
         shares.append((text, f"{us:.0f}", f"{100 * us / found.period_us:.1f} %"))
     layers: list[tuple[str, ...]] = [("layer", "CPU compute ratio", "wait, us")]
@@ -113,7 +113,8 @@ def as_text(found: Report) -> str:
     layers.append(("mean", f"{np.mean(found.ratio_by_layer):.3f}", ""))
     return "\n\n".join(
         [
-            f"{found.steps} steps of {found.requests:.1f} requests; policy {found.policy}, recall {found.recall}",
+            f"{found.steps} steps of {found.requests:.1f} requests on average; policy {found.policy}, "
+            f"recall {found.recall}",
             columns(shares, right=(1, 2)),
             columns(layers, right=(0, 1, 2)),
             f"Recalled per step: {found.recalled_pages:.1f} pages, {gb(found.recall_bytes)}.",

@@ -210,6 +210,4 @@ def make_plan(
 
 def _check_range(flag: str, value: float | None, most: int) -> None:
     if value is not None and not 0 < value <= most:
-        raise ConfigError(
-            f"plan: {flag} {value}: must be greater than 0, and at most {most}; give a number between these"
-        )
+        raise ConfigError(f"plan: {flag} {value}: must be greater than 0 and at most {most}")

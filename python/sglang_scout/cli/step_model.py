@@ -117,8 +117,8 @@ def find_device(name: str) -> Device:
     except (OSError, ValueError, TypeError) as error:
         names = ", ".join(f.name for f in fields(Device))
         raise ConfigError(
-            f"plan: --gpu {name}: is none of {', '.join(DEVICES)} and no file of a device ({error}); give one, "
-            f"or a JSON object with {names}"
+            f"plan: --gpu {name}: unknown device, and no readable device file ({error}); choose one of "
+            f"{', '.join(DEVICES)}, or give a JSON file of an object with {names}"
         ) from None
 
 

@@ -127,11 +127,13 @@ def _exercise(
     status = client.snapshot()
     problem = ""
     if not error <= TOLERANCE:  # also true for NaN
-        problem = f"the result is off by {error:.2e}, {TOLERANCE:.0e} is allowed"
+        problem = f"the error of {error:.2e} exceeds the tolerance of {TOLERANCE:.0e}"
     elif fallback + more:
-        problem = f"{fallback + more} pages had to be computed without it; {status.last_error}"
+        problem = f"{fallback + more} pages were computed without the CPU attention process: {status.last_error}"
     elif status.restarts:
-        problem = f"it died {status.restarts} times: {status.last_error}"
+        problem = (
+            f"the CPU attention process was replaced {status.restarts} times: {status.last_error}"
+        )
     return Result(
         right=not problem,
         problem=problem,

@@ -19,8 +19,8 @@ def check_socket_folder() -> None:
     size, limit = len(os.fsencode(folder)), SOCKET_PATH_BYTES - len("/tmpabcdefgh")
     if size > limit:
         raise ConfigError(
-            f"TMPDIR={folder}: its {size} bytes are too many for SGLang's sockets in it, whose path is limited to "
-            f"{SOCKET_PATH_BYTES}; set TMPDIR to a folder whose path has at most {limit}"
+            f"TMPDIR={folder}: its {size} bytes are too many for SGLang's sockets in it, whose paths may have "
+            f"{SOCKET_PATH_BYTES} bytes; set TMPDIR to a folder whose path has at most {limit} bytes"
         )
 
 
@@ -34,7 +34,9 @@ def check_writable(what: str, path: str) -> None:
     # os.path, unlike pathlib, also returns False for paths that cannot be accessed.
     folder = os.path.dirname(path) or "."
     if not path or os.path.isdir(path) or not os.path.isdir(folder):
-        raise ConfigError(f"{what}: not a file in a folder that exists; name a file")
+        raise ConfigError(
+            f"{what}: is empty, a folder, or in a folder that does not exist; name a file"
+        )
     if os.path.exists(path) and not os.path.isfile(path):
         return  # a pipe, whose reader would see the open, or a device
     is_new = not os.path.lexists(path)
@@ -65,5 +67,5 @@ def check_different(files: Iterable[tuple[str, str, str | None]]) -> None:
         except (OSError, ValueError):
             file = os.path.realpath(path)
         if file in taken:
-            raise ConfigError(f"{what}: is the file of {taken[file]} too; name another")
+            raise ConfigError(f"{what}: {taken[file]} names the same file; name another")
         taken[file] = name

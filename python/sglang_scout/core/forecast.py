@@ -119,9 +119,9 @@ def load_weights(path: str, kind: Kind) -> PageWeights:
             arrays = {name: file[name] for name in file.files}
         header = msgspec.json.decode(str(arrays.pop("header")), type=Header)
     except Exception as error:  # NumPy raises a dozen types for damaged or foreign files
-        raise _wrong(kind, path, f"not a readable file of weights: {error}", remake) from None
+        raise _wrong(kind, path, f"not a readable weights file: {error}", remake) from None
     if header.version != VERSION:
-        what = f"version {header.version}, this build reads {VERSION}"
+        what = f"has version {header.version}, but this release reads version {VERSION}"
     elif header.kind != kind:
         what = f"holds {header.kind} weights, expected {kind}"
     else:
@@ -165,17 +165,20 @@ def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
             expected = ", ".join("any" if n is None else str(n) for n in shape)
             return f"{name} is {x.dtype}{list(x.shape)}, expected float32[{expected}]"
         if not np.isfinite(x).all():
-            return f"{name} has elements that are not finite"
+            return f"{name} has values that are not finite"
     if header.kind == "digest":
         channel, width, levels, gain = np.moveaxis(arrays["bits"], 2, 0)
         dim = header.identity.head_dim
         is_good = np.isin(channel, np.arange(dim)) & np.isin(levels, (1, 2, 4, 8)) & (width > 0)
         if not (is_good & (gain > 0)).all():
-            return f"bits has a channel that is not one of {dim}, or a width or gain that is not above 0"
+            return (
+                f"bits has a channel outside 0..{dim - 1}, a number of levels other than 1, 2, 4 or 8, or a width or "
+                "gain that is not above 0"
+            )
     if header.kind == "pilot":
         ranks, most = [x.shape[2] for x in arrays.values()], 2 * header.identity.head_dim - 1
         if ranks[0] != ranks[1] or not LEAST_RANK <= ranks[0] <= most:
-            return f"w_k and w_q have the ranks {ranks}, expected one from {LEAST_RANK} to {most}"
+            return f"w_k and w_q have the ranks {ranks}, expected equal ranks from {LEAST_RANK} to {most}"
     return ""
 
 

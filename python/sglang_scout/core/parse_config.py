@@ -65,7 +65,7 @@ def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"a key is there twice in {[name for name, _ in pairs]}")
+        raise ValueError(f"a key occurs twice in {[name for name, _ in pairs]}")
     return found
 
 
@@ -96,7 +96,7 @@ def _check_value(name: str, value: Any, flag: str) -> Any:
     if key.choices and value not in key.choices:
         raise ConfigError(f"{what}; choose one of {', '.join(key.choices)}")
     if key.is_written and not (value and value.isprintable()):
-        raise ConfigError(f"{what}: cannot be a file; name a file, or drop the key")
+        raise ConfigError(f"{what}: not a file name; name a file, or drop the key")
     return value
 
 
@@ -144,7 +144,7 @@ def _check_flag_types(given: dict[str, Any], flags: Mapping[str, str]) -> None:
         types, expected = _FLAG_TYPES[name]
         if not isinstance(value, types) or isinstance(value, bool):
             raise ConfigError(
-                f"{flags[name]} {value!r}: is a {type(value).__name__}; expected {expected}"
+                f"{flags[name]} {value!r}: is of type {type(value).__name__}; expected {expected}"
             )
         if value == "" and name != "config":  # not JSON, reported below
             raise ConfigError(f"{flags[name]} '': is empty; expected {expected}")
@@ -233,7 +233,7 @@ def parse_config(
     _check_budget(defaults["budget_tokens"], flags["budget_tokens"])
     if host_gb is not None and not host_gb > 0:
         raise ConfigError(
-            f"{flags['host_gb']} {host_gb}: must be greater than 0; name the GiB for KV pages, or drop it"
+            f"{flags['host_gb']} {host_gb}: must be greater than 0; give the GiB for KV pages, or drop the flag"
         )
     raw = load_json(config, flags["config"]) if isinstance(config, str) else config or {}
     keys = {name: _check_value(name, value, flags["config"]) for name, value in raw.items()}

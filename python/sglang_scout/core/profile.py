@@ -159,7 +159,7 @@ def load_profile(path: str) -> RecallProfile:
         raise ConfigError(f"{FLAG} {path!r}: not a recall profile: {error}; {REMAKE}") from None
     if profile.version != PROFILE_VERSION:
         raise ConfigError(
-            f"{FLAG} {path!r}: version {profile.version}, this build reads {PROFILE_VERSION}; "
+            f"{FLAG} {path!r}: has version {profile.version}, but this release reads version {PROFILE_VERSION}; "
             f"{REMAKE}"
         )
     fit = all(0 <= interval <= MAX_INTERVAL for interval in profile.intervals)

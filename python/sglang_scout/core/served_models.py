@@ -28,7 +28,11 @@ def check_architecture(what: str, architecture: str) -> None:
         what: the flag that names the model, and its value.
     """
     if architecture not in ARCHITECTURES:
-        why = ", some of whose layers attend to a window" if architecture in WINDOWED else ""
+        why = (
+            ", some of whose layers use sliding-window attention"
+            if architecture in WINDOWED
+            else ""
+        )
         raise ConfigError(
             f"{what}: --kv-offload does not support {architecture}{why}; "
             f"supported are {', '.join(ARCHITECTURES)}"
@@ -50,6 +54,6 @@ def check_attention(what: str, *, head_dim: int, v_head_dim: int, has_window: bo
         )
     if head_dim not in HEAD_SIZES or v_head_dim != head_dim:
         raise ConfigError(
-            f"{what}: head size {head_dim} (values {v_head_dim}); --kv-offload supports "
-            f"{', '.join(map(str, HEAD_SIZES))} for both"
+            f"{what}: K has head size {head_dim} and V {v_head_dim}; --kv-offload supports "
+            f"{', '.join(map(str, HEAD_SIZES))}, the same for both"
         )

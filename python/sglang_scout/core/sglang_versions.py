@@ -16,6 +16,6 @@ def check_version(found: str) -> None:
     """
     if found not in ADAPTERS:
         raise ConfigError(
-            f"sglang {found} is installed, this sglang-scout works with {' and '.join(ADAPTERS)}; "
+            f"sglang {found} is installed, but this sglang-scout supports only {' and '.join(ADAPTERS)}; "
             f"install sglang=={next(iter(ADAPTERS))}"
         )

@@ -89,12 +89,12 @@ def read_step_log(path: str | Path) -> StepLogFile:
         lines = Path(path).read_bytes().split(b"\n")[:-1]
     except OSError as error:
         raise ConfigError(
-            f"step log {str(path)!r}: cannot read it: {error.strerror}; name the step_log of a server"
+            f"step log {str(path)!r}: cannot read it: {error.strerror}; name the step_log that a server wrote"
         ) from None
     try:
         about = msgspec.json.decode(lines[0], type=dict) if lines else {}
         if (about.get("format"), about.get("version")) != (FORMAT, VERSION):
-            raise ValueError(f"its first line is not that of a {FORMAT} file of version {VERSION}")
+            raise ValueError(f"not a {FORMAT} file of version {VERSION}")
         facts = msgspec.convert(about, Facts)
         decoder = msgspec.json.Decoder(Step)
         steps = [decoder.decode(line) for line in lines[1:]]

@@ -38,8 +38,8 @@ def use_attention(
     if found := "; ".join(reasons.get(kernel, [])):
         raise ConfigError(
             f"{FLAGS['config']}: attend_kernel = {kernel!r} cannot run with {FLAGS['policy']} {policy.name} (C={lists} "
-            f"lists of pages a request) and KV in {str(shape.kv_dtype).removeprefix('torch.')}: {found}; drop the key, "
-            "and what can run is chosen"
+            f"page lists per request) and KV in {str(shape.kv_dtype).removeprefix('torch.')}: {found}; drop the key "
+            "to use a kernel that can run"
         )
     able = [other for other, why in reasons.items() if not why and other != REFERENCE]
     time_us = _TIMES.get(device.type)
@@ -98,10 +98,12 @@ def fastest(
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # a sticky error aborts the start
         if wrong:
-            logger.warning("attention by %s is left out: %s", name, wrong)
+            logger.warning("attention kernel %s is not used: %s", name, wrong)
     chosen = min(times, key=times.__getitem__, default=names[0])
     figures = ", ".join(f"{name} {us:.0f} us" for name, us in times.items())
-    logger.info("attention on the device by %s: %s a layer in a full batch", chosen, figures)
+    logger.info(
+        "attention kernel on the device: %s; time per layer in a full batch: %s", chosen, figures
+    )
     return chosen
 
 

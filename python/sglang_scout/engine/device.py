@@ -51,7 +51,7 @@ def lock_memory(
         if error not in (0, errno.EINVAL):  # kernel without support
             unlock()
             raise MemoryError(
-                f"cannot take {nbytes / 2**30:.1f} GiB of host memory: {os.strerror(error)} after "
+                f"cannot allocate {nbytes / 2**30:.1f} GiB of host memory: {os.strerror(error)} after "
                 f"{done / 2**30:.1f} GiB; free memory"
             )
         status = int(runtime.cudaHostRegister(address + done, size, _MAPPED))
@@ -67,8 +67,9 @@ def lock_memory(
         if there != address + done:
             unlock()
             raise MemoryError(
-                "this device has other addresses for page-locked memory than the host, which the kernels do not "
-                f"know: {'none' if there is None else hex(there)} for {address + done:#x}; use another device"
+                "this device maps page-locked memory at other addresses than the host "
+                f"({'none' if there is None else hex(there)} for {address + done:#x}), which the kernels do not "
+                "support; use another device"
             )
         if progress is not None:
             progress(done + size)

@@ -302,13 +302,13 @@ def _check_device(
     if needed <= device_bytes:
         return
     raise ConfigError(
-        f"--kv-offload {config.policy}: needs {needed / 2**30:.2f} GiB of device memory (digests of "
-        f"{plan.num_pages} host pages {plan.digest_bytes / 2**30:.2f} GiB, SGLang's input buffers for their tokens "
-        f"{plan.input_bytes / 2**30:.2f} GiB, "
-        f"{max(plan.num_slots, least_slots)} resident pages; {max_batch} requests need {least_slots} at "
-        f"least), but {device_bytes / 2**30:.2f} GiB are left; lower --kv-offload-host-gb, "
-        f"--max-running-requests ({max_batch}), --kv-offload-budget ({config.budget_tokens}) or "
-        f"resident_tokens ({config.resident_tokens}), or raise --mem-fraction-static"
+        f"--kv-offload {config.policy}: needs {needed / 2**30:.2f} GiB of device memory "
+        f"({plan.digest_bytes / 2**30:.2f} GiB for the digests of {plan.num_pages} host pages, "
+        f"{plan.input_bytes / 2**30:.2f} GiB for SGLang's input buffers of their tokens, and "
+        f"{max(plan.num_slots, least_slots)} resident pages, of which {max_batch} requests need at least "
+        f"{least_slots}), but only {device_bytes / 2**30:.2f} GiB are left; lower --kv-offload-host-gb, "
+        f"--max-running-requests ({max_batch}), --kv-offload-budget ({config.budget_tokens}) or resident_tokens "
+        f"({config.resident_tokens}), or raise --mem-fraction-static"
     )
 
 
@@ -361,13 +361,13 @@ def check_memory(
     else:
         what, _, nbytes = max(plan_of(LEAST_PAGES + 1).rows, key=lambda row: row[2])
         fix = (
-            f"no --kv-offload-host-gb fits, the {what} alone take {nbytes / 2**30:.2f} GiB; lower "
+            f"no --kv-offload-host-gb fits: {nbytes / 2**30:.2f} GiB are needed for the {what} alone; lower "
             f"--max-running-requests ({plan.worker.max_batch})"
         )
     parts = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, _, size in plan.rows)
     raise ConfigError(
         f"--kv-offload {config.policy}: host memory is short by {(wanted - available_bytes) / 2**30:.2f} GiB; {fix}. "
-        f"{wanted / 2**30:.2f} GiB are needed{' beside huge pages of the pool' if in_pool else ''} ({parts}"
-        f"{f' on each of {ranks} ranks' if ranks > 1 else ''}), {available_bytes / 2**30:.2f} GiB are available; "
+        f"{wanted / 2**30:.2f} GiB are needed{' beside the huge page pool' if in_pool else ''} ({parts}"
+        f"{f' on each of {ranks} ranks' if ranks > 1 else ''}), but {available_bytes / 2**30:.2f} GiB are available; "
         f"{LAST_RESORT}"
     )

@@ -173,8 +173,8 @@ class StepEngine:
     def _check_faults(self) -> None:
         if faults := self.transport.faults():
             raise RuntimeError(
-                f"--kv-offload: a decode step lacks a part of its attention: {', '.join(faults)}; its "
-                "tokens are not given out"
+                f"--kv-offload: part of a decode step's attention is missing: {', '.join(faults)}; its "
+                "tokens are not returned"
             )
 
     def layer_input(

@@ -73,7 +73,7 @@ class StepLog:
             self._file.write(msgspec.json.encode(line) + b"\n")
         except OSError as error:
             # A full disk must not fail requests.
-            logger.error("step log: %s; no more steps are written", error)
+            logger.error("cannot write the step log: %s; no more steps are written", error)
             self.close()
 
     def close(self) -> None:

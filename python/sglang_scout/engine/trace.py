@@ -137,7 +137,7 @@ class Tracer:
                 return  # it could not be written
             self._close()
             logger.info(
-                "trace of %d steps written to %s; %d events of CPU attention are lost",
+                "trace of %d steps written to %s; %d events of CPU attention were lost",
                 self._step - self._first_step + 1 if self._first_step else 0,
                 self._path,
                 self._events_lost,
@@ -206,7 +206,7 @@ class Tracer:
                 group = f"decode server (pid {os.getpid()})"
             yield _metadata("process_name", s.pid, 0, name=group)
             yield _metadata("process_sort_index", s.pid, 0, sort_index=s.pid)
-            name = s.row if tid == s.tid else f"{s.row}, beside"
+            name = s.row if tid == s.tid else f"{s.row} (overlapping)"
             yield _metadata("thread_name", s.pid, tid, name=name)
             sort_index = s.tid * _LANES + tid // _LANES  # a row's lanes are adjacent
             yield _metadata("thread_sort_index", s.pid, tid, sort_index=sort_index)

@@ -25,7 +25,7 @@ def _lists(q: torch.Tensor, pages: torch.Tensor) -> int:
 
 def _valid(call: Call) -> str:
     if (call["last_page"] is None) != (call["last_len"] is None):
-        return "last_page and last_len come together or not at all"
+        return "last_page and last_len must be given together, or neither"
     lists, heads = call.sizes["C"], call.sizes["H"]
     if lists not in (1, heads):
         return f"pages has {lists} lists per request, expected 1 or H={heads}"

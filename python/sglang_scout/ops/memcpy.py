@@ -53,7 +53,7 @@ def _unless(call: Call) -> str:
     if torch.cuda.is_current_stream_capturing():
         return "a capture would drop the copies"
     if torch.cuda.current_stream().cuda_stream == 0:
-        return "the current stream is the default one, which it does not take"
+        return "the current stream is the default one, which memcpy does not support"
     try:
         runtime()
     except OSError as error:

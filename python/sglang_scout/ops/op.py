@@ -258,7 +258,7 @@ class Op(Generic[P, R]):
                 return result
             refused.extend(f"{implementation.name}: {reason}" for reason in reasons)
         if not refused:
-            refused = [f"there is none of that name; known: auto, {', '.join(self.names())}"]
+            refused = [f"unknown name; known are auto, {', '.join(self.names())}"]
         inputs = ", ".join(
             f"{name} {x.dtype}{list(x.shape)} {x.device}" for name, x in call.tensors
         )

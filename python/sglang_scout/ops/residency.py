@@ -77,7 +77,9 @@ class ResidencyTable:
         half_life_steps: float = DEFAULT_HALF_LIFE_STEPS,
     ) -> None:
         if min(num_layers, num_pages, num_slots) <= 0:
-            raise ValueError(f"a table of nothing: {num_layers=} {num_pages=} {num_slots=}")
+            raise ValueError(
+                f"expected positive sizes, got {num_layers=} {num_pages=} {num_slots=}"
+            )
         self.num_layers, self.num_pages, self.num_slots = num_layers, num_pages, num_slots
         self.metadata = metadata = _native.Residency(num_layers, num_pages, num_slots)
         self.uses = PageUses(metadata, half_life_steps)

@@ -82,7 +82,11 @@ def decay_mass(
 
 
 def _fits_a_word(call: Call) -> str:
-    return f"a page has S={call.sizes['S']} tokens, a word 32 bits" if call.sizes["S"] > 32 else ""
+    return (
+        f"a page has S={call.sizes['S']} tokens, expected at most 32"
+        if call.sizes["S"] > 32
+        else ""
+    )
 
 
 @op(

@@ -36,7 +36,7 @@ def _valid(call: Call) -> str:
     if call.sizes["P"] == 0:
         return "slot_of has P=0, expected at least one page"
     if not 0 < call["mass"] <= 1:
-        return f"mass={call['mass']} is no share above 0, up to 1"
+        return f"mass={call['mass']} is not a share above 0 and up to 1"
     if min(sink, recent) < 0 or sink + recent > k or k < 1:
         return f"k={k} cannot hold sink_pages={sink} + recent_pages={recent}"
     return ""

@@ -21,9 +21,7 @@ def _valid(call: Call) -> str:
     if sizes["slots"] < sizes["R"] * sizes["k"]:
         return f"there are {sizes['slots']} slots for {sizes['R']} lists of {sizes['k']} pages"
     if sizes["H"] % max(sizes["h"], 1) or sizes["R"] * sizes["h"] % max(sizes["H"], 1):
-        return (
-            f"{sizes['R']} lists of {sizes['h']} of {sizes['H']} heads each are no whole requests"
-        )
+        return f"{sizes['R']} lists of {sizes['h']} of {sizes['H']} heads each do not make whole requests"
     return ""
 
 

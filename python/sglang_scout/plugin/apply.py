@@ -28,4 +28,4 @@ def apply(hooks: Iterable[Hook]) -> None:
         targets.add(target)
     HookRegistry.apply_hooks()
     if absent := sorted(targets - HookRegistry._patched):
-        raise RuntimeError(f"hooks that did not take: {', '.join(absent)}")
+        raise RuntimeError(f"hooks that were not applied: {', '.join(absent)}")

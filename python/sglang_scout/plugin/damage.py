@@ -31,10 +31,10 @@ def fail_owners(
         if not len(own):
             continue
         layer, page = own[0].tolist()
-        more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+        more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
         message = (
-            f"The KV of this request has changed in host memory: page {page} of layer {layer}{more} is not what its "
-            "checksum says. Send the request again; if it happens again, the machine's memory is at fault."
+            f"The KV of this request has changed in host memory: page {page} of layer {layer}{more} does not match "
+            "its checksum. Send the request again; if it happens again, the machine's memory is at fault."
         )
         logger.error("request %s fails: %s", request.rid, message)
         request.to_finish = FINISH_ABORT(

@@ -175,7 +175,7 @@ def around_offload_kv_cache(
         return
     adapter.drop_copy(req)
     logger.error(
-        "request %s was retracted and fails: a copy of its KV takes %s, %s are available",
+        "request %s was retracted and fails: a copy of its KV needs %s of host memory, and %s are available",
         req.rid, gib(needed), gib(available),
     )  # fmt: skip
 
@@ -194,8 +194,8 @@ def around_add_request_to_queue(
     reason = {
         "type": "abort",
         "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
-        "message": "The request was retracted for want of KV pages, and there is no host memory to keep its KV "
-        "meanwhile. Send it again later; the server needs fewer requests at a time, or more memory.",
+        "message": "The request was retracted because the KV pages ran out, and there is no host memory to keep a "
+        "copy of its KV. Send it again later; the server needs fewer concurrent requests or more memory.",
     }
     scheduler.ipc_channels.send_to_tokenizer.send_output(
         AbortReq(finished_reason=reason, rid=req.rid), req

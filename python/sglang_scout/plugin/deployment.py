@@ -60,21 +60,25 @@ _UNSUPPORTED: dict[str, Any] = {
     "enable_prefill_cp": False,
     "smg_grpc_mode": False,
 }
-_WHOLE_INPUTS = ": queries are predicted from layer inputs, which every rank must have whole"
-_ONE_PART = ": CPU attention reads a request's pages in this server's memory; use --tp-size"
+_WHOLE_INPUTS = ": queries are predicted from layer inputs, so every rank needs the whole input"
+_ONE_PART = (
+    ": CPU attention needs all pages of a request in this server's memory; use --tp-size instead"
+)
 _ONE_REPLICA = ": start a server for each replica, behind one router"
-_UNCHECKED = ": such a server passes on requests without the checks that keep a bad one from ending a scheduler"
+_UNCHECKED = (
+    ": it bypasses the request checks, without which a malformed request would end the scheduler"
+)
 _LORA = (
-    ": queries are predicted from the model's own weights, and SGLang has no LoRA on a CPU to test others with; "
-    "merge the adapter into the weights"
+    ": queries are predicted from the base model's weights, and adapters are untested because SGLang has no LoRA on a "
+    "CPU; merge the adapter into the weights"
 )
 _NIXL = (
-    "; SGLang's NIXL takes all KV for a GPU's, and on 0.5.15.post1 a request that ends during its transfer stops all "
-    "others"
+    ". SGLang's NIXL backend expects all KV on a GPU, and on 0.5.15.post1 a request that ends during its transfer "
+    "stops all others"
 )
 _WHY = {
-    "speculative_algorithm": ": a step has one query a request; drafts are several, whose KV is taken back where they "
-    "are refused",
+    "speculative_algorithm": ": a decode step has one query per request, but drafts have several tokens, and the KV of "
+    "rejected ones would have to be removed",
     "nnodes": _ONE_PART,
     "pp_size": _ONE_PART,
     "attn_cp_size": _ONE_PART,
@@ -86,26 +90,27 @@ _WHY = {
     "enable_layernorm_sp": _WHOLE_INPUTS,
     "moe_dense_tp_size": _WHOLE_INPUTS,
     "moe_a2a_backend": _WHOLE_INPUTS,
-    "ep_size": ": it has not been tested; --tp-size shares out experts too",
+    "ep_size": ": it is untested; --tp-size also divides the experts",
     "enable_lora": _LORA,
     "lora_paths": _LORA,
-    "enable_hierarchical_cache": ": the decode server has all KV in host memory already; on the prefill server it "
-    "needs a GPU, and has not been tested",
-    "disaggregation_decode_enable_offload_kvcache": ": all KV is in host memory already",
-    "enable_hisparse": ": it chooses what is attended to as well",
-    "enable_two_batch_overlap": ": halves of a batch pass the layers in turns, and the hooks take a step for one",
-    "model_impl": ": the hooks are on SGLang's own layers",
+    "enable_hierarchical_cache": ": the decode server already keeps all KV in host memory; on the prefill server it "
+    "needs a GPU and is untested",
+    "disaggregation_decode_enable_offload_kvcache": ": all KV is already in host memory",
+    "enable_hisparse": ": both choose which KV is attended to",
+    "enable_two_batch_overlap": ": it runs the halves of a batch alternately, but the hooks expect one batch per step",
+    "model_impl": ": the hooks need SGLang's own layers",
     "tokenizer_worker_num": _UNCHECKED,
     "grpc_mode": _UNCHECKED,
     "smg_grpc_mode": _UNCHECKED,
     "use_ray": ": its schedulers do not load plugins",
-    "preferred_sampling_params": ": they join a request after its checks; let clients send them",
-    "allow_auto_truncate": ": each server of a pair would cut a long prompt at its own limit, and attend to another",
-    "disaggregation_enable_kv_checksum": ": its checks are CUDA kernels over all that is sent, of digests and hints "
-    "too, which only some pages have; page_checksums in --kv-offload-config finds KV that changes in host memory",
-    "kv_canary": ": its checks are CUDA kernels, over pools on the device that SGLang knows by name, and its tags are "
-    "sent in front of K, where the place says what is K, V or a digest; page_checksums in --kv-offload-config finds KV "
-    "that changes in host memory",
+    "preferred_sampling_params": ": they are added to a request after its checks; let clients send them",
+    "allow_auto_truncate": ": each server of a pair would truncate a long prompt at its own limit, so the two would "
+    "disagree",
+    "disaggregation_enable_kv_checksum": ": its CUDA kernels check everything that is sent, also digests and hints, "
+    "which only some pages have; use page_checksums in --kv-offload-config, which finds KV that changes in host memory",
+    "kv_canary": ": its CUDA kernels check only SGLang's own pools on the device, and its tags would be sent in front "
+    "of K, where K, V and digests are told apart by position; use page_checksums in --kv-offload-config, which finds "
+    "KV that changes in host memory",
 }
 
 
@@ -128,7 +133,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
     policy = f"--kv-offload {args.kv_offload}"
     if args.disaggregation_mode not in ("prefill", "decode"):
         raise ConfigError(
-            f"{policy}: works on the servers of a prefill-decode pair, this one has "
+            f"{policy}: works only on the servers of a prefill-decode pair, but this one has "
             f"--disaggregation-mode {args.disaggregation_mode}; set it to prefill or decode"
         )
     if args.page_size not in (None, PAGE_SIZE_TOKENS):
@@ -144,8 +149,8 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
     backends = ("mooncake", "mooncake_tcp", "fake")
     if args.disaggregation_transfer_backend not in backends:
         raise ConfigError(
-            f"--disaggregation-transfer-backend {args.disaggregation_transfer_backend}: {policy} "
-            f"works with {', '.join(backends)}{_NIXL if args.disaggregation_transfer_backend == 'nixl' else ''}"
+            f"--disaggregation-transfer-backend {args.disaggregation_transfer_backend}: not supported with {policy}; "
+            f"choose one of {', '.join(backends)}{_NIXL if args.disaggregation_transfer_backend == 'nixl' else ''}"
         )
     for name, fine in _UNSUPPORTED.items():
         value = getattr(args, name, fine)
@@ -160,8 +165,8 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
         )
     if config.cpus is not None and len(config.cpus) < args.tp_size:
         raise ConfigError(
-            f"--kv-offload-cpus {args.kv_offload_cpus!r}: {len(config.cpus)} CPU for the attention processes of "
-            f"--tp-size {args.tp_size} ranks; name at least {args.tp_size}, or drop the flag"
+            f"--kv-offload-cpus {args.kv_offload_cpus!r}: fewer CPUs than the {args.tp_size} ranks of --tp-size, each "
+            f"of which has a CPU attention process; name at least {args.tp_size}, or drop the flag"
         )
     check_socket_folder()
     _check_memory(config)
@@ -176,18 +181,18 @@ def _check_cpu_device(args: ServerArgs, policy: str) -> None:
     if args.enable_deterministic_inference:
         # SGLang's message would name an attention backend that was not given.
         raise ConfigError(
-            "--enable-deterministic-inference True: on a CPU SGLang has no attention backend for it; "
+            "--enable-deterministic-inference True: SGLang has no attention backend for it on a CPU; "
             "drop the flag"
         )
     if args.kv_cache_dtype not in ("auto", *adapter.FP8_ON_CPU):
         raise ConfigError(
-            f"--kv-cache-dtype {args.kv_cache_dtype}: SGLang {VERSION} has no KV in fp8 on a CPU with the attention "
-            f"backend torch_native, which {policy} works with there; drop the flag on both servers"
+            f"--kv-cache-dtype {args.kv_cache_dtype}: SGLang {VERSION} does not support fp8 KV on a CPU with the "
+            f"attention backend torch_native, which {policy} needs there; drop the flag on both servers"
         )
     for name in ("attention_backend", "prefill_attention_backend"):
         if (value := getattr(args, name)) not in (None, "torch_native"):
             raise ConfigError(
-                f"{flag_of(name)} {value}: on a CPU {policy} works with torch_native; drop the flag"
+                f"{flag_of(name)} {value}: on a CPU {policy} needs torch_native; drop the flag"
             )
 
 
@@ -195,19 +200,19 @@ def _check_decode(args: ServerArgs, policy: str) -> None:
     requests = args.max_running_requests
     if requests is not None and not 1 <= requests <= MAX_BATCH:
         raise ConfigError(
-            f"--max-running-requests {requests}: {policy} serves 1 to {MAX_BATCH} at once; choose a "
-            "number between these"
+            f"--max-running-requests {requests}: {policy} serves 1 to {MAX_BATCH} requests at once; choose a "
+            "number in this range"
         )
     if args.decode_attention_backend not in (None, BACKEND_NAME):
         raise ConfigError(
-            f"--decode-attention-backend {args.decode_attention_backend}: {policy} brings its own; "
+            f"--decode-attention-backend {args.decode_attention_backend}: {policy} has its own backend; "
             f"drop the flag or set it to {BACKEND_NAME}"
         )
     for name in ("enable_deterministic_inference", "rl_on_policy_target"):  # which implies it
         if value := getattr(args, name):
             raise ConfigError(
-                f"{flag_of(name)} {value}: which pages {policy} has on the device depends on the other requests, and "
-                "on them the order in which a request's attention is summed; drop the flag, or serve without "
+                f"{flag_of(name)} {value}: with {policy} the other requests of a batch decide which pages of a request "
+                "are on the device, and so in which order its attention is summed; drop the flag, or serve without "
                 "--kv-offload"
             )
 
@@ -216,6 +221,6 @@ def _check_memory(config: OffloadConfig) -> None:
     free_gb = max(available_bytes(), free_pool_bytes()) / 2**30
     if config.host_gb is not None and config.host_gb > free_gb:
         raise ConfigError(
-            f"--kv-offload-host-gb {config.host_gb:g}: only {free_gb:.1f} GiB of memory are available now; lower it or "
-            f"stop what else uses memory; {LAST_RESORT}"
+            f"--kv-offload-host-gb {config.host_gb:g}: only {free_gb:.1f} GiB of host memory are available; lower the "
+            f"flag, or free memory; {LAST_RESORT}"
         )

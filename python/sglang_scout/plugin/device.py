@@ -55,7 +55,7 @@ def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) 
     on_cuda = torch.device(device).type == "cuda"
     flag = "--kv-offload-config"
     if config.transport == "host" and on_cuda:
-        raise ConfigError(f"{flag}: transport = 'host' needs --device cpu; drop it")
+        raise ConfigError(f"{flag}: transport = 'host' needs --device cpu; drop the key")
     if not uses_graph_transport(config, device):
         return
     if not on_cuda and not triton.interpreted():
@@ -65,13 +65,13 @@ def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) 
         )
     if config.worker_wait_timeout_s < MIN_WAIT_S:
         raise ConfigError(
-            f"{flag}: worker_wait_timeout_s = {config.worker_wait_timeout_s:g}: a device ends the server "
-            "when it waits in vain, and a silent CPU attention process takes up to two seconds to be noticed; "
-            f"set {MIN_WAIT_S:g} or more"
+            f"{flag}: worker_wait_timeout_s = {config.worker_wait_timeout_s:g}: with this transport the "
+            "server ends when a wait takes longer, and noticing a silent CPU attention process takes up to two "
+            f"seconds; set {MIN_WAIT_S:g} or more"
         )
     if args.enable_return_hidden_states:
         raise ConfigError(
-            "--enable-return-hidden-states: makes SGLang capture graphs anew while it serves; drop it, or "
+            "--enable-return-hidden-states: makes SGLang capture CUDA graphs again while it serves; drop the flag, or "
             "use --device cpu"
         )
     if on_cuda:
@@ -79,25 +79,25 @@ def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) 
     if on_cuda and args.debug_cuda_graph:
         # SGLang runs it in pieces, and fails if the graphs are not piecewise.
         raise ConfigError(
-            "--debug-cuda-graph True: a step of --kv-offload is one graph or none; drop it, or give "
-            "--cuda-graph-backend-decode disabled in its place to run without graphs"
+            "--debug-cuda-graph True: --kv-offload runs a decode step as one CUDA graph or without graphs; drop the "
+            "flag, or set --cuda-graph-backend-decode disabled instead to run without graphs"
         )
     graphs = graphs_of(args, "decode")
     if on_cuda and graphs not in (None, "full", "disabled"):
         raise ConfigError(
-            f"--cuda-graph-backend-decode {graphs}: a step of --kv-offload is one graph or none; choose full or "
-            "disabled"
+            f"--cuda-graph-backend-decode {graphs}: --kv-offload runs a decode step as one CUDA graph or without "
+            "graphs; choose full or disabled"
         )
     if on_cuda and args.disable_cuda_graph_padding and graphs != "disabled":
         # It looks up its graphs by the number of requests, but their keys differ.
         raise ConfigError(
-            "--disable-cuda-graph-padding: this SGLang then captures a graph for each batch size and replays none; "
-            "drop it, or give --cuda-graph-backend-decode disabled to run without graphs"
+            "--disable-cuda-graph-padding: with it this SGLang captures a graph for each batch size but replays none; "
+            "drop the flag, or set --cuda-graph-backend-decode disabled to run without graphs"
         )
     prefill_graphs = graphs_of(args, "prefill")
     if prefill_graphs not in (None, "disabled"):
         raise ConfigError(
-            f"--cuda-graph-backend-prefill {prefill_graphs}: the decode server of --kv-offload does not "
+            f"--cuda-graph-backend-prefill {prefill_graphs}: with --kv-offload the decode server runs no "
             "prefill; drop the flag"
         )
     if config.verify and on_cuda and graphs != "disabled":
@@ -124,8 +124,8 @@ def check_resolved_graphs(args: ServerArgs) -> None:
         backend = getattr(args.cuda_graph_config, phase).backend
         if backend not in fine:
             raise ConfigError(
-                f"--cuda-graph-backend-{phase} {backend}: is what SGLang makes of this server's flags, and "
-                f"--kv-offload needs {' or '.join(fine)}; give --cuda-graph-backend-{phase} {fine[0]}"
+                f"--cuda-graph-backend-{phase} {backend}: SGLang derives this from the server's other flags, "
+                f"but --kv-offload needs {' or '.join(fine)}; set --cuda-graph-backend-{phase} {fine[0]}"
             )
 
 
@@ -162,8 +162,8 @@ def check_context(context_tokens: int, page_size: int) -> None:
     pages = -(-context_tokens // page_size)
     if pages > MAX_TABLE_PAGES:
         raise ConfigError(
-            f"--context-length {context_tokens}: {pages} pages of {page_size} tokens, a device selects from "
-            f"{MAX_TABLE_PAGES} at most; lower it to {MAX_TABLE_PAGES * page_size}"
+            f"--context-length {context_tokens}: {pages} pages of {page_size} tokens, but the device kernels "
+            f"select from at most {MAX_TABLE_PAGES}; lower it to {MAX_TABLE_PAGES * page_size}"
         )
 
 

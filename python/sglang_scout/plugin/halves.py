@@ -117,7 +117,11 @@ class Halves:
                     )
                 await self._listen(socket)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            logger.info("--kv-offload: %s tells nothing of failed requests: %r", address, error)
+            logger.info(
+                "--kv-offload: no connection to %s, which reports failed requests: %r",
+                address,
+                error,
+            )
         await asyncio.sleep(_RETRY_S)  # then the next request tries again
         del self._links[address]
 
@@ -142,7 +146,9 @@ class Halves:
                 else:
                     self._manager.event_loop.call_soon_threadsafe(self._hear, half)
         except (msgspec.MsgspecError, OSError, TypeError) as error:
-            logger.warning("--kv-offload: what the other half's server tells: %r", error)
+            logger.warning(
+                "--kv-offload: the connection to the other server of the pair failed: %r", error
+            )
         finally:
             del self._sockets[socket]
             if link.there and self._manager is not None:
@@ -190,7 +196,7 @@ class Halves:
             return
         for request in self._of(room):
             if self._nth(request) == nth:
-                message = f"No decode server has had the other half within {OTHER_HALF_S} s."
+                message = f"No decode server has received this request within {OTHER_HALF_S} s."
                 self._end(request, HTTPStatus.SERVICE_UNAVAILABLE, message)
 
     def _end(self, request: Any, status: int, message: str) -> None:

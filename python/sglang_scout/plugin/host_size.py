@@ -57,7 +57,7 @@ def host_bytes(
             raise ConfigError(
                 f"--max-running-requests {most_requests}: ring and partial results of CPU attention need "
                 f"{ranks.size * worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
-                f"lower it, or give fewer --kv-offload-cpus; {LAST_RESORT}"
+                f"lower it, or name fewer CPUs in --kv-offload-cpus; {LAST_RESORT}"
             )
         size = int(max(left, 0) * DEFAULT_HOST_SHARE)
         # A pool of less than half of that is somebody else's.
@@ -70,7 +70,7 @@ def host_bytes(
         given = "not given" if config.host_gb is None else format(config.host_gb, "g")
         raise ConfigError(
             f"--kv-offload-host-gb ({given}): {size / 2**30:.6f} GiB hold {of_pages // page_bytes} of the "
-            f"{LEAST_PAGES} pages of {page_bytes} bytes that each rank needs at least; raise it, or free memory"
+            f"{LEAST_PAGES} pages of {page_bytes} bytes that each rank needs; raise it, or free memory"
         )
     return of_pages
 
@@ -113,8 +113,8 @@ def _room_for_digests(
     least = ranks.least(room.num_pages)
     if least < LEAST_PAGES + 1:
         raise ConfigError(
-            f"--kv-offload {config.policy}: {device_bytes / 2**30:.2f} GiB of device memory are left for digests and "
-            f"resident pages, which hold {least} of the {LEAST_PAGES + 1} pages that each rank needs at least; "
+            f"--kv-offload {config.policy}: the {device_bytes / 2**30:.2f} GiB of device memory left for digests and "
+            f"resident pages hold {least} of the {LEAST_PAGES + 1} pages that each rank needs; "
             "raise --mem-fraction-static"
         )
     page_bytes = 2 * shape.page_bytes * shape.num_layers
@@ -124,12 +124,12 @@ def _room_for_digests(
     few = room.num_slots < room.wanted_slots
     logger.log(
         logging.WARNING if few else logging.INFO,
-        "--kv-offload-host-gb not given: the device has room for the digests of %.1f GiB of KV pages beside %d "
+        "--kv-offload-host-gb not given: limited to %.1f GiB of KV pages, whose digests fit on the device beside %d "
         "resident slots%s",
         of_digests / 2**30,
         room.num_slots,
-        f"; a budget for each of --max-running-requests {max_batch} would be {room.wanted_slots}: lower that, or "
-        "raise --mem-fraction-static"
+        f"; a budget for each of --max-running-requests {max_batch} would need {room.wanted_slots}: lower that flag, "
+        "or raise --mem-fraction-static"
         if few
         else "",
     )

@@ -116,7 +116,7 @@ def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | N
     for token, bias in (obj.sampling_params.get("logit_bias") or {}).items():
         if not abs(bias) <= FLOAT32_MAX:
             raise ValueError(
-                f"logit_bias of token {token} is {bias}, which is no number of 32 bits"
+                f"logit_bias of token {token} is {bias}, which is not a finite 32-bit float"
             )
     sent = _types_of(TokenizedGenerateReqInput).__struct_fields__
     values = {name: getattr(obj, name, None) for name in sent} | {"input_text": obj.text}
@@ -124,7 +124,7 @@ def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | N
     _check_place(obj)
     halves.meet(manager, obj)
     if input_ids is not None and not len(input_ids):
-        raise ValueError("the prompt has no tokens; send one at least")
+        raise ValueError("the prompt is empty; send at least one token")
     size = manager.model_config.vocab_size
     sampling = obj.sampling_params
     masked = sampling.get("stop_token_ids") if sampling.get("min_new_tokens") else None
@@ -135,7 +135,7 @@ def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | N
     ):
         if wrong := [token for token in ids or () if not 0 <= token < size]:
             raise ValueError(
-                f"{name} holds {wrong[0]}, which is outside the model's vocabulary: ids are 0 to {size - 1}"
+                f"{name} contains {wrong[0]}, which is outside the model's vocabulary: token ids are 0 to {size - 1}"
             )
 
 
@@ -158,7 +158,7 @@ def around_convert(original: Callable[..., Any], *args: Any, **more: Any) -> Any
 
 
 def _odd_field(error: Exception) -> ValueError:
-    logger.info("--kv-offload: a request is refused", exc_info=error)
+    logger.info("--kv-offload: a request was refused", exc_info=error)
     return ValueError(f"a field has a wrong type or length ({type(error).__name__}: {error})")
 
 

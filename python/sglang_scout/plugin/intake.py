@@ -37,7 +37,7 @@ def _most_tokens(scheduler: Any) -> tuple[int, str]:
     size, page = scheduler.max_total_num_tokens, scheduler.page_size
     if scheduler.server_args.disaggregation_mode == "decode":
         reserved = scheduler.disagg_decode_prealloc_queue.num_reserved_decode_tokens
-        most, why = size - reserved, f"less the {reserved} of --num-reserved-decode-tokens"
+        most, why = size - reserved, f"less {reserved} for --num-reserved-decode-tokens"
     else:
         most, why = size - page - 3, "less two pages"
     return most // page * page, why
@@ -48,7 +48,7 @@ def _check_size(scheduler: Any, request: Any) -> None:
     if (tokens := len(request.input_ids or ())) > most:
         size = scheduler.max_total_num_tokens
         raise _Refusal(
-            f"The prompt has {tokens} tokens; this server takes {most}: its pool has {size}, {why}."
+            f"The prompt has {tokens} tokens, but this server accepts at most {most}: its KV pool has {size}, {why}."
         )
 
 
@@ -63,7 +63,9 @@ def _check_room(scheduler: Any, room: int | None) -> None:
     if all(req.bootstrap_room != room for req in _held(scheduler)):
         for table in (statuses, getattr(manager, "transfer_infos", {})):
             table.pop(room, None)
-    raise _Refusal(f"bootstrap_room {room} has ended; another request needs another room")
+    raise _Refusal(
+        f"bootstrap_room {room} belongs to a request that has ended; use a new room for each request"
+    )
 
 
 class _Refusal(Exception):
@@ -81,7 +83,7 @@ def around_handle_generate_request(
         message = str(error)
         if not isinstance(error, _Refusal):
             message = f"{type(error).__name__}: {error}"
-            logger.exception("--kv-offload: request %s is refused", request.rid)
+            logger.exception("--kv-offload: request %s was refused", request.rid)
             _forget(scheduler, request.rid)
         reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
         answer = AbortReq(rid=request.rid, finished_reason=reason)

@@ -53,12 +53,12 @@ LIMITS = (
     Limit(
         "n",
         lambda request: any(n not in (None, 1) for n in _sampling(request, "n")),
-        "a pair of servers gives one answer to a request; send it again for another",
+        "a prefill-decode pair gives one answer per request; send the request again for another",
     ),
     Limit(
         "logprob_start_len",
         _prompt_logprobs,
-        "with a pair of servers, log-probabilities of the prompt (in OpenAI's API: echo with logprobs) come only from "
+        "a prefill-decode pair returns log-probabilities of the prompt (in OpenAI's API: echo with logprobs) only from "
         "/generate, for one prompt, without stream and top_logprobs_num",
     ),
     Limit(
@@ -66,38 +66,42 @@ LIMITS = (
         lambda request: (
             _logprob(request) and any(a is not None for a in _each(request.token_ids_logprob))
         ),
-        "a pair of servers has none for the first token; use top_logprobs_num",
+        "a prefill-decode pair has none for the first token; use top_logprobs_num",
     ),
     Limit(
         "max_new_tokens",
         lambda request: _logprob(request) and 0 in _sampling(request, "max_new_tokens"),
-        "with return_logprob it must be 1 at least: a pair of servers always computes a token",
+        "must be at least 1 with return_logprob: a prefill-decode pair always computes a token",
     ),
     Limit(
         "return_hidden_states",
         _asks("return_hidden_states"),
-        "a pair of servers has none of the prompt and of the first token",
+        "a prefill-decode pair has none for the prompt and the first token",
     ),
     Limit(
         "return_routed_experts",
         _asks("return_routed_experts"),
-        "a pair of servers has none of the prompt",
+        "a prefill-decode pair has none for the prompt",
     ),
     Limit(
         "return_indexer_topk",
         _asks("return_indexer_topk"),
-        "a pair of servers has none of the prompt",
+        "a prefill-decode pair has none for the prompt",
     ),
-    Limit("input_embeds", _asks("input_embeds"), "a pair of servers takes text or input_ids"),
+    Limit(
+        "input_embeds",
+        _asks("input_embeds"),
+        "not supported by a prefill-decode pair; send text or input_ids",
+    ),
     Limit(
         "positional_embed_overrides",
         lambda request: getattr(request, "positional_embed_overrides", None) is not None,
-        "a pair of servers takes text or input_ids",
+        "not supported by a prefill-decode pair; send text or input_ids",
     ),
     Limit(
         "session_params",
         _asks("session_params"),
-        "a pair of servers has no sessions; send the whole prompt",
+        "a prefill-decode pair has no sessions; send the whole prompt",
     ),
 )
 

@@ -231,13 +231,13 @@ def around_batch_register(
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.3g} MiB"
     raise RuntimeError(
-        f"--kv-offload: the transfer engine does not register {len(pointers)} buffers of "
-        f"{sum(lengths) / 2**30:.2f} GiB (error {error}; its own lines above name the first), so no KV could be "
-        f"transferred. RDMA needs them locked: the limit on locked memory is {locked}; make it unlimited (ulimit -l, "
-        "LimitMEMLOCK of a service, --ulimit memlock=-1 of a container). It needs room for them in the tables of the "
-        "network device: lower --kv-offload-host-gb, or raise its limits (max_mr and max_mr_size of ibv_devinfo -v). "
-        "And for what lies on a GPU (digests on a decode server, all on a prefill server) the kernel module "
-        "nvidia_peermem, or a mooncake with CUDA and WITH_NVIDIA_PEERMEM=0. Without RDMA: "
+        f"--kv-offload: the transfer engine cannot register {len(pointers)} buffers of "
+        f"{sum(lengths) / 2**30:.2f} GiB (error {error}; its own log lines above name the first one), so no KV can be "
+        f"transferred. RDMA locks them in memory: the limit on locked memory is {locked}; make it unlimited (ulimit "
+        "-l, LimitMEMLOCK of a service, --ulimit memlock=-1 of a container). The network device must have room for "
+        "them: lower --kv-offload-host-gb, or raise its limits (max_mr and max_mr_size in ibv_devinfo -v). Buffers on "
+        "a GPU (digests on a decode server, everything on a prefill server) also need the kernel module "
+        "nvidia_peermem, or a mooncake with CUDA and WITH_NVIDIA_PEERMEM=0. To work without RDMA, set "
         "--disaggregation-transfer-backend mooncake_tcp"
     )
 

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 def _warn_of_other_digests() -> None:
     """Once."""
     logger.warning(
-        "--kv-offload: the decode server has another `digest` in --kv-offload-config; none are sent, it computes its "
-        "own. Give both servers the same"
+        "--kv-offload: the decode server has another `digest` in --kv-offload-config, so it gets no digests and "
+        "computes its own; set the same on both servers"
     )
 
 
@@ -105,8 +105,8 @@ def _same_layers(here: int, there: int, layers: int) -> bool:
     same = carries(there, layers)
     if not same:
         logger.error(
-            "--kv-offload: %d buffers here, %d on the decode server, so none is sent: the two serve different "
-            "models, or only one uses pipeline parallelism",
+            "--kv-offload: this server has %d KV buffers and the decode server %d, so no KV is sent: the two serve "
+            "different models, or only one uses pipeline parallelism",
             here, there,
         )  # fmt: skip
     return same
@@ -129,8 +129,8 @@ def around_send_kvcache(
     if own != there:
         server = manager.server_args
         logger.error(
-            "--kv-cache-dtype %s, --dtype %s: K of a page takes %d bytes here, %d on the decode server, so none is "
-            "sent; give both servers the same flags",
+            "--kv-cache-dtype %s, --dtype %s: K of a page takes %d bytes here and %d on the decode server, so no KV "
+            "is sent; give both servers the same flags",
             server.kv_cache_dtype, server.dtype, own, there,
         )  # fmt: skip
         return -1

@@ -60,7 +60,7 @@ class QueryProbe:
             return  # KV that was never written
         if not (found - wanted).norm() <= MAX_ERROR * wanted.norm():
             raise UnexpectedQueryError(
-                f"--kv-offload: layer {layer} computes another query than is predicted from its own input; this SGLang "
-                "does not hand layers what sglang-scout expects, and pages would be chosen by wrong queries"
+                f"--kv-offload: the query of layer {layer} differs from the one predicted from its own input: this "
+                "SGLang does not pass layers what sglang-scout expects, and pages would be selected with wrong queries"
             )
         del self._projectors[layer]

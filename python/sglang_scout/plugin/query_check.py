@@ -67,7 +67,9 @@ def main() -> None:
         try:
             one_batch.main(server, once)
             if [probe.unseen for probe in probes] != [[]]:
-                raise UnexpectedQueryError("SGLang decoded, and not every layer's query was seen")
+                raise UnexpectedQueryError(
+                    "SGLang decoded, but the queries of some layers were not seen"
+                )
         except UnexpectedQueryError as error:
             found["error"] = str(error)
     print(json.dumps(found))

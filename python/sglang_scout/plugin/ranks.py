@@ -112,9 +112,9 @@ def worker_nodes(cpus: Collection[int]) -> dict[int, list[int]]:
     if len(found) <= 1 or (len(set(counts)) == 1 and len(found) <= MAX_NODES):
         return found
     logger.warning(
-        "--kv-offload-cpus: the workers' CPUs are of %s NUMA nodes, by rank; pages are divided among at "
-        "most %d, and as many on each rank. Host pages lie wherever the system puts them; give CPUs "
-        "of fewer nodes",
+        "--kv-offload-cpus: the CPUs of the CPU attention processes are on %s NUMA nodes, by rank, but pages can be "
+        "divided among at most %d, and the same number on each rank. The system decides where host pages are; name "
+        "CPUs of fewer nodes",
         counts,
         MAX_NODES,
     )

@@ -52,7 +52,8 @@ def around_resolve(original: Callable[..., None], self: Any) -> None:
 def apply_defaults(args: Any) -> None:
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError(
-            "SGLANG_RUST_SERVER: that server takes in requests that would end a scheduler of --kv-offload; unset it"
+            "SGLANG_RUST_SERVER: that server bypasses the request checks of --kv-offload, without which a malformed "
+            "request would end the scheduler; unset it"
         )
     # Digests and arena need the pool's size at start; SGLang would choose it after graph capture.
     os.environ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] = "0"

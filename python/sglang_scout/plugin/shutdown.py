@@ -23,7 +23,7 @@ DRAIN_S = 12.0
 POLL_S = 0.1
 ANSWERS_S = 0.5  # to send the last answers, before SGLang stops the event loop
 
-REFUSAL = "The server is shutting down. Send the request to another one, or again later."
+REFUSAL = "The server is shutting down. Send the request to another server, or again later."
 
 
 def _refused(rid: str) -> AbortReq:

@@ -54,7 +54,8 @@ def open_step_log(
         return StepLog(config.step_log, counters, facts | of_log)
     except OSError as error:
         raise ConfigError(
-            f"--kv-offload-config: step_log = {config.step_log!r}: cannot write it: {error.strerror}"
+            f"--kv-offload-config: step_log = {config.step_log!r}: cannot write it: {error.strerror}; "
+            "name another file"
         ) from error
 
 

@@ -156,8 +156,8 @@ def model_shape(runner: Any) -> ModelShape:
     is_capped = any(a.logit_cap for a in attentions)
     if len(kinds) != 1 or attentions[0].sliding_window_size > 0 or is_capped:
         raise ConfigError(
-            f"--model-path {config.model_path}: layers differ in scaling or kind, cap their logits or attend "
-            "to a window; not supported with --kv-offload"
+            f"--model-path {config.model_path}: its layers differ in scaling or kind, cap their logits or "
+            "use sliding-window attention, which --kv-offload does not support; choose another model"
         )
     fp8 = None if runner.kv_cache_dtype == config.dtype else runner.kv_cache_dtype
     if fp8 is not None:
@@ -190,7 +190,7 @@ def _check_fp8(
             if scale is not None and float(scale) != 1.0:
                 raise ConfigError(
                     f"--kv-cache-dtype: layer {attention.layer_id} has {name} {float(scale):g}; --kv-offload stores K "
-                    "and V as they are: drop --quantization-param-path, or serve a checkpoint without scales of KV"
+                    "and V unscaled; drop --quantization-param-path, or serve a checkpoint without KV scales"
                 )
 
 
@@ -254,7 +254,7 @@ def _projector(index: int, layer: Any) -> QueryProjector:
         if not good:
             raise ConfigError(
                 f"--kv-offload: layer {index} of {type(layer).__name__} has an unexpected {what}; "
-                "this model cannot be served with it"
+                "this model is not supported"
             )
     normed, heads = _normed(norm), _heads(layer, attention.num_heads)
     q_size, projection = attention.q_size, attention.qkv_proj

@@ -40,7 +40,7 @@ def make(context: Context) -> Policy:
     recent_pages = config.budget_pages - 1 - config.sink_pages  # minus the page being filled
     if recent_pages < 1:
         raise ConfigError(
-            f"--kv-offload-budget {config.budget_tokens}: holds no full page of a window; raise it to at least "
+            f"--kv-offload-budget {config.budget_tokens}: leaves no full page for the window; raise it to at least "
             f"{(2 + config.sink_pages) * config.page_size_tokens}"
         )
     return Policy(

@@ -119,7 +119,7 @@ class Arena:
         try:
             seals = fcntl.fcntl(fd, _F_GET_SEALS)
         except OSError as e:
-            raise ArenaError(f"descriptor {fd} is no memory file: {e.strerror}") from e
+            raise ArenaError(f"descriptor {fd} is not a memory file: {e.strerror}") from e
         if seals & 0x6 != 0x6:
             raise ArenaError(f"memory file {fd} is not sealed against resizing (seals {seals:#x})")
         nbytes = os.fstat(fd).st_size
@@ -264,7 +264,7 @@ def _take_from_pool(
     """
     if short := pool_lacks(spec, numa_nodes):
         if host_memory.free_pool_bytes():
-            logger.warning("arena: not of huge pages of the pool: %s", short)
+            logger.warning("arena: not in the huge page pool: %s", short)
         return None
     nbytes = layout.total_bytes
     try:
@@ -275,7 +275,9 @@ def _take_from_pool(
             if error not in (0, errno.EINVAL):  # EINVAL: before Linux 5.14
                 raise OSError(error, os.strerror(error))
     except OSError as e:
-        logger.warning("arena: not of huge pages of the pool, which has enough: %s", e.strerror)
+        logger.warning(
+            "arena: not in the huge page pool, although it has enough pages: %s", e.strerror
+        )
         return None
     return fd, memory, backing
 

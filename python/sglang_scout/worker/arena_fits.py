@@ -50,18 +50,18 @@ def pool_lacks(spec: ArenaSpec, numa_nodes: Sequence[int] = (), arenas: int = 1)
         return ""
     where = "" if node is None else f" on NUMA node {node}"
     short = (
-        f"{describe(spec, layout_of(spec))}{f' on each of {arenas} ranks' if arenas > 1 else ''} takes {needed} huge "
+        f"{describe(spec, layout_of(spec))}{f' on each of {arenas} ranks' if arenas > 1 else ''} needs {needed} huge "
         f"pages of 2 MiB{where}, and {free} are free in the pool"
     )
     if 2 * free < needed:
         return short
     wanted = total + needed - free
-    fix = f"sysctl vm.nr_hugepages={wanted}"
+    fix = f"run sysctl vm.nr_hugepages={wanted}"
     if node is not None:
         fix = f"write {wanted} to {numa.pool_folder(node)}/nr_hugepages"
     fitting = most_pages(spec, lambda smaller: pool_fits(smaller, numa_nodes, arenas))
     kv_bytes = arenas * max(fitting - 1, 0) * 2 * spec.num_layers * spec.page_bytes
-    raise ArenaError(f"{short}; {fix}, or --kv-offload-host-gb {flag_gib(kv_bytes)}")
+    raise ArenaError(f"{short}; {fix}, or set --kv-offload-host-gb {flag_gib(kv_bytes)}")
 
 
 def pool_fits(spec: ArenaSpec, numa_nodes: Sequence[int] = (), arenas: int = 1) -> bool:
@@ -101,8 +101,8 @@ def check_nodes_fit(spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int]) 
         if available is not None and nbytes > available:
             raise ArenaError(
                 f"{describe(spec, layout)} is bound to NUMA nodes {list(numa_nodes)}: node "
-                f"{node} would hold {gib(nbytes)} and has {gib(available)}; give the arena less "
-                f"memory, or the attention process no CPUs of that node; {LAST_RESORT}"
+                f"{node} would hold {gib(nbytes)} and has {gib(available)}; lower "
+                f"--kv-offload-host-gb, or name no CPUs of that node in --kv-offload-cpus; {LAST_RESORT}"
             )
 
 

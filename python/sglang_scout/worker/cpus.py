@@ -81,9 +81,9 @@ def plan_cpus(
         order = [cpu for _, cpu in sorted((i, cpu) for of in cores for i, cpu in enumerate(of))]
         num_cores, count = len(cores), max(len(cores), ENOUGH_THREADS)
         threads, free = order[:count], order[count:]
-        why = f"one of each core of {where}" + (", near the GPU" if local & set(home) else "")
+        why = f"one per core of {where}" + (", near the GPU" if local & set(home) else "")
         if near and not local:
-            warning = f"none of the GPU's CPUs, {ranges(near)}, is allowed to this process"
+            warning = f"this process may run on none of the CPUs near the GPU ({ranges(near)})"
             why += f": {warning}"
     elsewhere, left = allowed.difference(home), set(home).difference(threads, free)
     # Not on what other ranks have been dealt.
@@ -95,7 +95,7 @@ def plan_cpus(
     if share is not None:
         rest = ("the server and other ranks", "not this rank's share")
     online = set(numa.read_cpus("devices/system/cpu/online"))
-    keep = "scheduler, tokenizer, transfers: spinning slows an SMT sibling"
+    keep = "scheduler, tokenizer, transfers: polling attention threads slow their SMT siblings"
     rows = [
         (threads[:num_cores], ATTENTION, why),
         (threads[num_cores:], ATTENTION, f"SMT siblings, for up to {ENOUGH_THREADS} threads"),

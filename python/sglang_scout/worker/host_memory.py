@@ -25,7 +25,7 @@ from sglang_scout.core.errors import ArenaError, ConfigError
 logger = logging.getLogger(__name__)
 
 OVERRIDE = "SGLANG_SCOUT_HOST_MEMORY_GB"
-LAST_RESORT = f"as a last resort {OVERRIDE}=N takes your word that N GiB can be had"
+LAST_RESORT = f"as a last resort set {OVERRIDE}=N if you know that N GiB are available"
 """Ends every refusal for want of host memory."""
 STEP_BYTES = 2 * 2**30  # of growth that is touched at once
 KEPT_BYTES = 2**29  # left to everything else meanwhile
@@ -65,8 +65,8 @@ def promised_bytes() -> int:
         if 0.001 <= float(text) <= 2**20:
             return int(float(text) * 2**30)
     raise ConfigError(
-        f"{OVERRIDE}={text}: must be the GiB of host memory that can be had, 0.001 to {2**20}; set it to these, or "
-        "unset it"
+        f"{OVERRIDE}={text}: must be the GiB of host memory that are available, 0.001 to {2**20}; correct it, "
+        "or unset it"
     )
 
 
@@ -213,8 +213,9 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now)
         if room < step and (step := room // 2 // PIECE_BYTES * PIECE_BYTES) <= 0:
             if time.monotonic() - asked_s > GROWTH_WAIT_S:
                 raise ArenaError(
-                    f"this machine's memory does not grow: {gib(done)} of {gib(nbytes)} could be had, and in "
-                    f"{GROWTH_WAIT_S:g} s no more; lower --kv-offload-host-gb, or free memory; {LAST_RESORT}"
+                    f"this machine's memory does not grow: {gib(done)} of {gib(nbytes)} are allocated, and no more "
+                    f"became available within {GROWTH_WAIT_S:g} s; lower --kv-offload-host-gb, or free memory; "
+                    f"{LAST_RESORT}"
                 )
             time.sleep(0.1)
             continue
@@ -223,7 +224,7 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now)
             return
         if error:
             raise ArenaError(
-                f"{gib(done)} of {gib(nbytes)} of host memory could be had: {os.strerror(error)}; lower "
+                f"only {gib(done)} of {gib(nbytes)} of host memory could be allocated: {os.strerror(error)}; lower "
                 f"--kv-offload-host-gb, or free memory; {LAST_RESORT}"
             )
         done, asked_s = done + step, time.monotonic()

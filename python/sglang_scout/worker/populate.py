@@ -56,15 +56,14 @@ class PopulateThread:
             size = min(PIECE_BYTES, self._nbytes - done)
             if error := populate(self._begin + done, size, write=False):
                 logger.warning(
-                    "%.1f of %.1f GiB of the arena are mapped, the others will be when they are "
-                    "first needed: madvise: %s",
+                    "mapped %.1f of %.1f GiB of the arena; the rest will be mapped at first use: madvise: %s",
                     done / 2**30,
                     self._nbytes / 2**30,
                     os.strerror(error),
                 )
                 return
         logger.info(
-            "the arena's %.1f GiB are mapped, after %.1f s",
+            "mapped the %.1f GiB of the arena in %.1f s",
             self._nbytes / 2**30,
             time.monotonic() - begin_s,
         )

@@ -96,8 +96,10 @@ class WorkerProcess:
         code = self._process.wait()
         if code < 0:
             with contextlib.suppress(ValueError):
-                return f"process {self.pid} was killed by {signal.Signals(-code).name}"
-        return f"process {self.pid} ended with exit code {code}"
+                return (
+                    f"CPU attention process {self.pid} was killed by {signal.Signals(-code).name}"
+                )
+        return f"CPU attention process {self.pid} ended with exit code {code}"
 
     def end(self) -> None:
         """Kills the process if it runs, reaps it, releases everything; idempotent."""

@@ -102,8 +102,8 @@ def check_machine() -> None:
     """Raises ConfigError on a CPU architecture on which the ring has not been verified."""
     if (machine := platform.machine()) != "x86_64":
         raise ConfigError(
-            f"this machine is {machine}: the ring to the CPU attention process is modelled and tested for the memory "
-            "order of x86-64 alone, and a weaker one might hand over a record before its data; serve on x86_64"
+            f"this machine is {machine}: the ring to the CPU attention process is modelled and tested only for the "
+            "memory order of x86-64, and with a weaker one a record might be seen before its data; serve on x86_64"
         )
 
 
@@ -112,7 +112,7 @@ def check_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
     try:
         numbers = tuple(int(c) for c in cpus)
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"cpus={cpus!r} is no list of CPU numbers") from e
+        raise ConfigError(f"cpus={cpus!r} is not a list of CPU numbers") from e
     if not numbers:
         raise ConfigError("cpus is empty; give at least one CPU")
     if min(numbers) < 0 or len(set(numbers)) != len(numbers):
@@ -134,10 +134,12 @@ def check_nodes(
         return (0,) * len(cpus)
     given = [[int(cpu) for cpu in node] for node in nodes or ()]
     if len(given) != num_nodes:
-        raise ConfigError(f"nodes={given} are {len(given)}; the arena's pages lie on {num_nodes}")
+        raise ConfigError(
+            f"nodes={given} has {len(given)} nodes; the arena's pages are on {num_nodes}"
+        )
     found = [[i for i, node in enumerate(given) if cpu in node] for cpu in cpus]
     if sorted(sum(given, [])) != sorted(cpus) or any(len(of) != 1 for of in found):
         raise ConfigError(
-            f"nodes={given}: give each of the CPUs {list(cpus)} in exactly one, and no other"
+            f"nodes={given}: name each of the CPUs {list(cpus)} in exactly one node, and no others"
         )
     return tuple(of[0] for of in found)

@@ -80,7 +80,7 @@ class ArenaSpec:
             object.__setattr__(self, name, int(value))
         if self.num_pages + self.context_pages * self.page_size >= 1 << 31:
             raise ArenaError(
-                f"context_pages={self.context_pages}: their {self.page_size} tokens each have no ids of 31 bits"
+                f"context_pages={self.context_pages}: with {self.page_size} tokens each, their token ids exceed 31 bits"
             )
         if self.num_q_heads % self.num_kv_heads:
             raise ArenaError(
@@ -100,7 +100,9 @@ class ArenaSpec:
         if self.q_dtype not in QUERY_DTYPES:
             raise ArenaError(f"q_dtype={self.q_dtype!r}; supported are {', '.join(QUERY_DTYPES)}")
         if self.checksums and self.page_bytes % 32:
-            raise ArenaError(f"checksums: pages of {self.page_bytes} bytes are no multiple of 32")
+            raise ArenaError(
+                f"checksums: pages of {self.page_bytes} bytes are not a multiple of 32"
+            )
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ArenaError(f"scale={self.scale} is not a positive number")
         if not (math.isfinite(self.logit_cap) and self.logit_cap >= 0):

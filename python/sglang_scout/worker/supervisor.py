@@ -110,7 +110,7 @@ class Supervisor:
         try:
             self._keep_running()
         except Exception as e:  # a bug here must not leave a caller waiting for a worker
-            self._log.exception("supervisor of CPU attention")
+            self._log.exception("supervisor of the CPU attention process")
             self.last_error = f"supervisor: {e!r}"
             self.state = "failed"
         finally:
@@ -194,7 +194,7 @@ class Supervisor:
                     stalled_s = stalled_s + spent_s if stuck else 0.0
                     beat_s, last = 0.0, stats
                 elif isinstance(message, m.Failed):
-                    return f"process {process.pid} failed: {message.error}"
+                    return f"CPU attention process {process.pid} failed: {message.error}"
                 else:
                     self._answer(process, message)
             refused = process.channel.refused + last.refused_messages
@@ -203,16 +203,14 @@ class Supervisor:
                 return process.exit_text()
             if self._ready_s is None:
                 if quiet_s > config.ready_timeout_s:
-                    return f"process {process.pid} was not ready within {config.ready_timeout_s} s"
+                    return f"CPU attention process {process.pid} was not ready within {config.ready_timeout_s} s"
                 continue
             if quiet_s > config.heartbeat_timeout_s and not (
                 quiet_s <= config.stall_timeout_s and process.wants_cpu()
             ):
-                return f"process {process.pid} was silent for {quiet_s:.2f} s"
+                return f"CPU attention process {process.pid} was silent for {quiet_s:.2f} s"
             if stalled_s > config.stall_timeout_s:
-                return (
-                    f"process {process.pid} has had work for {stalled_s:.1f} s and finished nothing"
-                )
+                return f"CPU attention process {process.pid} had work for {stalled_s:.1f} s and finished nothing"
         self._stop_gently(process)
         return _STOPPED
 
@@ -229,7 +227,7 @@ class Supervisor:
             self.state = "ready"
             self._first_outcome.set()
             self._log.info(
-                "CPU attention process %d ready: %d threads, %s, controlled over %s",
+                "CPU attention process %d ready: %d threads, %s, control socket %s",
                 process.pid, message.threads, message.isa, process.channel.endpoint,
             )  # fmt: skip
 

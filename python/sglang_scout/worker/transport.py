@@ -150,7 +150,7 @@ class Channel:
                     self.refused += 1
                     if (now_s := time.monotonic()) >= self._log_s:
                         self._log_s = now_s + _LOG_INTERVAL_S
-                        what = "control of CPU attention: dropped a message (%d by now): %s"
+                        what = "control channel of CPU attention: dropped a message (%d so far): %s"
                         self._log.warning(what, self.refused, e)
         return received
 
@@ -166,11 +166,13 @@ class Channel:
 
     def _accept(self, frames: list[zmq.Frame]) -> m.Message:
         if (sender := _credentials(frames[-1])) != (os.geteuid(), self.peer_pid):
-            raise WorkerError(f"from user and process {sender}, not {self.peer_pid}")
+            raise WorkerError(
+                f"it is from user and process {sender}, not from process {self.peer_pid}"
+            )
         parts = [frame.bytes for frame in frames]
         address, rest = parts[: self._is_router], parts[self._is_router :]
         if len(rest) != 2 or rest[0] != self._token:
-            raise WorkerError("without the token of this start")
+            raise WorkerError("it lacks the token of this start")
         message = m.decode(rest[1], self._receives)
         self._address = address
         return message
