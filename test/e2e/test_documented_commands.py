@@ -19,6 +19,7 @@ PLACES = ("30000", "30001", "30002", "8998")
 ON_A_CPU = {
     r"(source .venv/bin/activate).*": r"\1\nsource scripts/cpu_env.sh",
     "ulimit -l unlimited": "ulimit -l",
+    "--disaggregation-mode prefill": r"\g<0> --disaggregation-bootstrap-port 8998",
     r" --mem-fraction-static \S+| --base-gpu-id \d": "",
     r"HOST_GB=\d+": "HOST_GB=0.5",
     r"--kv-offload-host-gb \d+": "--kv-offload-host-gb 0.5",
