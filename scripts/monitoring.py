@@ -61,7 +61,8 @@ ALERTS = (
         "Output stays correct, but the decode server computes the missing pages itself, which is slower. It keeps "
         "trying to start a new process.",
         "Read `worker.last_error` in `/server_info` and free what it names, for example memory, file descriptors or "
-        "processes. The next start, at most 30 seconds later, then succeeds.",
+        "processes. The next start, at most 30 seconds later, then succeeds. After an error that begins with "
+        "`supervisor:` no start follows: restart the decode server and report the error.",
     ),
     Alert(
         "ScoutWorkerRestarted",
@@ -72,8 +73,8 @@ ALERTS = (
         "The CPU attention process died or hung and was replaced.",
         "Requests continue with correct output; the decode server computed the missing pages until the new process "
         "was ready.",
-        "Read `worker.last_error` in `/server_info`. If it happens again, look in the kernel's log for the OOM "
-        "killer, and check that no CPU quota stops the process. Report a crash.",
+        "Read `worker.last_error` in `/server_info`. If it happens again, look in the kernel's log (`dmesg`) for "
+        "the OOM killer, and check that no CPU quota stops the process. Report a crash.",
     ),
     Alert(
         "ScoutFallback",
@@ -86,7 +87,7 @@ ALERTS = (
         "take longer.",
         "If `worker_up` is 0, see ScoutWorkerDown. Otherwise read `worker` in `/server_info`. If `late_tickets` "
         "grows, results take longer than 10 seconds: look for a CPU quota or other programs on the CPUs of "
-        "`worker.cpus`. If `refused` grows, records or results are damaged: report it.",
+        "`worker.cpus`. If `refused` grows, what the process receives or returns is damaged: report it.",
     ),
     Alert(
         "ScoutChecksumFailure",
@@ -108,7 +109,8 @@ ALERTS = (
         "Host pages are nearly used up.",
         "When no page is free, SGLang retracts running requests, which wait and resume later. Pages of the radix "
         "cache count as used, but are freed first.",
-        "Send fewer concurrent requests (`--max-running-requests`), or restart with a larger `--kv-offload-host-gb`.",
+        "With `--disaggregation-decode-enable-radix-cache` this is normal while SGLang's `sglang:num_retracted_reqs` "
+        "stays 0. Otherwise lower `--max-running-requests` or raise `--kv-offload-host-gb`.",
     ),
     Alert(
         "ScoutCpuShareHigh",
@@ -127,8 +129,8 @@ ALERTS = (
         "warning",
         "steps spend more than 10 % of their time waiting for CPU attention, for 10 minutes",
         "The device waits for CPU attention.",
-        "CPU attention to a layer's missing pages takes longer than the layer before it. Layer 0 and `exact_layers` "
-        "always wait.",
+        "CPU attention to a layer's missing pages takes longer than the device takes for the layer before it. Layer 0 "
+        "and `exact_layers` always wait.",
         "Give it more CPUs (`--kv-offload-cpus`), or leave it fewer pages: lower `recall_threshold` or raise "
         "`resident_tokens`. `sglang-scout report` shows which layers wait.",
     ),

@@ -146,7 +146,7 @@ def test_a_decode_server_that_ends_ends_what_it_had():
         for link in decode.halves._links.values():
             link.cancel()
         await until(lambda: prefill.ended)
-        assert prefill.ended == {"a": (503, "The decode server is gone.")}
+        assert prefill.ended == {"a": (503, "The decode server is gone. Send the request again.")}
 
     with_a_pair(test)
 

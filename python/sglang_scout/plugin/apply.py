@@ -10,6 +10,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_scout.plugin.hooks import Hook
 from sglang_scout.plugin.line import VERSION
 
+_INSTALL = f"install sglang=={VERSION} unmodified, and no other plugin"
+
 
 def apply(hooks: Iterable[Hook]) -> None:
     """Resolve, register, apply and verify; SGLang itself only logs failures here."""
@@ -22,10 +24,12 @@ def apply(hooks: Iterable[Hook]) -> None:
         try:
             pkgutil.resolve_name(target)
         except Exception as error:
-            raise RuntimeError(f"hook target {target} is not in this SGLang: {error}") from error
+            raise RuntimeError(
+                f"hook target {target} is not in this SGLang: {error}; {_INSTALL}"
+            ) from error
         function = pkgutil.resolve_name(f"sglang_scout.plugin.{hook.function}")
         HookRegistry.register(target, function, HookType(hook.kind))
         targets.add(target)
     HookRegistry.apply_hooks()
     if absent := sorted(targets - HookRegistry._patched):
-        raise RuntimeError(f"hooks that were not applied: {', '.join(absent)}")
+        raise RuntimeError(f"hooks that were not applied: {', '.join(absent)}; {_INSTALL}")

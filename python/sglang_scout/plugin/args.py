@@ -142,7 +142,7 @@ def _apply_defaults(args: ServerArgs) -> None:
         if args.max_running_requests is None:
             args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
             logger.info(
-                "--max-running-requests not given: %d with --kv-offload %s",
+                "--max-running-requests not given: set to %d with --kv-offload %s",
                 DEFAULT_MAX_RUNNING_REQUESTS,
                 args.kv_offload,
             )

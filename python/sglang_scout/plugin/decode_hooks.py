@@ -175,7 +175,8 @@ def around_offload_kv_cache(
         return
     adapter.drop_copy(req)
     logger.error(
-        "request %s was retracted and fails: a copy of its KV needs %s of host memory, and %s are available",
+        "request %s was retracted and fails: a copy of its KV needs %s of host memory, and %s are available; lower "
+        "--max-running-requests, or free memory",
         req.rid, gib(needed), gib(available),
     )  # fmt: skip
 

@@ -27,6 +27,7 @@ from sglang.srt.utils.network import NetworkAddress
 logger = logging.getLogger(__name__)
 
 ROUTE = "/kv_offload/halves"
+GONE = "The decode server is gone. Send the request again."
 OTHER_HALF_S = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
 """How long a prefill server waits for a decode server that has not told that it has the other half."""
 _CONNECT_S = 5.0
@@ -147,7 +148,9 @@ class Halves:
                     self._manager.event_loop.call_soon_threadsafe(self._hear, half)
         except (msgspec.MsgspecError, OSError, TypeError) as error:
             logger.warning(
-                "--kv-offload: the connection to the other server of the pair failed: %r", error
+                "--kv-offload: the connection to the other server of the pair failed: %r; the next request opens a "
+                "new one",
+                error,
             )
         finally:
             del self._sockets[socket]
@@ -189,14 +192,17 @@ class Halves:
         for state in list(self._manager.rid_to_state.values()):
             nth = getattr(state.obj, "kv_offload_nth", None)
             if nth and (state.obj.bootstrap_room, nth) in link.there:
-                self._end(state.obj, HTTPStatus.SERVICE_UNAVAILABLE, "The decode server is gone.")
+                self._end(state.obj, HTTPStatus.SERVICE_UNAVAILABLE, GONE)
 
     def _miss(self, room: int, nth: int) -> None:
         if any((room, nth) in link.there for link in self._sockets.values()):
             return
         for request in self._of(room):
             if self._nth(request) == nth:
-                message = f"No decode server has received this request within {OTHER_HALF_S} s."
+                message = (
+                    f"No decode server has received this request within {OTHER_HALF_S} s. Send requests to the router, "
+                    "which sends each to both servers."
+                )
                 self._end(request, HTTPStatus.SERVICE_UNAVAILABLE, message)
 
     def _end(self, request: Any, status: int, message: str) -> None:

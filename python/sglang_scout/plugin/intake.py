@@ -82,7 +82,7 @@ def around_handle_generate_request(
     except Exception as error:
         message = str(error)
         if not isinstance(error, _Refusal):
-            message = f"{type(error).__name__}: {error}"
+            message = f"The server cannot take up this request ({type(error).__name__}: {error})."
             logger.exception("--kv-offload: request %s was refused", request.rid)
             _forget(scheduler, request.rid)
         reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}

@@ -39,7 +39,7 @@ METRICS = {
     "raised_thresholds": ("counter", "Heads without room for all tokens that they would keep."),
     "worker_restarts": ("counter", "Times that the CPU attention process died or hung and was replaced."),
     "worker_up": ("gauge", "1 while the CPU attention process serves, otherwise 0."),
-    "step_seconds": ("histogram", "Time from a step's boundary, or from the end of the step before, to its tokens."),
+    "step_seconds": ("histogram", "Time from a step's boundary, or the end of the last step if later, to its tokens."),
     "boundary_seconds": ("histogram", "Time that the host works before it launches a step."),
     "gpu_wait_seconds": ("histogram", "Time that a step waited for CPU attention, summed over layers."),
 }  # fmt: skip
@@ -94,7 +94,10 @@ class Metrics:
                 self.publish()
             except Exception:
                 # A metrics failure must fail no request, nor end publishing.
-                logger.exception("cannot publish the kv_offload metrics")
+                logger.exception(
+                    "cannot publish the kv_offload metrics; trying again in %g s",
+                    PUBLISH_INTERVAL_S,
+                )
 
     def close(self) -> None:
         self._stop.set()

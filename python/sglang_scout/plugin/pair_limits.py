@@ -76,17 +76,17 @@ LIMITS = (
     Limit(
         "return_hidden_states",
         _asks("return_hidden_states"),
-        "a prefill-decode pair has none for the prompt and the first token",
+        "a prefill-decode pair has none for the prompt and the first token; drop the field",
     ),
     Limit(
         "return_routed_experts",
         _asks("return_routed_experts"),
-        "a prefill-decode pair has none for the prompt",
+        "a prefill-decode pair has none for the prompt; drop the field",
     ),
     Limit(
         "return_indexer_topk",
         _asks("return_indexer_topk"),
-        "a prefill-decode pair has none for the prompt",
+        "a prefill-decode pair has none for the prompt; drop the field",
     ),
     Limit(
         "input_embeds",

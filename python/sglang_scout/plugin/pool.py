@@ -210,7 +210,8 @@ def build_pools(
     if not isinstance(pool, pool_class) or not isinstance(allocator, ScoutAllocator):
         raise RuntimeError(
             f"--kv-offload: SGLang built {type(pool).__name__} with {type(allocator).__name__}, "
-            f"expected {pool_class.__name__} with {ScoutAllocator.__name__}"
+            f"expected {pool_class.__name__} with {ScoutAllocator.__name__}; serve another model, or drop the flags "
+            "that choose another KV pool"
         )
     assert torch.is_tensor(pool.k_buffer[0])
     logger.info("--kv-offload: SGLang %s, %s", VERSION, pool_class.__name__)

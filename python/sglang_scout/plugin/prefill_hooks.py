@@ -106,7 +106,7 @@ def _same_layers(here: int, there: int, layers: int) -> bool:
     if not same:
         logger.error(
             "--kv-offload: this server has %d KV buffers and the decode server %d, so no KV is sent: the two serve "
-            "different models, or only one uses pipeline parallelism",
+            "different models, or only one uses pipeline parallelism; give both the same --model-path and no --pp-size",
             here, there,
         )  # fmt: skip
     return same

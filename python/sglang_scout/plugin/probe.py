@@ -62,5 +62,6 @@ class QueryProbe:
             raise UnexpectedQueryError(
                 f"--kv-offload: the query of layer {layer} differs from the one predicted from its own input: this "
                 "SGLang does not pass layers what sglang-scout expects, and pages would be selected with wrong queries"
+                "; install SGLang unmodified, or serve without --kv-offload"
             )
         del self._projectors[layer]

@@ -68,7 +68,7 @@ def main() -> None:
             one_batch.main(server, once)
             if [probe.unseen for probe in probes] != [[]]:
                 raise UnexpectedQueryError(
-                    "SGLang decoded, but the queries of some layers were not seen"
+                    "SGLang decoded, but the queries of some layers were not seen; install SGLang unmodified"
                 )
         except UnexpectedQueryError as error:
             found["error"] = str(error)

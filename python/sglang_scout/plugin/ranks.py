@@ -94,7 +94,9 @@ def cpu_plan(runner: Any, config: OffloadConfig) -> CpuPlan:
         share = deal_cpus(config.cpus or allowed, homes)[ranks.rank]
     plan = plan_cpus(allowed, near, config.cpus, share)
     if plan.warning:
-        _warn_once(f"--kv-offload: attention threads are far from the GPU: {plan.warning}")
+        _warn_once(
+            f"--kv-offload: attention threads are far from the GPU: {plan.warning}; allow them (cpuset, taskset)"
+        )
     return plan
 
 

@@ -142,7 +142,9 @@ class Sender:
             with self._lock:
                 self._sock.send_multipart(parts)
         except zmq.ZMQError as error:
-            logger.error("--kv-offload: a message to a decode server was lost: %s", error)
+            logger.error(
+                "--kv-offload: a message to a decode server that is gone was lost: %s", error
+            )
 
 
 def around_connect_to_decode(
