@@ -120,7 +120,7 @@ def found(rows: list[Row], field: str = "right") -> float:
 
 def draw_budgets(rows: list[Row]) -> Any:
     """Planted numbers found, by budget: a panel for each form of the question, full attention as a line."""
-    fig, axes = plt.subplots(1, len(PANELS), figsize=(10, 4.6), sharey=True)
+    fig, axes = plt.subplots(1, len(PANELS), figsize=(10, 3.9), sharey=True)
     for (part, title), ax in zip(PANELS.items(), axes, strict=True):
         by_setting = paired(rows, part)
         full = next(iter(by_setting.values()))

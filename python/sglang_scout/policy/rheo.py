@@ -1,9 +1,9 @@
 """RheoServe: each KV head selects by low-rank page embeddings; pages with long-term importance stay on the device.
 
 The CPU attends to selected pages that are not resident, with the real query, concurrently with the device, which
-attends to all that are. Three points differ from its description: heads whose data are mostly on the CPU are not
-offloaded as a whole, as its steps 5 and 6 contradict that; the recorder counts selections, not scores; and room is
-reserved for growth until a layer's next exchange, not for all that ``max_new_tokens`` allows.
+attends to all that are. Among other points, three differ from its description: heads whose data are mostly on the CPU
+are not offloaded as a whole, as its steps 5 and 6 contradict that; the recorder counts selections, not scores; and room
+is reserved for growth until a layer's next exchange, not for all that ``max_new_tokens`` allows.
 """
 
 from __future__ import annotations
