@@ -80,8 +80,8 @@ class OffloadConfig:
 
     resident_tokens: int | None = _key(
         None,
-        "Tokens for which the device has room in its cache of resident pages, over all requests. Raise it if the "
-        "CPU compute ratio stays high. Lower it to leave memory to digests, and so to more host pages; more work "
+        "Size of the device's cache of resident pages, in tokens over all requests. Raise it if the CPU compute ratio "
+        "stays high. Lower it to leave memory to digests, and so to more host pages; more work "
         "then stays with the CPU. Default: on the CPU device the budget times `--max-running-requests`; on a CUDA "
         "device what the digests leave",
         (PAGE_SIZE_TOKENS, 2**40),
@@ -129,8 +129,8 @@ class OffloadConfig:
     )
     recall_threshold: float | None = _key(
         None,
-        "CPU compute ratio below which `adaptive` keeps each layer (the paper's β). Lower it to move work from the "
-        "CPU to the link, raise it if steps wait for recalls. Default: the profile's threshold, or "
+        "CPU compute ratio that no layer should exceed with `adaptive` (the paper's β). Lower it to move work from "
+        "the CPU to the link, raise it if steps wait for recalls. Default: the profile's threshold, or "
         f"{DEFAULT_RECALL_THRESHOLD} without a profile",
         (0.0, 1.0),
     )
@@ -147,12 +147,12 @@ class OffloadConfig:
     )
     trace: str | None = _key(
         None,
-        "File for a timeline of decode steps in Chrome's trace format, which ui.perfetto.dev opens",
+        "File for a timeline of the first 64 decode steps in Chrome's trace format, which ui.perfetto.dev opens",
         is_written=True,
     )
     step_log: str | None = _key(
         None,
-        "File for one JSON line per decode step: missing pages by layer and request, waits, recalls, and how well "
+        "File for a JSON line per decode step: missing pages by layer and request, waits, recalls, and how well "
         "queries were predicted. `sglang-scout report` and `sglang-scout profile` read it. It grows without limit",
         is_written=True,
     )

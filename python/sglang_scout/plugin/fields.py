@@ -44,7 +44,7 @@ FIELDS: dict[str, tuple[Any, Any, str]] = {
     "kv_offload_recall_profile": (
         str | None,
         None,
-        "JSON file with a recall interval for each layer, made by `sglang-scout profile` from a log of your "
+        "JSON file with a recall interval for each layer, made by `sglang-scout profile` from a step log of your "
         "workload. Needed for the key `recall: profile`; with `recall: adaptive` its intervals are the first "
         "estimates. Default: no file.",
     ),

@@ -222,7 +222,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
             "transfer_faults:around_ensure_parallel_info",
             "around",
-            "ask a prefill server's address for its ranks without blocking the steps of others",
+            "ask a prefill server for its ranks without blocking the steps of other requests",
         ),
         Hook(
             "disaggregation.utils._poll_with_failure_injection",
@@ -320,7 +320,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
             "prefill_hooks:before_send_kv_chunk",
             "before",
-            "compute the digests of the pages about to be sent, and the pages that score best for the last token",
+            "compute the digests of the pages about to be sent, and the hint: the best pages for the last token",
         ),
         Hook(
             "model_executor.model_runner.ModelRunner.init_attention_backends",

@@ -25,7 +25,7 @@ METRICS = {
     "resident_pages": ("gauge", "Pages in the device's cache, summed over layers."),
     "cpu_compute_ratio": ("gauge", "CPU compute ratio since start: pages computed on the CPU divided by the budget."),
     "steps": ("counter", "Decode steps."),
-    "dense_steps": ("counter", "Decode steps with full attention, because all pages were resident and few."),
+    "dense_steps": ("counter", "Decode steps with full attention: all pages were resident, few beyond the budget."),
     "selected_pages": ("counter", "Pages selected, summed over requests, layers and steps."),
     "cpu_pages": ("counter", "Pages that CPU attention computed because they were not resident."),
     "fetched_pages": ("counter", "Pages copied to the device before the layer that selected them."),
@@ -39,7 +39,7 @@ METRICS = {
     "raised_thresholds": ("counter", "Heads without room for all tokens that they would keep."),
     "worker_restarts": ("counter", "Times that the CPU attention process died or hung and was replaced."),
     "worker_up": ("gauge", "1 while the CPU attention process serves, otherwise 0."),
-    "step_seconds": ("histogram", "Time from a step's boundary, or the end of the last step if later, to its tokens."),
+    "step_seconds": ("histogram", "Duration of a step, from its boundary or, if later, the end of the step before."),
     "boundary_seconds": ("histogram", "Time that the host works before it launches a step."),
     "gpu_wait_seconds": ("histogram", "Time that a step waited for CPU attention, summed over layers."),
 }  # fmt: skip
