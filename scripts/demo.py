@@ -78,7 +78,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default="smollm2", help="smollm2, recall, or the folder of a model of yours")
+    add("--model", default="smollm2", help="smollm2, recall, or the folder of your own model")
     add(
         "--device",
         default="auto",
@@ -92,7 +92,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--concurrency", help="requests at the same time", **size)
     add("--input-len", metavar="TOKENS", help="input tokens per request", **size)
     add("--output-len", metavar="TOKENS", help="output tokens per request", **size)
-    add("--keep-logs", action="store_true", help="keep the logs if the demo succeeds, too")
+    add("--keep-logs", action="store_true", help="keep the logs also if the demo succeeds")
     args = parser.parse_args(argv)
     args.job = JOBS.get(args.model, OWN)
     for name in ("budget", "prompts", "input_len", "output_len"):

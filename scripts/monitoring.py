@@ -59,10 +59,10 @@ ALERTS = (
         "`worker_up` is 0 for 30 seconds",
         "The CPU attention process is down.",
         "Output stays correct, but the decode server computes the missing pages itself, which is slower. It keeps "
-        "trying to start a new process.",
+        "trying to start a new process, at most 30 seconds after the last try.",
         "Read `worker.last_error` in `/server_info` and free what it names, for example memory, file descriptors or "
-        "processes. The next start, at most 30 seconds later, then succeeds. After an error that begins with "
-        "`supervisor:` no start follows: restart the decode server and report the error.",
+        "processes; the next start then succeeds. If the error begins with `supervisor:`, no start follows: restart "
+        "the decode server and report the error.",
     ),
     Alert(
         "ScoutWorkerRestarted",
@@ -86,8 +86,8 @@ ALERTS = (
         "Results of CPU attention are late or damaged, or the process is not ready. Output stays correct, but steps "
         "take longer.",
         "If `worker_up` is 0, see ScoutWorkerDown. Otherwise read `worker` in `/server_info`. If `late_tickets` "
-        "grows, results take longer than 10 seconds: look for a CPU quota or other programs on the CPUs of "
-        "`worker.cpus`. If `refused` grows, what the process receives or returns is damaged: report it.",
+        "grows, results take longer than 10 seconds: look for a CPU quota, or for other programs on the CPUs in "
+        "`worker.cpus`. If `refused` grows, the data that the process receives or returns is damaged: report it.",
     ),
     Alert(
         "ScoutChecksumFailure",
@@ -96,7 +96,8 @@ ALERTS = (
         "critical",
         "`checksum_failures_total` grew in the last 10 minutes",
         "KV changed in host memory.",
-        "The running requests that owned the page ended with an error; other requests are unaffected.",
+        "`page_checksums` found a damaged page. The running requests that use it ended with an error; other requests "
+        "are unaffected.",
         "A single event can be a random bit flip. If it happens again, take the host out of service and test its "
         "memory.",
     ),
@@ -119,7 +120,7 @@ ALERTS = (
         "warning",
         "the CPU computes more than 25 % of the selected pages for 10 minutes",
         "Recall does not keep up.",
-        "Layers leave more pages to CPU attention than it is meant to compute, and steps may have to wait for it.",
+        "CPU attention computes more pages than it is meant to, and steps may have to wait for it.",
         "Lower `recall_threshold`, raise `recall_step_mib` unless steps wait for recalls, or raise `resident_tokens`.",
     ),
     Alert(
@@ -129,9 +130,9 @@ ALERTS = (
         "warning",
         "steps spend more than 10 % of their time waiting for CPU attention, for 10 minutes",
         "The device waits for CPU attention.",
-        "CPU attention to a layer's missing pages takes longer than the device takes for the layer before it. Layer 0 "
+        "CPU attention needs longer for a layer's missing pages than the device needs for the layer before. Layer 0 "
         "and `exact_layers` always wait.",
-        "Give it more CPUs (`--kv-offload-cpus`), or leave it fewer pages: lower `recall_threshold` or raise "
+        "Give CPU attention more CPUs (`--kv-offload-cpus`) or fewer pages: lower `recall_threshold` or raise "
         "`resident_tokens`. `sglang-scout report` shows which layers wait.",
     ),
 )

@@ -59,7 +59,7 @@ def test_variables_without_which_a_server_ends(monkeypatch):
     assert doctor.check_environment().state == "ok"
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
     check = doctor.check_environment()
-    assert check.state == "warning" and check.found.startswith("SGLANG_USE_CPU_ENGINE not set")
+    assert check.state == "warning" and check.found.startswith("SGLANG_USE_CPU_ENGINE is not set")
     assert "scripts/cpu_env.sh" in check.fix and "export SGLANG_USE_CPU_ENGINE=1" in check.fix
     monkeypatch.setattr(doctor.machine, "nvidia_gpus", lambda: ["one"])
     assert doctor.check_environment().state == "ok", "a GPU's server does without"

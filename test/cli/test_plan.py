@@ -91,7 +91,7 @@ def test_the_host_size_that_it_names_is_enough(model, capsys):
     arguments = ["plan", "--model-path", str(folder), "--context-tokens", "65536"]
     assert main([*arguments, "--requests", "7", "--host-gb", "1"]) == 1
     text = capsys.readouterr().out
-    assert "7 requests would not fit: host memory is too small" in text
+    assert "7 requests cannot run at once: host memory is too small" in text
     assert "--max-running-requests 7 --context-length 65536" in text
     host = text.split("--kv-offload-host-gb ")[1].split(",")[0]
     assert main([*arguments, "--requests", "7", "--host-gb", host]) == 0

@@ -22,7 +22,7 @@ from sglang_scout.core.errors import ConfigError
 DESCRIPTION = (
     "Serve a live page of one decode server, on this machine only: resident pages by layer, each layer's "
     "CPU compute ratio, waits, recalls and the CPU attention process. It reads the server's /server_info "
-    "once a second."
+    "once a second, and sends no API key."
 )
 PAGE = Path(__file__).with_name("dashboard.html")
 HOST = "127.0.0.1"

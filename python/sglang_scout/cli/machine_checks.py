@@ -106,7 +106,8 @@ def check_environment() -> Check:
             "environment", OK, "the variables that servers need are set", values={"missing": {}}
         )
     exports = " ".join(f"{name}={value}" for name, value in missing.items())
-    found = f"{' and '.join(missing)} not set, which a server that you start by hand needs"
+    verb = "is" if len(missing) == 1 else "are"
+    found = f"{' and '.join(missing)} {verb} not set; servers that you start by hand need this"
     fix = f"source scripts/cpu_env.sh, or export {exports}"
     return Check("environment", WARNING, found, fix, {"missing": missing})
 
@@ -115,7 +116,10 @@ def check_memory() -> Check:
     from sglang_scout.worker.host_memory import available_bytes, bytes_now
 
     available, now = available_bytes(), bytes_now()
-    text = f"{gib(available)} available, {gib(now)} of it now; by default KV pages take half, or the huge page pool"
+    text = f"{gib(available)} available"
+    if now < available:
+        text += f", {gib(now)} of it now and the rest as the machine grows"
+    text += "; by default KV pages take half of it, or the pool of huge pages"
     values = {"available_bytes": available, "available_now_bytes": now}
     if available < SMALL_MEMORY_BYTES:
         fix = "free memory: two servers need a few GiB in addition to the KV pages"
@@ -133,7 +137,9 @@ def check_hugepages() -> Check:
     if pool or host_memory.shared_huge_pages_allowed():
         return Check("huge pages", OK, text, values=values)
     fix = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    return Check("huge pages", WARNING, text + "; KV will be in pages of 4 KiB", fix, values)
+    return Check(
+        "huge pages", WARNING, text + "; host memory for KV uses pages of 4 KiB", fix, values
+    )
 
 
 def check_locked_memory() -> Check:

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(as_dict(plan, steps), indent=2) if args.json else as_text(plan, steps))
     if device and not modelled and not args.json:
         print(
-            "\nNo step is predicted: this works only for policies whose CPU attention runs one layer ahead."
+            "\nNo step is predicted: the model covers only policies whose CPU attention runs one layer ahead."
         )
     return 0 if plan.fits else 1
 
@@ -261,11 +261,12 @@ def _verdict(plan: Plan) -> str:
     requests, server, memory = plan.requests, plan.server, plan.memory
     binds = plan.offload.limited_by.replace("gpu", "GPU")
     if plan.asked is None:
-        lines = [f"{_count(requests)} at once; {binds} is the limit."]
+        fit = f"{_count(requests)} at once" if requests else "No request fits"
+        lines = [f"{fit}; {binds} is the limit."]
     elif plan.fits:
-        lines = [f"{_count(requests)} would fit; {binds} is the limit beyond that."]
+        lines = [f"{_count(requests)} can run at once; beyond that, {binds} is the limit."]
     else:
-        lines = [f"{_count(requests)} would not fit: {binds} is too small."]
+        lines = [f"{_count(requests)} cannot run at once: {binds} is too small."]
     requests = max(requests, 1)
     place = "device memory" if plan.gpu_kv_bytes is None else "GPU memory"
     lines.append(
@@ -277,8 +278,8 @@ def _verdict(plan: Plan) -> str:
     )
     if plan.gpu_kv_bytes is None:
         lines.append(
-            "No --gpu-gb given: with --device cpu, device memory is host memory too, on top of "
-            "--kv-offload-host-gb."
+            "Without --gpu-gb only host memory is a limit. With --device cpu, device memory is host memory too, in "
+            "addition to --kv-offload-host-gb."
         )
     if server.context_tokens > server.model.max_context_tokens:
         lines.append(

@@ -16,7 +16,7 @@ from sglang_scout.core.step_log import COLD_STEPS, StepLogFile, ratios_by_age, r
 DESCRIPTION = (
     "Show where the time of a decode step goes, and each layer's CPU compute ratio and wait. It reads a "
     'step log, which a decode server writes with --kv-offload-config \'{"step_log": "FILE"}\'. For a '
-    'timeline of single steps use the key {"trace": "FILE"} and open the file in ui.perfetto.dev.'
+    'timeline of the first steps set the key {"trace": "FILE"} instead and open the file in ui.perfetto.dev.'
 )
 CAUSES = {
     "cpu_wait_us": "waiting for missing pages",

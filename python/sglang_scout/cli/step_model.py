@@ -39,8 +39,8 @@ replace stock's for positions, append and attention. The CPU device has five ins
 RING_VALUE_BYTES = 2 + 2
 """Per query value and per result value, of a bfloat16 model."""
 CAVEAT = (
-    "Predicted, not measured; the model has not been calibrated on a GPU. Fed with the ScoutAttention paper's hardware "
-    "its high end gives 10.7 times stock where they measured 5.1; its low end is fitted to that."
+    "Predicted, not measured: the model has not been calibrated on a GPU. For the ScoutAttention paper's hardware its "
+    "high end gives 10.7 times stock where the paper measured 5.1; its low end is fitted to that."
 )
 """Beside every prediction."""
 MISSING_SHARE = 0.12
