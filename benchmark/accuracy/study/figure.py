@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from benchmark.accuracy.planted import CUTS
 from benchmark.accuracy.study.table import interval, paired, token_mean
 from benchmark.rows import Row
 
@@ -106,7 +107,7 @@ PANELS = {
 }
 SYSTEMS = {
     "reweighed-missing": ("--kv-offload scout, default digest", "tab:green", "o"),
-    "real": ("Quest (min/max bounds, a selection per KV head)", "tab:orange", "^"),
+    "real": ("Quest's min/max bounds, pages of 32, a selection per KV head", "tab:orange", "^"),
 }
 """By the attending query: label, colour and marker."""
 
@@ -138,6 +139,6 @@ def draw_budgets(rows: list[Row]) -> Any:
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("planted numbers found, %")
     axes[0].legend(fontsize=8, loc="upper left")
-    texts = f"{len(full)} texts of about 8,000 tokens"
+    texts = f"{len(full)} texts, questions after {CUTS[0]:,} to {CUTS[-1]:,} tokens"
     fig.suptitle(f"{rows[0]['model']}, {texts}; bands: 95 % intervals over texts", fontsize=11)
     return fig

@@ -128,7 +128,8 @@ BUDGETS = [
     for budget in (256, 512, 1024, 2048)
     for setting in (_system(budget), Setting(budget, BOUNDS, grain="head"))
 ]
-"""The default of ``--kv-offload scout``, and Quest as in its paper: bounds, the real query, a choice per KV head."""
+"""The default of ``--kv-offload scout``; Quest's bounds with the real query and a choice per KV head. Quest itself has
+pages of 16, a choice per query head, and full attention in the first two layers."""
 
 LENGTHS = [_system(budget, exact_layers=(1,)) for budget in (512, 1024)]
 """For the retrieval model, by ``--length``."""
