@@ -127,7 +127,7 @@ def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
         if found
         else set()
     )
-    ordered = sorted(found, key=lambda name: found[name][0]["budget_tokens"])
+    ordered = sorted(found, key=lambda name: found[name][0]["budget_tokens"] or 0)
     return {name: [row for row in found[name] if row["document"] in common] for name in ordered}
 
 
