@@ -113,19 +113,36 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hooks": hooks,
     "alerts": alerts,
 }  # fmt: skip
-BLOCK = re.compile(r"(<!-- generated: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"<!-- (?:generated: .*|end) -->")
+BLOCK = re.compile(r"(<!-- generated: ([\w ]+) -->\n)((?:(?!<!-- ).)*)(<!-- end -->)", re.DOTALL)
 
 
 def generated() -> dict[Path, str]:
-    """All files that have generated parts, as they should be."""
+    """All files that have generated parts, as they should be.
+
+    Raises:
+        ValueError: a mark without its other half, which would cost the text up to the next one; or a block that is in
+            no page, in several, or unknown.
+    """
+    names: list[str] = []
     files = {
         DOCS / "monitoring" / "alerts.yml": monitoring.rules(),
         DOCS / "monitoring" / "grafana.json": monitoring.dashboard(),
     }
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text()
-        if BLOCK.search(text):
+        here = [block[1] for block in BLOCK.findall(text)]
+        if 2 * len(here) != len(MARK.findall(text)):
+            raise ValueError(f"{page}: a block needs `<!-- generated: NAME -->` and `<!-- end -->`")
+        if unknown := set(here).difference(BLOCKS):
+            raise ValueError(
+                f"{page}: unknown blocks {sorted(unknown)}; known: {', '.join(BLOCKS)}"
+            )
+        names += here
+        if here:
             files[page] = BLOCK.sub(lambda m: f"{m[1]}\n{BLOCKS[m[2]]()}\n\n{m[4]}", text)
+    if wrong := [name for name in BLOCKS if names.count(name) != 1]:
+        raise ValueError(f"{DOCS}: {wrong} must be in one page, once")
     return files
 
 
