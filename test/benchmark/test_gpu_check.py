@@ -183,7 +183,7 @@ def test_which_steps_fail_the_check(tmp_path, call, step, status, failed):
 
 def test_a_step_that_there_is_not_fails_the_check(tmp_path):
     done, _ = steps_of(tmp_path, ":", ONLY="ring sever")
-    assert done.returncode == 1 and "no step sever in first" in done.stdout
+    assert done.returncode == 1 and "unknown step sever in first" in done.stdout
     assert run(CHECK, tmp_path / "out", "day-4").returncode == 64
 
 

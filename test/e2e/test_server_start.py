@@ -26,4 +26,4 @@ def test_a_folder_whose_path_is_too_long_for_sockets(tiny_model, tmp_path):
     assert ended.returncode != 0
     said = ended.stderr.splitlines()[-1]
     assert said.startswith(f"sglang-scout: TMPDIR={folder}: its 100 bytes"), ended.stderr[-2000:]
-    assert said.endswith("at most 95") and "Traceback" not in ended.stderr
+    assert said.endswith("at most 95 bytes") and "Traceback" not in ended.stderr

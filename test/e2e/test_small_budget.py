@@ -20,7 +20,8 @@ def check_timeline(path, steps):
     slices: dict = {}
     for e in events:
         if e["ph"] == "X":
-            row, kind = rows[e["pid"], e["tid"]].partition(",")[0], e["name"].split()[0]
+            row = rows[e["pid"], e["tid"]].removesuffix(" (overlapping)")
+            kind = e["name"].split()[0]
             kind = "worker" if row.startswith("attention thread") else f"{row} {kind}"
             slices.setdefault(kind, []).append(e)
     assert set(slices) >= {"device layer", "boundary step", "ahead score", "ahead post",
