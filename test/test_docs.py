@@ -8,8 +8,9 @@ import pytest
 
 import reference
 from sglang_scout.cli import COMMANDS
-from sglang_scout.core.config import KEYS, PUBLIC_KEYS
+from sglang_scout.core.config import DEFAULT_HOST_SHARE, KEYS, PUBLIC_KEYS
 from sglang_scout.plugin import status
+from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.policy.base import policies
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +60,11 @@ def test_documents_stay_short():
 def test_policies(policy):
     lines = section("tuning.md", "Policies").splitlines()
     assert len([line for line in lines if line.startswith(f"| `{policy}` |")]) == 1
+
+
+def test_the_default_host_share_is_stated():
+    assert DEFAULT_HOST_SHARE == 0.5
+    assert "Default: half of the host memory" in FIELDS["kv_offload_host_gb"][2]
 
 
 def test_few_keys_are_for_everyone():
