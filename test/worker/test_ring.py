@@ -100,7 +100,7 @@ def posted_parts(make_arena, make_ring, make_request):
 
 def test_a_request_has_all_its_lists(make_arena, make_ring, make_request):
     q, pages, n_pages = make_request((arena := make_arena(lists=2)).spec, 2, 1)
-    with pytest.raises(ValueError, match="multiple of the 2 lists"):
+    with pytest.raises(ValueError, match="post: 3 rows are not a multiple of the 2 lists"):
         make_ring(arena).post(0, 0, q, pages[:3], n_pages)
 
 
