@@ -25,7 +25,7 @@ ON_A_CPU = {
     r"--kv-offload-host-gb \d+": "--kv-offload-host-gb 0.5",
     "--kv-offload scout": "--kv-offload scout --device cpu --dtype float32 --max-total-tokens 8192 --sleep-on-idle",
     "--random-input-len 8192 --random-output-len 256 --num-prompts 32": (
-        "--random-input-len 64 --random-output-len 8 --num-prompts 4"
+        "--random-input-len 64 --random-output-len 8 --num-prompts 4 --output-file bench.jsonl"
     ),
 }
 
