@@ -17,6 +17,7 @@ pytest.importorskip("sglang_scout._native")
 if not triton.interpreted():
     pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)
 
+import sglang_scout.ops.triton.doorbell  # noqa: E402, F401  (reads a tensor when it is first imported)
 from graph_worker import GraphWorker  # noqa: E402  (needs the native module)
 from mini_worker import HIDDEN  # noqa: E402
 from recorded_graph import RecordedGraph  # noqa: E402
