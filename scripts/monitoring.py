@@ -70,9 +70,9 @@ ALERTS = (
         "0s",
         "warning",
         "`worker_restarts_total` grew in the last 5 minutes",
-        "The CPU attention process died or hung and was replaced.",
-        "Requests continue with correct output; the decode server computed the missing pages until the new process "
-        "was ready.",
+        "The CPU attention process died or hung, and was started again.",
+        "Requests continue with correct output; the decode server computes the missing pages until the new process "
+        "is ready. A start that fails is counted too.",
         "Read `worker.last_error` in `/server_info`. If it happens again, look in the kernel's log (`dmesg`) for "
         "the OOM killer, and check that no CPU quota stops the process. Report a crash.",
     ),
@@ -87,7 +87,8 @@ ALERTS = (
         "take longer.",
         "If `worker_up` is 0, see ScoutWorkerDown. Otherwise read `worker` in `/server_info`. If `late_tickets` "
         "grows, results take longer than 10 seconds: look for a CPU quota, or for other programs on the CPUs in "
-        "`worker.cpus`. If `refused` grows, the data that the process receives or returns is damaged: report it.",
+        "`worker.cpus`. If `refused` grows, the data that the process receives or returns is damaged: report it. If "
+        "only `local_tickets` grows, the process was still busy with the step before: give it more CPUs.",
     ),
     Alert(
         "ScoutChecksumFailure",

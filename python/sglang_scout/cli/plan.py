@@ -196,7 +196,8 @@ def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> s
             ]
         ),  # fmt: skip
         f"Memory of {_count(max(plan.requests, 1))} of {server.context_tokens} tokens ({server.pages_per_request} "
-        "pages) each\n" + columns(_memory_rows(plan), right=(1, 2, 3), indent=2),
+        f"pages){' each' * (plan.requests > 1)}\n"
+        + columns(_memory_rows(plan), right=(1, 2, 3), indent=2),
         "Requests that fit at once\n" + columns(_fit_rows(plan), right=(1, 2), indent=2),
         _verdict(plan),
     ]

@@ -28,8 +28,8 @@ FIELDS: dict[str, tuple[Any, Any, str]] = {
         int | None,
         None,
         "Tokens that a request attends to per layer and decode step, in full pages; a multiple of 32. A request "
-        "whose context fits the budget gets exact attention, a longer one an approximation. A larger budget is "
-        "closer to full attention and takes more GPU memory, CPU time and copies. "
+        "whose context fits the budget gets exact attention while the device's cache holds its pages, a longer one an "
+        "approximation. A larger budget is closer to full attention and takes more GPU memory, CPU time and copies. "
         f"Default: {DEFAULT_BUDGET_TOKENS}{_OTHER_BUDGETS}.",
     ),
     "kv_offload_host_gb": (

@@ -37,7 +37,7 @@ METRICS = {
     "context_pages_total": ("gauge", "Capacity for tokens that heads keep, in pages, summed over layers."),
     "context_pages_used": ("gauge", "Pages in use for tokens that heads keep, summed over layers."),
     "raised_thresholds": ("counter", "Heads without room for all tokens that they would keep."),
-    "worker_restarts": ("counter", "Times that the CPU attention process died or hung and was replaced."),
+    "worker_restarts": ("counter", "Starts of the CPU attention process after the first, failed ones included."),
     "worker_up": ("gauge", "1 while the CPU attention process serves, otherwise 0."),
     "step_seconds": ("histogram", "Duration of a step, from its boundary or, if later, the end of the step before."),
     "boundary_seconds": ("histogram", "Time that the host works before it launches a step."),
