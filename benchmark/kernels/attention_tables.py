@@ -70,7 +70,7 @@ def attention(measured: Measured) -> str:
             cells = [f"{x:.1f}" for x in rates] + [middle([measured.share(s) for s in sizes])]
             cells += [middle([measured.faster(x, s) for s in sizes]) for x in ("ipex", "vllm")]
             lines.append([label, str(threads), *cells])
-    head = ["shape", "threads", "ours, GB/s", "best read, GB/s", "of the best read"]
+    head = ["shape", "threads", "scout, GB/s", "best read, GB/s", "of the best read"]
     return markdown_table([*head, "to IPEX 2.8", "to vLLM"], lines)
 
 
