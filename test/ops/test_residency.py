@@ -250,8 +250,8 @@ def test_what_is_out_of_range_is_refused_before_anything_is_written():
             metadata.land(ids(*layers), ids(*pages), ids(*slots), ids(0, 0), 1)
     for call, message in (
         (lambda: metadata.reserve(ids(0, 9, 10, 11, 12, 13)), "free slots"),
-        (lambda: metadata.land(ids(0), ids(1), ids(0), ids(0, 0), 1), "as many"),
-        (lambda: metadata.vacate(ids(0, 1), ids(0)), "as many"),
+        (lambda: metadata.land(ids(0), ids(1), ids(0), ids(0, 0), 1), "same length"),
+        (lambda: metadata.vacate(ids(0, 1), ids(0)), "same length"),
         (lambda: metadata.vacate(ids(0), ids(0)), "no page"),
     ):
         with pytest.raises(ValueError, match=message):
