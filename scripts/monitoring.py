@@ -86,9 +86,10 @@ ALERTS = (
         "Results of CPU attention are late or damaged, or the process is not ready. Output stays correct, but steps "
         "take longer.",
         "If `worker_up` is 0, see ScoutWorkerDown. Otherwise read `worker` in `/server_info`. If `late_tickets` "
-        "grows, results take longer than 10 seconds: look for a CPU quota, or for other programs on the CPUs in "
-        "`worker.cpus`. If `refused` grows, the data that the process receives or returns is damaged: report it. If "
-        "only `local_tickets` grows, the process was still busy with the step before: give it more CPUs.",
+        "grows, results take longer than 10 seconds (with CUDA graphs the server ends instead): look for a CPU quota, "
+        "or for other programs on the CPUs in `worker.cpus`. If `refused` grows, the data that the process receives or "
+        "returns is damaged: report it. If only `local_tickets` grows, the process was still busy with the step "
+        "before: give it more CPUs.",
     ),
     Alert(
         "ScoutChecksumFailure",

@@ -44,7 +44,7 @@ START = (
     "run sglang-scout plan --model-path DIR to see how many requests fit, then start both servers of a pair with "
     "--kv-offload scout (docs/tutorial.md)"
 )
-INSTALL = "in a checkout, run scripts/setup.sh; otherwise pip install 'sglang-scout[cpu]' or 'sglang-scout[cuda]'"
+INSTALL = "in a clone, run scripts/setup.sh, or pip install '.[cpu]' or '.[cuda]' into your own environment"
 
 
 def pinned(distribution: str) -> str | None:
