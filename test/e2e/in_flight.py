@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,3 +91,14 @@ def assert_right(outcomes: Sequence[Outcome], expected: Sequence[Generation]) ->
             continue
         got = outcome.answer.output_ids
         assert got == want.output_ids[: len(got)], f"request {i}: {got}, expected {want.output_ids}"
+
+
+def watch(url: str) -> None:
+    """Ask a server for its state, as a dashboard does, until it is gone."""
+
+    def ask_on() -> None:
+        with contextlib.suppress(RequestFailed, OSError, http.client.HTTPException):
+            while True:
+                http_json(url + "/server_info")
+
+    threading.Thread(target=ask_on, daemon=True).start()

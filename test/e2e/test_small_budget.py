@@ -1,11 +1,14 @@
-"""Sparse decoding on real servers: each layer's output against a plain reference over the same pages; and the command
-line tools on their step log."""
+"""Sparse decoding on real servers: each layer's output against a plain reference over the same pages; the command line
+tools on their step log; SIGTERM, more in test_sigterm.py."""
 
 import json
+import signal
+from functools import partial
 
 import pytest
 
-from harness import PDCluster, random_prompts
+from harness import PDCluster, random_prompts, wait_until
+from in_flight import InFlight, watch
 from sglang_scout.cli import main
 from sglang_scout.core.profile import config_digest, load_profile
 
@@ -103,3 +106,15 @@ def test_profile_and_report_of_a_step_log(servers, files, tmp_path, capsys):
     assert profile.identity is not None and profile.identity.config_digest == config_digest(own)
     assert main(["report", log, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["ratio_by_layer"]) == 4
+
+
+def test_after_sigterm_a_running_request_completes_and_the_server_ends(servers):
+    steps = servers.kv_offload("log")["steps"]
+    running = InFlight(partial(servers.ask_pair, which="log"), random_prompts([600]), [400])
+    wait_until("it runs", lambda: servers.kv_offload("log")["steps"] > steps, 30)
+    watch(servers.server_url("log"))
+    server = servers.servers["log"]
+    server.signal(signal.SIGTERM)
+    [outcome] = running.outcomes(20)
+    assert outcome.answer and len(outcome.answer.output_ids) == 400, outcome
+    assert server.wait(20), "it still runs"

@@ -46,9 +46,9 @@ _BATCH_REGISTER = Hook(
 )
 _SHUTDOWN = Hook(
     "managers.scheduler.Scheduler.handle_shutdown",
-    "shutdown:around_handle_shutdown",
-    "around",
-    "handle SIGTERM, which SGLang's event loops for a prefill-decode pair ignore",
+    "shutdown:handle_shutdown",
+    "replace",
+    "at SIGTERM refuse waiting requests and complete running ones, which SGLang would drop or ignore",
 )
 _INTAKE = (
     Hook(

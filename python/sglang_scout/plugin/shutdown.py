@@ -2,8 +2,9 @@
 
 1. The HTTP process refuses new requests, and tells its schedulers, which refuse waiting ones.
 2. Running requests may finish, for ``DRAIN_S``. The rest then gets an error.
-3. SGLang's own handler continues: it asks the schedulers to end, which its event loops of a prefill-decode pair do not
-   handle, so they end themselves, and then kills what is left.
+3. SGLang's own handler continues: it asks the schedulers to end, which they do, and then kills what is left.
+4. SGLang 0.5.23 then waits for the last answers, however long. One that a scheduler owes, as to ``/server_info``, never
+   comes, so the wait is ``LAST_ANSWERS_S`` here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sglang.srt.managers.io_struct import AbortReq, ShutdownReq
 DRAIN_S = 12.0
 POLL_S = 0.1
 ANSWERS_S = 0.5  # to send the last answers, before SGLang stops the event loop
+LAST_ANSWERS_S = 3.0
 
 REFUSAL = "The server is shutting down. Send the request to another server, or again later."
 
@@ -64,16 +66,19 @@ async def around_sigterm_watchdog(original: Callable[[], Awaitable[None]], manag
         manager.abort_request(abort_all=True)  # tells the other server
     await asyncio.sleep(ANSWERS_S)
     await original(manager)
+    await asyncio.sleep(LAST_ANSWERS_S)  # cancelled if the server ends before
+    _exit()
 
 
-def around_handle_shutdown(original: Callable[..., None], scheduler: Any, request: Any) -> None:
+def handle_shutdown(scheduler: Any, request: Any) -> None:
     """The first call refuses waiting requests, the second ends the process.
 
+    SGLang's would end a scheduler's event loop with what runs (0.5.23), or do nothing (0.5.15).
     Requests in transfer are not refused: their pages must not be reused before the sender has stopped.
     """
-    if scheduler.gracefully_exit:
+    if hasattr(scheduler, "kv_offload_ending"):
         _end(scheduler)
-    original(scheduler, request)
+    scheduler.kv_offload_ending = True
     if scheduler.server_args.disaggregation_mode == "decode":
         waiting = [entry.req for entry in scheduler.disagg_decode_prealloc_queue.queue]
     else:
@@ -89,6 +94,10 @@ def _end(scheduler: Any) -> None:
         from sglang_scout.plugin.backend import current_backend
 
         current_backend().close()
+    _exit()  # SGLang's transfer threads never end, and interpreter exit waits for them
+
+
+def _exit() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # SGLang's transfer threads never end, and interpreter exit waits for them
+    os._exit(0)
