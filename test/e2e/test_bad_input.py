@@ -196,7 +196,7 @@ def test_a_room_of_which_something_is_left_is_refused(servers, served_after):
     ):  # the prefill server hears of it, and that the client has left
         post(servers.server_url("decode"), json.dumps(sampling() | place), timeout_s=1)
     wait_until("pages are free", lambda: servers.kv_offload()["host_pages_used"] == 0, 20)
-    assert post_to_pair(servers, sampling() | {"bootstrap_room": 7}) == [400, 400]
+    assert post_to_pair(servers, sampling() | {"bootstrap_room": 7}) == [503, 503]
 
 
 def stream(servers, rid, max_new_tokens):

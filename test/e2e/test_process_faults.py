@@ -333,7 +333,7 @@ def test_transfers_that_fail_at_random(tiny_model):
         max_running_requests=12,
         max_total_tokens=24576,
         router_args=flags(disable_circuit_breaker=True),
-        env={"SGLANG_TEST_DISAGG_FAILURE_PROB": "0.12"},
+        env={"SGLANG_TEST_DISAGG_FAILURE_PROB": "0.04"},
     ) as servers:
         # No prompt slightly above the budget: alone it gets full attention, and selection in a batch.
         prompts = random_prompts([700, 300, 100, 900, 500, 400], seed=53)

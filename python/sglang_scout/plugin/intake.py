@@ -53,23 +53,32 @@ def _check_size(scheduler: Any, request: Any) -> None:
 
 
 def _check_room(scheduler: Any, room: int | None) -> None:
-    """What is left of an earlier request of this room: its status would end the process, or the new one."""
+    """A status of this room from before the request came would end the process, or the request: its other half may have
+    failed already, or an earlier request had this room."""
     of_decode = scheduler.server_args.disaggregation_mode == "decode"
     name = "disagg_decode_prealloc_queue" if of_decode else "disagg_prefill_bootstrap_queue"
     manager = getattr(scheduler, name).kv_manager
     statuses = getattr(manager, "request_status", {})
-    if room is None or statuses.get(room) not in (KVPoll.Success, KVPoll.Failed):
+    left = statuses.get(room)
+    if room is None or left not in (KVPoll.Success, KVPoll.Failed):
         return
     if all(req.bootstrap_room != room for req in _held(scheduler)):
         for table in (statuses, getattr(manager, "transfer_infos", {})):
             table.pop(room, None)
+    if left == KVPoll.Failed:  # a router sends it again, with a new room
+        message = (
+            f"The other half of this request has failed, or bootstrap_room {room} was used before."
+        )
+        raise _Refusal(message, HTTPStatus.SERVICE_UNAVAILABLE)
     raise _Refusal(
         f"bootstrap_room {room} belongs to a request that has ended; use a new room for each request"
     )
 
 
 class _Refusal(Exception):
-    pass
+    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def around_handle_generate_request(
@@ -80,12 +89,14 @@ def around_handle_generate_request(
         _check_room(scheduler, request.bootstrap_room)
         original(scheduler, request, **more)
     except Exception as error:
-        message = str(error)
-        if not isinstance(error, _Refusal):
+        message, status = str(error), HTTPStatus.BAD_REQUEST
+        if isinstance(error, _Refusal):
+            status = error.status
+        else:
             message = f"The server cannot take up this request ({type(error).__name__}: {error})."
             logger.exception("--kv-offload: request %s was refused", request.rid)
             _forget(scheduler, request.rid)
-        reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
+        reason = {"type": "abort", "status_code": status, "message": message}
         answer = AbortReq(rid=request.rid, finished_reason=reason)
         scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
 
