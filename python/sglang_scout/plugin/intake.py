@@ -59,20 +59,16 @@ def _check_room(scheduler: Any, room: int | None) -> None:
     name = "disagg_decode_prealloc_queue" if of_decode else "disagg_prefill_bootstrap_queue"
     manager = getattr(scheduler, name).kv_manager
     statuses = getattr(manager, "request_status", {})
-    left = statuses.get(room)
-    if room is None or left not in (KVPoll.Success, KVPoll.Failed):
+    if room is None or statuses.get(room) not in (KVPoll.Success, KVPoll.Failed):
         return
     if all(req.bootstrap_room != room for req in _held(scheduler)):
         for table in (statuses, getattr(manager, "transfer_infos", {})):
             table.pop(room, None)
-    if left == KVPoll.Failed:  # a router sends it again, with a new room
-        message = (
-            f"The other half of this request has failed, or bootstrap_room {room} was used before."
-        )
-        raise _Refusal(message, HTTPStatus.SERVICE_UNAVAILABLE)
-    raise _Refusal(
-        f"bootstrap_room {room} belongs to a request that has ended; use a new room for each request"
+    message = (
+        f"The other half of this request has failed, or bootstrap_room {room} was used before. Send the request again "
+        "with a new room."
     )
+    raise _Refusal(message, HTTPStatus.SERVICE_UNAVAILABLE)  # SGLang's router does so
 
 
 class _Refusal(Exception):
