@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -18,7 +19,7 @@ def apply(hooks: Iterable[Hook]) -> None:
     targets = set()
     for hook in hooks:
         name = hook.target_in(VERSION)
-        if name is None:
+        if name is None or (hook.package and find_spec(hook.package) is None):
             continue
         target = f"sglang.srt.{name}"
         try:

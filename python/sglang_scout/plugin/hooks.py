@@ -15,12 +15,14 @@ class Hook(NamedTuple):
         target: dotted name below ``sglang.srt``; by release if it differs.
         function: module of this folder and the name in it.
         kind: as of SGLang's ``HookType``.
+        package: that the target's module imports and that SGLang runs without; where it is absent nothing is hooked.
     """
 
     target: str | dict[str, str]
     function: str
     kind: str
     why: str
+    package: str = ""
 
     def target_in(self, version: str) -> str | None:
         """The target in a release of SGLang; None: not hooked there."""
@@ -76,6 +78,7 @@ _VOCAB_MASK = Hook(
     "sglang_0_5_15:around_apply_vocab_mask",
     "around",
     "on a CPU, keep a request with a grammar from crashing the server",
+    package="xgrammar",  # with another --grammar-backend it need not be installed
 )
 
 _ON_IDLE = Hook(
