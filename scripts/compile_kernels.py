@@ -141,9 +141,8 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
         yield f"score_rotated, {bits} bits, {model}", score_rotated, arguments
         arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1, by)
         yield f"mass_change_rotated, {bits} bits, {model}", mass_change_rotated, arguments
-    for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
-        arguments = (real_q, k, v, table, row, row, 0.1, cap, None, table[0], row)
-        yield f"attend_pages, cap {cap:g}, {model}", attend_pages, arguments
+    arguments = (real_q, k, v, table, row, row, 0.1, None, table[0], row)
+    yield f"attend_pages, {model}", attend_pages, arguments
     yield f"pack_pages, {model}", pack_pages, (table, row, row, S, table[0], row)
     W = min(N, 128)
     arguments = (real_q, q[..., 0], k, table, *[row] * 7, empty(B, W, H, S), 0.1, 0.1)
@@ -152,7 +151,7 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     yield f"salient_bits, {model}", salient_bits, (averages, row, row, thresholds)
     if model in ("Qwen3-14B", "D=256"):
         lists, counts = empty(B * H, N, dtype=I32), empty(B * H, dtype=I32)
-        arguments = (real_q, k, v, lists, row, row, 0.1, 0.0, None, table[0], counts)
+        arguments = (real_q, k, v, lists, row, row, 0.1, None, table[0], counts)
         yield f"attend_pages, a list per head, {model}", attend_pages, arguments
     if model == "all one":
         arguments = (real_q, k, v, table, None, None, 0.1)

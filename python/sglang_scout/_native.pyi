@@ -23,7 +23,6 @@ def attend_batch(
     dtype: int,
     G: int,
     scale: float,
-    logit_cap: float,
     pages_ptr: int,
     B: int,
     C: int,

@@ -8,7 +8,7 @@ void attend_sequence(const KvPages& kv, const AttendParams& params, const float*
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse) {
   const AttendArgs args{&kv, &params, q, pages, n, last_page, last_len, out, lse};
-#ifdef SCOUT_X86
+#ifdef SCOUT_AVX512
   const Isa isa = current_isa();
   // A row of AVX-512 pairs is 32 elements; the odd multiples of 16 take the narrower kernel.
   if (isa >= Isa::kAvx512 && kv.head_dim % 32 == 0) {
@@ -18,9 +18,8 @@ void attend_sequence(const KvPages& kv, const AttendParams& params, const float*
     if (isa == Isa::kAvx512Bf16 && lines) return attend_avx512bf16(args);
     return attend_avx512(args);
   }
-  if (isa != Isa::kPortable) return attend_avx2(args);
 #endif
-  attend_portable(args);
+  attend_avx2(args);
 }
 
 bool valid_pages(const KvPages& kv, const int32_t* pages, int32_t n) {

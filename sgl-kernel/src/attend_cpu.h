@@ -20,11 +20,8 @@ struct AttendArgs {
 
 // head_dim must be a multiple of 16, for attend_avx512 of 32. attend_avx512bf16 takes bf16 pages, of
 // which it must be one of 32, and fp8 pages, of 64.
-void attend_portable(const AttendArgs& args);
-#ifdef SCOUT_X86
 void attend_avx2(const AttendArgs& args);
 void attend_avx512(const AttendArgs& args);
 void attend_avx512bf16(const AttendArgs& args);
-#endif
 
 }  // namespace scout

@@ -72,9 +72,7 @@ BlockFns fns_for_group(int group) {
   if (group == 2) return fns<T, kDim, 2>();
   if (group == 3) return fns<T, kDim, 3>();
   if (group == 4) return fns<T, kDim, 4>();
-  if constexpr (Vec::kMaxGroupChunk >= 5) {
-    if (group == 5) return fns<T, kDim, 5>();
-  }
+  if (group == 5) return fns<T, kDim, 5>();
   if constexpr (Vec::kMaxGroupChunk >= 8) {
     if (group == 6) return fns<T, kDim, 6>();
     if (group == 7) return fns<T, kDim, 7>();
@@ -87,7 +85,7 @@ BlockFns fns_for_group(int group) {
 // with AVX2; at 96 and 256 it gained nothing. fp32 pages are for tests.
 template <DType T>
 BlockFns fns_for_dim(int dim, int group) {
-  switch (Vec::kSpecialiseDims && T != DType::kF32 ? dim : 0) {
+  switch (T != DType::kF32 ? dim : 0) {
     case 64:
       return fns_for_group<T, 64>(group);
     case 128:

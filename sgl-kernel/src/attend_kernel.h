@@ -132,8 +132,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     highest[row] = sum[row] = 0.0f;
     for (int t = 0; t < kTileTokens; ++t) scores[t * stride + row] = 0.0f;
   }
-  const Softmax softmax{
-      args.params->scale * run.widening, args.params->logit_cap, run.lift, highest, shift, total};
+  const Softmax softmax{args.params->scale * run.widening, run.lift, highest, shift, total};
   const int most = kv.page_size < kTileTokens ? kv.page_size : kTileTokens;
   const bool by_rows = Vec::by_rows(chunks.most(), bytes_of(kv.dtype));
   const ptrdiff_t used_bytes = heads * head_bytes;  // of a row

@@ -136,28 +136,6 @@ inline Hints score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, in
   return ahead;
 }
 
-// Scores in units of log2, from dot products.
-class Scores {
- public:
-  explicit Scores(float logit_cap)
-      : capped_(logit_cap > 0.0f),
-        given_(Vec::set1(logit_cap)),
-        cap_(Vec::set1(logit_cap * kLog2e)) {}
-
-  // The factor of `of`, from that of natural scores.
-  Vec::F factor(Vec::F scale) const {
-    return capped_ ? Vec::div(scale, given_) : Vec::mul(scale, Vec::set1(kLog2e));
-  }
-  Vec::F of(Vec::F factor, Vec::F dot) const {
-    const Vec::F s = Vec::mul(factor, dot);
-    return capped_ ? Vec::mul(cap_, tanh(s)) : s;
-  }
-
- private:
-  bool capped_;
-  Vec::F given_, cap_;
-};
-
 // What is not within the limit at it; NaN stays NaN.
 inline Vec::F within(float limit, Vec::F x) {
   return Vec::max(Vec::set1(-limit), Vec::min(Vec::set1(limit), x));
@@ -167,7 +145,6 @@ inline Vec::F within(float limit, Vec::F x) {
 // to whole vectors.
 struct Softmax {
   float scale;  // of the dot products
-  float logit_cap;
   float lift;      // weights are written as so much more
   float* highest;  // [rows] base-2 logarithm of the largest weight so far, -inf at first
   float* shift;    // [rows] base-2 logarithm of the factor by which earlier sums shrink
@@ -180,14 +157,13 @@ inline void softmax_rows(float* scores, ptrdiff_t stride, int rows, int tokens,
                          const Softmax& step) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
-  const Scores to(step.logit_cap);
-  const F factor = to.factor(Vec::set1(step.scale));
+  const F factor = Vec::set1(step.scale * kLog2e);  // scores in units of log2
   const F lift = Vec::set1(step.lift);
   for (int row = 0; row < rows; row += W) {
     float* const of_rows = scores + row;
     F largest = Vec::set1(-kInfinity);
     for (int t = 0; t < tokens; ++t) {
-      const F s = within(kScoreLimit, to.of(factor, Vec::load(of_rows + t * stride)));
+      const F s = within(kScoreLimit, Vec::mul(factor, Vec::load(of_rows + t * stride)));
       Vec::store(of_rows + t * stride, s);
       largest = Vec::max(largest, s);
     }

@@ -59,7 +59,7 @@ void check_shape(const char* op, int page_size, int heads, int dim, int group) {
 }
 
 void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int page_size,
-                  int heads, int dim, int dtype, int group, float scale, float logit_cap,
+                  int heads, int dim, int dtype, int group, float scale,
                   uintptr_t pages, int batch, int lists, int columns, uintptr_t last_page,
                   uintptr_t last_len, uintptr_t out, uintptr_t lse, int threads) {
   check_shape("attend_batch", page_size, heads, dim, group);
@@ -95,7 +95,7 @@ void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int 
              std::to_string(num_pages) + " and a length in 1.." + std::to_string(page_size);
     });
   }
-  scout::attend_batch(kv, {group, scale, logit_cap},
+  scout::attend_batch(kv, {group, scale},
                       {at<const float>(q), ids, batch, columns, lists, last_ids, last_lens,
                        at<float>(out), at<float>(lse)},
                       threads);
@@ -221,10 +221,12 @@ void score_rotated(uintptr_t q, uintptr_t planes, uintptr_t stats, int64_t num_p
 
 NB_MODULE(_native, m) {
   using nb::arg;
+  if (!scout::has_avx2())
+    throw std::runtime_error("this CPU has no AVX2, FMA or F16C, which sglang-scout needs");
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
   m.doc() = "CPU kernels of sglang_scout over raw addresses; see sglang_scout.ops.native.";
   m.def("attend_batch", &attend_batch, arg("q_ptr"), arg("k_ptr"), arg("v_ptr"), arg("num_pages"),
-        arg("S"), arg("H"), arg("D"), arg("dtype"), arg("G"), arg("scale"), arg("logit_cap"),
+        arg("S"), arg("H"), arg("D"), arg("dtype"), arg("G"), arg("scale"),
         arg("pages_ptr"), arg("B"), arg("C"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
         arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
         "Attention of B requests over C lists of R pages (-1: none) and an optional partial last "
@@ -259,7 +261,7 @@ NB_MODULE(_native, m) {
       arg("largest"), "Runs that each of so many sequences with pages is split into; see split.h.");
   m.def(
       "isa", [] { return std::string(scout::attend_isa()); },
-      "Instruction set in use: avx512, avx2 or portable.");
+      "Instruction set in use: avx512bf16, avx512 or avx2.");
   m.def(
       "best_isa", [] { return std::string(scout::isa_name(scout::best_isa())); },
       "The best instruction set that this machine supports.");

@@ -111,11 +111,10 @@ void bind_layout(nb::module_& m) {
   {
     using S = scout::Header;
     structs["Header"] = dtype_of(
-        sizeof(S), {F(magic),        F(layout_version), F(header_bytes),   F(total_bytes),
+        sizeof(S), {F(magic),        F(layout_version), F(log_entries),    F(total_bytes),
                     F(num_pages),    F(num_layers),     F(page_size),      F(num_kv_heads),
                     F(num_q_heads),  F(head_dim),       F(dtype),          F(max_batch),
-                    F(max_pages),    F(scale),          F(logit_cap),      F(log_entries),
-                    F(stat_lines),   F(control_offset), F(stats_offset),   F(log_offset),
+                    F(max_pages),    F(scale),          F(stat_lines),     F(control_offset), F(stats_offset),   F(log_offset),
                     F(bell_offset),  F(records_offset), F(record_stride),  F(replies_offset),
                     F(reply_stride), F(kv_offset),      F(layer_stride),   F(v_offset),
                     F(q_offset),     F(pages_offset),   F(n_pages_offset), F(out_offset),

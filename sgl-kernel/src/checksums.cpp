@@ -3,7 +3,6 @@
 #include <cstring>
 #include <functional>
 
-#include "isa.h"
 #include "thread_pool.h"
 
 namespace scout {
@@ -13,42 +12,19 @@ constexpr uint32_t kPolynomial = 0x82f63b78;  // of CRC-32C, bits reversed
 constexpr uint64_t kLeadBytes = 2048;
 constexpr int kTaskPages = 8;  // (layer, page) pairs of a task
 
-struct Tables {
-  uint32_t of[8][256];  // of[j][x]: byte x followed by j zero bytes
-
-  Tables() {
-    for (uint32_t x = 0; x < 256; ++x) {
-      uint32_t crc = x;
-      for (int i = 0; i < 8; ++i) crc = crc >> 1 ^ (crc & 1 ? kPolynomial : 0);
-      of[0][x] = crc;
-    }
-    for (int j = 1; j < 8; ++j)
-      for (int x = 0; x < 256; ++x) of[j][x] = of[j - 1][x] >> 8 ^ of[0][of[j - 1][x] & 255];
-  }
-};
-
-uint32_t add_word(uint32_t crc, uint64_t word) {
-  static const Tables tables;
-  word ^= crc;
-  uint32_t sum = 0;
-  for (int i = 0; i < 8; ++i) sum ^= tables.of[7 - i][word >> 8 * i & 255];
-  return sum;
-}
-
 uint64_t word_at(const char* from) {
   uint64_t word;
   std::memcpy(&word, from, sizeof word);
   return word;
 }
 
-#ifdef SCOUT_X86
-// Inline asm rather than a builtin, which would need a separate file compiled for SSE4.2.
-inline uint32_t add_word_sse42(uint32_t crc, uint64_t word) {
+// Inline asm rather than a builtin, which would need a separate file compiled for SSE4.2; AVX2
+// implies that.
+inline uint32_t add_word(uint32_t crc, uint64_t word) {
   uint64_t sum = crc;
   asm("crc32q %1, %0" : "+r"(sum) : "rm"(word));
   return static_cast<uint32_t>(sum);
 }
-#endif
 
 // Product of polynomials modulo the CRC-32C polynomial; bit 31 is x^0.
 uint32_t multiply(uint32_t a, uint32_t b) {
@@ -73,13 +49,12 @@ uint32_t shift_by(uint64_t bytes) {
 }
 
 // Four independent lanes to hide the latency of crc32; prefetches as in attend_kernel.h.
-template <uint32_t (*kAdd)(uint32_t, uint64_t)>
 uint32_t checksum(const char* k, const char* v, uint64_t bytes) {
   uint32_t lane[] = {~0u, 0, 0, 0};
   for (const char* half : {k, v}) {
     for (uint64_t at = 0; at < bytes; at += 32) {
       __builtin_prefetch(half + at + kLeadBytes);
-      for (int i = 0; i < 4; ++i) lane[i] = kAdd(lane[i], word_at(half + at + 8 * i));
+      for (int i = 0; i < 4; ++i) lane[i] = add_word(lane[i], word_at(half + at + 8 * i));
     }
   }
   const uint32_t shift = shift_by(bytes / 2);
@@ -107,13 +82,7 @@ void for_pages(int64_t n, int threads, const std::function<void(int64_t)>& fn) {
 }  // namespace
 
 uint32_t page_checksum(const void* k, const void* v, uint64_t bytes) {
-  const auto* first = static_cast<const char*>(k);
-  const auto* second = static_cast<const char*>(v);
-#ifdef SCOUT_X86
-  // AVX2 implies SSE4.2.
-  if (current_isa() >= Isa::kAvx2) return checksum<add_word_sse42>(first, second, bytes);
-#endif
-  return checksum<add_word>(first, second, bytes);
+  return checksum(static_cast<const char*>(k), static_cast<const char*>(v), bytes);
 }
 
 bool is_sound(const Ring& ring, uint32_t layer, int64_t page) {

@@ -10,7 +10,7 @@
 namespace scout {
 namespace {
 
-constexpr const char* kNames[kNumIsas] = {"portable", "avx2", "avx512", "avx512bf16"};
+constexpr const char* kNames[kNumIsas] = {"avx2", "avx512", "avx512bf16"};
 
 int find_runnable(const char* name) {
   for (int i = 0; i <= static_cast<int>(best_isa()); ++i) {
@@ -38,21 +38,23 @@ std::atomic<int>& selected() {
 
 }  // namespace
 
-Isa best_isa() {
-#ifdef SCOUT_X86
-  // These also check (XGETBV) that the operating system saves the wide registers.
+// These also check (XGETBV) that the operating system saves the wide registers.
+bool has_avx2() {
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
-  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+
+Isa best_isa() {
+#ifdef SCOUT_AVX512
+  if (has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")
                ? Isa::kAvx512Bf16
                : Isa::kAvx512;
   }
-  if (avx2) return Isa::kAvx2;
 #endif
-  return Isa::kPortable;
+  return Isa::kAvx2;
 }
 
 Isa current_isa() { return static_cast<Isa>(selected().load(std::memory_order_relaxed)); }

@@ -4,10 +4,13 @@
 namespace scout {
 
 // Each is a superset of those before it: compare with >=.
-enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
-inline constexpr int kNumIsas = 4;
+enum class Isa : int { kAvx2 = 0, kAvx512 = 1, kAvx512Bf16 = 2 };
+inline constexpr int kNumIsas = 3;
 
-// The best that this machine and operating system support.
+// Whether this machine and operating system support the least of them, without which nothing runs.
+bool has_avx2();
+
+// The best that they support.
 Isa best_isa();
 
 // What the kernels currently use: best_isa(), lowered by SCOUT_ISA (read once) or by set_isa.

@@ -141,7 +141,7 @@ class Ring {
     return at<uint64_t>(h_.checksums_offset) + layer * h_.num_pages + page;
   }
   AttendParams params() const {
-    return {static_cast<int32_t>(h_.num_q_heads / h_.num_kv_heads), h_.scale, h_.logit_cap};
+    return {static_cast<int32_t>(h_.num_q_heads / h_.num_kv_heads), h_.scale};
   }
 
  private:

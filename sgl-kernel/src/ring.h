@@ -60,7 +60,7 @@
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
-constexpr uint32_t kLayoutVersion = 10;
+constexpr uint32_t kLayoutVersion = 11;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint32_t kStatLines = 1024;    // most threads of a worker
 constexpr uint32_t kEventEntries = 256;  // per thread: four steps of 64 layers, read every step
@@ -75,7 +75,7 @@ constexpr uint32_t kMaxNodes = 16;
 struct Header {
   uint64_t magic;
   uint32_t layout_version;
-  uint32_t header_bytes;
+  uint32_t log_entries;
   uint64_t total_bytes;
   int64_t num_pages;
   uint32_t num_layers;
@@ -87,8 +87,6 @@ struct Header {
   uint32_t max_batch;
   uint32_t max_pages;
   float scale;
-  float logit_cap;
-  uint32_t log_entries;
   uint32_t stat_lines;
   uint64_t control_offset;
   uint64_t log_offset;
@@ -116,7 +114,7 @@ struct Header {
   uint64_t context_pages;  // of one KV head, after the pages of every plane; on the last node
   uint64_t checksums_offset;  // of the pages' checksums; 0: there are none
 };
-static_assert(sizeof(Header) == 256);  // no padding: headers are compared by bytes
+static_assert(sizeof(Header) == 248);  // no padding: headers are compared by bytes
 
 // Words of different writers are 128 bytes apart (two cache lines, because of the adjacent-line
 // prefetcher) to avoid false sharing.
@@ -203,7 +201,7 @@ inline int64_t id_end(const Header& h) {
 // Size of an element of a query or a result.
 inline uint64_t value_bytes(const Header& h) { return h.q_dtype == 0 ? 4 : 2; }
 
-// Fills in the rest of a header whose sizes are set (num_pages to logit_cap, q_dtype, num_nodes,
+// Fills in the rest of a header whose sizes are set (num_pages to scale, q_dtype, num_nodes,
 // stripe_pages, lists; checksums_offset as a flag). Layout of the memory file, from 0:
 //
 //   Header    written once by Arena.create, read-only afterwards
@@ -231,7 +229,6 @@ inline void lay_out(Header& h) {
   const uint64_t values = uint64_t{h.max_batch} * h.row_heads * h.head_dim;
   h.magic = kRingMagic;
   h.layout_version = kLayoutVersion;
-  h.header_bytes = kHeaderBytes;
   h.stat_lines = kStatLines;
   h.event_entries = kEventEntries;
   h.log_entries = 1;

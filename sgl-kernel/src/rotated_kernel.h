@@ -1,18 +1,13 @@
-// Rotated digest scores, generic over Vec. Include a vec_*.h first. Only the sums over the bits
-// differ by instruction set: code_sums_x86.h and code_sums_plain.h.
+// Rotated digest scores, generic over Vec. Include a vec_*.h first.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "code_sums.h"
 #include "score_cpu.h"
 #include "score_reduce.h"
 #include "vec_math.h"
-#ifdef __AVX2__
-#include "code_sums_x86.h"
-#else
-#include "code_sums_plain.h"
-#endif
 
 namespace scout {
 namespace {

@@ -3,31 +3,27 @@
 #include "isa.h"
 
 namespace scout {
+
 void score_sequence(const Digests& digests, const ScoreArgs& args) {
-#ifdef SCOUT_X86
-  const Isa isa = current_isa();
-  if (isa >= Isa::kAvx512 && digests.head_dim % 32 == 0) return score_avx512(digests, args);
-  if (isa != Isa::kPortable) return score_avx2(digests, args);
+#ifdef SCOUT_AVX512
+  if (current_isa() >= Isa::kAvx512 && digests.head_dim % 32 == 0)
+    return score_avx512(digests, args);
 #endif
-  score_portable(digests, args);
+  score_avx2(digests, args);
 }
 
 void score_rotated_sequence(const RotatedDigests& digests, const ScoreArgs& args) {
-#ifdef SCOUT_X86
-  const Isa isa = current_isa();
-  if (isa >= Isa::kAvx512) return score_rotated_avx512(digests, args);
-  if (isa != Isa::kPortable) return score_rotated_avx2(digests, args);
+#ifdef SCOUT_AVX512
+  if (current_isa() >= Isa::kAvx512) return score_rotated_avx512(digests, args);
 #endif
-  score_rotated_portable(digests, args);
+  score_rotated_avx2(digests, args);
 }
 
 void rotate_pages(const RotateArgs& args) {
-#ifdef SCOUT_X86
-  const Isa isa = current_isa();
-  if (isa >= Isa::kAvx512 && args.head_dim % 32 == 0) return rotate_pages_avx512(args);
-  if (isa != Isa::kPortable) return rotate_pages_avx2(args);
+#ifdef SCOUT_AVX512
+  if (current_isa() >= Isa::kAvx512 && args.head_dim % 32 == 0) return rotate_pages_avx512(args);
 #endif
-  rotate_pages_portable(args);
+  rotate_pages_avx2(args);
 }
 
 size_t score_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns) {

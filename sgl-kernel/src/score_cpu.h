@@ -85,16 +85,11 @@ struct RotateArgs {
 };
 void rotate_pages(const RotateArgs& args);
 
-void score_portable(const Digests& digests, const ScoreArgs& args);
-void score_rotated_portable(const RotatedDigests& digests, const ScoreArgs& args);
-void rotate_pages_portable(const RotateArgs& args);
-#ifdef SCOUT_X86
 void score_avx2(const Digests& digests, const ScoreArgs& args);
 void score_avx512(const Digests& digests, const ScoreArgs& args);
 void score_rotated_avx2(const RotatedDigests& digests, const ScoreArgs& args);
 void score_rotated_avx512(const RotatedDigests& digests, const ScoreArgs& args);
 void rotate_pages_avx2(const RotateArgs& args);
 void rotate_pages_avx512(const RotateArgs& args);
-#endif
 
 }  // namespace scout

@@ -1,4 +1,8 @@
-// Eight-lane vectors: AVX2, FMA and F16C. Same interface and rules as vec_portable.h.
+// Eight-lane vectors: AVX2, FMA and F16C. vec_avx512.h has the same interface.
+//
+// Everything below sits in an unnamed namespace on purpose: both files define the same names and
+// each translation unit that includes one is compiled with its own flags, so nothing may be shared
+// between them by the linker.
 #pragma once
 
 #include <immintrin.h>
@@ -14,25 +18,35 @@ struct Vec {
   using F = __m256;
 
   static constexpr int kLanes = 8;
-  static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
-  // Into all cache levels: measured faster on AMD Zen 3 than L2 alone.
+  // Of __builtin_prefetch: into all cache levels, measured faster on AMD Zen 3 than L2 alone.
   static constexpr int kPrefetchLocality = 3;
-  static constexpr int kMaxGroupChunk = 5;
+  static constexpr int kMaxGroupChunk = 5;  // query heads per pass over a K row
+  // V column pairs held in registers at a time, by query heads.
   static constexpr int pairs_per_pass(int) { return 1; }
+  // Query heads, for elements of so many bytes, for which memory binds rather than arithmetic, see
+  // weigh_block.
   static constexpr bool by_rows(int group, int bytes) { return group <= 4 && bytes > 1; }
+  // Tokens per pass over the query rows.
   static constexpr int token_block(int group) { return group <= 1 ? 4 : group <= 5 ? 2 : 1; }
 
+  // The column, of the 2 * kLanes that load_pair takes, that comes as its element i.
   static constexpr int column(DType type, int i) {
     if (type == DType::kBF16) return i / 8 + i % 8 * 2;
     return type == DType::kE4M3 ? i / 4 + i % 4 * 4 : i;
   }
+  // By what the numbers of a type are more than those that load_pair makes of them. The bits of
+  // e4m3 become those of a type whose exponent begins lower; the product with this is exact, so it
+  // is left to a factor that there is anyway.
   static constexpr float widening(DType type) { return type == DType::kE4M3 ? 0x1p120f : 1.0f; }
+  // By what queries and weights are to be more than they are, so that sums of their products with
+  // what load_pair makes are normal numbers.
   static constexpr float lift(DType type) { return type == DType::kE4M3 ? 0x1p20f : 1.0f; }
 
   static F zero() { return _mm256_setzero_ps(); }
   static F set1(float x) { return _mm256_set1_ps(x); }
   static F load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+  // Not to be loaded again for each use: loads are what binds.
   static F in_register(F x) {
     asm("" : "+x"(x));
     return x;
@@ -40,14 +54,10 @@ struct Vec {
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
-  static F div(F a, F b) { return _mm256_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  // A NaN in b survives, as in every min and max of x86.
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
-  static F copysign(F magnitude, F sign) {
-    const F bit = _mm256_set1_ps(-0.0f);
-    return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude), _mm256_and_ps(bit, sign));
-  }
 
   static float first(F x) { return _mm256_cvtss_f32(x); }
   static float hmax(F x) {
@@ -75,6 +85,7 @@ struct Vec {
     _mm_storeu_ps(most, _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1)));
   }
 
+  // Of x in [-126, 127]: 2^x = scale_by(2^fraction, what is returned).
   static F exp2_split(F x, F& fraction) {
     const F magic = set1(12582912.0f + 127.0f);  // the sum's last bits are the biased exponent
     const F shifted = add(x, magic);
@@ -82,10 +93,12 @@ struct Vec {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
   }
   static F scale_by(F x, F power) { return _mm256_mul_ps(x, power); }
+  // x where keep >= bound or keep is NaN, else 0.
   static F zero_below(F x, F keep, float bound) {
     return _mm256_andnot_ps(_mm256_cmp_ps(keep, _mm256_set1_ps(bound), _CMP_LT_OQ), x);
   }
 
+  // Widens 2 * kLanes elements, to 1 / widening(T) of them, in the order of `column`.
   template <DType T>
   static void load_pair(const char* p, F& x, F& y) {
     if constexpr (T == DType::kBF16) {

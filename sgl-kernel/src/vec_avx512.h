@@ -1,4 +1,4 @@
-// Sixteen-lane vectors: AVX-512 F, BW, DQ, VL. Same interface and rules as vec_portable.h.
+// Sixteen-lane vectors: AVX-512 F, BW, DQ, VL. The interface is explained in vec_avx2.h.
 //
 // VDPBF16PS serves queries that are bf16 (attend_cpu_avx512bf16.cpp): others it would round.
 #pragma once
@@ -17,7 +17,6 @@ struct Vec {
   using S = __m512i;  // bf16 numbers
 
   static constexpr int kLanes = 16;
-  static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
   // AMD Zen 4 has few lines on their way into its L1: hints as far as L2 made pages of bf16 1.9
   // times as fast.
   static constexpr int kPrefetchLocality = 2;
@@ -40,14 +39,9 @@ struct Vec {
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
-  static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
-  static F copysign(F magnitude, F sign) {
-    const F bit = _mm512_set1_ps(-0.0f);
-    return _mm512_or_ps(_mm512_andnot_ps(bit, magnitude), _mm512_and_ps(bit, sign));
-  }
 
   static float first(F x) { return _mm512_cvtss_f32(x); }
   static float hmax(F x) { return _mm512_reduce_max_ps(x); }

@@ -1,4 +1,4 @@
-// exp2 and tanh on Vec. Include a vec_*.h first.
+// exp2 on Vec. Include a vec_*.h first.
 #pragma once
 
 namespace scout {
@@ -34,14 +34,6 @@ inline Vec::F exp2_rough(Vec::F x) {
   p = Vec::fma(p, r, Vec::set1(0x1.62f31ep-1f));
   p = Vec::fma(p, r, Vec::set1(0x1.fff692p-1f));
   return Vec::scale_by(p, power);
-}
-
-// tanh(x), absolute error < 2e-7.
-inline Vec::F tanh(Vec::F x) {
-  const Vec::F magnitude = Vec::copysign(x, Vec::zero());
-  const Vec::F t = exp2_nonpositive(Vec::mul(magnitude, Vec::set1(-2.0f * kLog2e)));
-  const Vec::F one = Vec::set1(1.0f);
-  return Vec::copysign(Vec::div(Vec::sub(one, t), Vec::add(one, t)), x);
 }
 
 // Never faults.

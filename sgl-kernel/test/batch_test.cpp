@@ -43,7 +43,7 @@ void run(unsigned seed, const scout::KvPages& kv) {
     last_len[b] = last_page[b] < 0 ? 0 : 1 + below(kTokens);
   }
   const bool tails = below(3) != 0;
-  const scout::AttendParams params{kGroup, 0.1f, below(2) ? 30.0f : 0.0f};
+  const scout::AttendParams params{kGroup, 0.1f};
   std::vector<float> out(q.size(), NAN), lse(batch * kQHeads, NAN);
   std::vector<float> expected(out), expected_lse(lse);
   for (int r = 0; r < batch * lists; ++r) {

@@ -16,7 +16,7 @@ def i32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def densely(q, k, v, pages, last_page, last_len, scale, logit_cap=0.0):
+def densely(q, k, v, pages, last_page, last_len, scale):
     """Oracle: softmax over the tokens written out, in float64, KV head by KV head."""
     (B, HQ, _), (S, H) = q.shape, k.shape[1:3]
     C, G = len(pages) // B, HQ // H
@@ -31,7 +31,6 @@ def densely(q, k, v, pages, last_page, last_len, scale, logit_cap=0.0):
         keys, values = (torch.cat([x[page, :n, h] for page, n in parts]).double() for x in (k, v))
         group = slice(h * G, h * G + G)
         s = q[b, group].double() @ keys.T * scale  # [G, T]
-        s = logit_cap * torch.tanh(s / logit_cap) if logit_cap else s
         lse[b, group], out[b, group] = s.logsumexp(1), s.softmax(1) @ values
     return out, lse
 
@@ -39,7 +38,7 @@ def densely(q, k, v, pages, last_page, last_len, scale, logit_cap=0.0):
 def agrees(agree, impl, got, call, times=1.0):
     """``got`` of an implementation that may round softmax weights to bf16: ``out`` by at most what `attend_pages` says.
 
-    call: q, k, v, pages, last_page, last_len, scale and optionally logit_cap.
+    call: q, k, v, pages, last_page, last_len and scale.
     """
     (out, lse), (q, k, v, *rest) = densely(*call), call
     by_kernel = q.dtype == torch.bfloat16 and v.dtype in (torch.bfloat16, *FP8)

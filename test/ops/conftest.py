@@ -121,11 +121,11 @@ def pytest_configure(config):
         ]
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16"])
+@pytest.fixture(params=["avx2", "avx512", "avx512bf16"])
 def isa(request):
     """Parametrises tests of "native" with every instruction set of this machine."""
     impl = request.node.callspec.params.get("impl", "native")
-    if impl != "native" and request.param != "portable":
+    if impl != "native" and request.param != "avx2":
         pytest.skip(f"{impl} has no instruction sets: once is enough")
     if native.module is None:
         pytest.skip(native.ABSENT)

@@ -25,24 +25,23 @@ KINDS = pytest.mark.parametrize(
     D=st.sampled_from((16, 48, 64, 80, 96, 128, 256)),
     R=st.integers(0, 6),
     spread=st.sampled_from((0.1, 1.0, 8.0)),
-    logit_cap=st.sampled_from((0.0, 30.0)),
     with_last=st.booleans(),
     rounded=st.booleans(),
     per_head=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_equals_dense_softmax(
-    agree, impl, dtype, sizes, D, R, spread, logit_cap, with_last, rounded, per_head, seed
+    agree, impl, dtype, sizes, D, R, spread, with_last, rounded, per_head, seed
 ):
     B, P, S, H, G = sizes
     q, k, v, pages, *last = inputs(seed, B, P, S, H, G, D, R, dtype, spread, rounded, per_head)
     last = last if with_last else (None, None)
     out = unwritten(q)
-    got = attend_pages(q, k, v, pages, *last, D**-0.5, logit_cap, impl=impl, out=out)
+    got = attend_pages(q, k, v, pages, *last, D**-0.5, impl=impl, out=out)
     assert got[0] is out[0]
     assert got[1] is out[1]
     # Rounding of a logit is relative to its size, and its weight's relative error is the logit's absolute error.
-    call = q, k, v, pages, *last, D**-0.5, logit_cap
+    call = q, k, v, pages, *last, D**-0.5
     agrees(agree, impl, got, call, times=max(1.0, spread))
 
 
@@ -266,7 +265,6 @@ def test_triton_does_not_look_behind_the_pages_of_a_row():
             {"pages": i32([[1]] * 9)},
             "attend_pages: pages has 3 lists per request, expected 1 or H=2",
         ),
-        ({"logit_cap": -1.0}, "attend_pages: logit_cap is -1.0"),
         ({"q": torch.zeros(3, 5, 64)}, r"attend_pages: q has H\*G=5, expected a multiple of H=2"),
     ],
 )

@@ -53,7 +53,7 @@ def cases():
     return {
         add_norm: (real(B, C), real(B, C), real(C), 1e-6),
         append_tokens: (real(B, H, D), real(B, H, D), n_full, *pools),
-        attend_pages: (q, *slots_of(P), table, n_full, n_full, 0.1, 0.0, (real(B, HQ, D), real(B, HQ)),
+        attend_pages: (q, *slots_of(P), table, n_full, n_full, 0.1, (real(B, HQ, D), real(B, HQ)),
                        ints(9), n_full),
         build_layer_digests: (layers, ids, *of_layers, torch.stack([ids] * L)),
         build_layer_means: (layers, ids, real(L, P, H, 2, D), torch.stack([ids] * L)),

@@ -57,11 +57,11 @@ def test_every_kernel_compiles_and_none_spills_more_than_some_words(ptx):
         *(
             ("attend_kernel", f"attend_pages, {case}", attend.programs_per_sm(dtype, D))
             for case, dtype, D in (
-                ("cap 0, Qwen3-14B", torch.bfloat16, 128),
-                ("cap 0, Qwen3-14B, e4m3", torch.float8_e4m3fn, 128),
-                ("cap 0, float16", torch.float16, 128),
-                ("cap 0, float32", torch.float32, 128),
-                ("cap 30, D=256", torch.bfloat16, 256),
+                ("Qwen3-14B", torch.bfloat16, 128),
+                ("Qwen3-14B, e4m3", torch.float8_e4m3fn, 128),
+                ("float16", torch.float16, 128),
+                ("float32", torch.float32, 128),
+                ("D=256", torch.bfloat16, 256),
             )
         ),
         ("bounds_kernel", "score_pages mass, Qwen3-14B", PER_SM),

@@ -102,8 +102,6 @@ def oracle() -> Callable[..., tuple[np.ndarray, np.ndarray]]:
                 for plane in (arena.k_pages(layer), arena.v_pages(layer))
             )
             logits = k @ q[b, head].astype(np.float64) * s.scale
-            if s.logit_cap:
-                logits = s.logit_cap * np.tanh(logits / s.logit_cap)
             top = logits.max()
             weights = np.exp(logits - top)
             out[b, head] = weights @ v / weights.sum()

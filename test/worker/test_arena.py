@@ -124,7 +124,7 @@ sizes = st.fixed_dictionaries(
         "group": st.integers(1, 5), "head_dim": st.sampled_from([16, 48, 128]),
         "kv_dtype": st.sampled_from(KV_DTYPES),
         "q_dtype": st.sampled_from(["float32", "bfloat16"]),
-        "scale": st.floats(1e-3, 10), "logit_cap": st.floats(0, 100),
+        "scale": st.floats(1e-3, 10),
         "max_batch": st.integers(1, 40), "max_pages": st.integers(1, 70),
         "num_nodes": st.sampled_from([1, 1, 2, 5]), "per_head": st.booleans(),
     }
@@ -183,7 +183,6 @@ def _spec(values: dict) -> ArenaSpec:
         ),
         ({"q_dtype": "float16"}, "q_dtype='float16'; supported are float32, bfloat16"),
         ({"scale": 0.0}, "scale=0.0 is not a positive number"),
-        ({"logit_cap": -1.0}, "logit_cap=-1.0 is negative"),
         ({"max_batch": 2.0}, "max_batch=2.0 is not an integer"),
     ],
 )

@@ -131,9 +131,6 @@ def check_native() -> Check:
     if forced:
         fix = "unset SCOUT_ISA to use the best instruction set of this CPU"
         return Check("native module", WARNING, f"{isa}, SCOUT_ISA={forced} is set", fix, values)
-    if isa == "portable":
-        fix = "CPU attention works but is slow on a CPU without AVX2 or AVX-512"
-        return Check("native module", WARNING, isa, fix, values)
     return Check("native module", OK, isa, values=values)
 
 

@@ -29,8 +29,6 @@ def _valid(call: Call) -> str:
     lists, heads = call.sizes["C"], call.sizes["H"]
     if lists not in (1, heads):
         return f"pages has {lists} lists per request, expected 1 or H={heads}"
-    if not call["logit_cap"] >= 0:
-        return f"logit_cap is {call['logit_cap']}, expected 0 (none) or more"
     return ""
 
 
@@ -55,15 +53,13 @@ def attend_pages(
     last_page: torch.Tensor | None,
     last_len: torch.Tensor | None,
     scale: float,
-    logit_cap: float = 0.0,
     out: Partial | None = None,
     slot_of: torch.Tensor | None = None,
     n_pages: torch.Tensor | None = None,
 ) -> Partial:
     """Attend from one query per request to all tokens of the given pages.
 
-    s = scale q.K, lse = log sum e^s, out = sum e^(s - lse) V: FlashAttention-2 section 3.1;
-    softcap s = c tanh(s / c) as in Gemma 2.
+    s = scale q.K, lse = log sum e^s, out = sum e^(s - lse) V: FlashAttention-2 section 3.1.
 
     Args:
         q: [B, HQ, D] any float dtype, after RoPE; query head h uses KV head h // (HQ / H).
@@ -74,7 +70,6 @@ def attend_pages(
         last_page, last_len: [B] int32 or both None: one more page (negative: none) for all heads, of which
             only the first last_len (1..S) tokens count. Tokens after them are never used.
         scale: softmax scale, usually 1/sqrt(D).
-        logit_cap: 0 for none, otherwise scores become cap * tanh(score / cap).
         out: (out, lse) to write into, instead of new tensors.
         slot_of: [I] int32 below P; if given, ``pages`` are logical ids below I, and page i is at
             slot_of[i] of the pool. Pages with a negative slot are skipped, by "triton" also ids beyond I. Does
@@ -105,8 +100,6 @@ def attend_pages(
     keys, values = (x.unflatten(2, (C, H // C))[ids, :, part].flatten(2, 3).float() for x in (k, v))
     values.masked_fill_(void[..., None, None], 0)  # 0 times an unwritten NaN would be NaN
     s = torch.einsum("bchgd,bcthd->bchgt", q.float().view(B, C, H // C, HQ // H, D), keys) * scale
-    if logit_cap > 0:
-        s = logit_cap * torch.tanh(s / logit_cap)
     s = s.masked_fill(void[:, :, None, None], -torch.inf)
     lse = torch.logsumexp(s, dim=-1)  # -inf for an empty set
     p = torch.exp(s - lse.clamp(min=torch.finfo(torch.float32).min)[..., None])
@@ -117,7 +110,7 @@ def attend_pages(
 
 
 @native.implements(attend_pages, dtypes=tuple(native.KV_DTYPES))
-def _native(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slot_of, n_pages):
+def _native(q, k, v, pages, last_page, last_len, scale, out, slot_of, n_pages):
     P, S, H, D = k.shape
     pages = resident_slots(slot_of, pages)
     q = q.float()
@@ -125,7 +118,7 @@ def _native(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slot_of,
     last = [0 if x is None else x.data_ptr() for x in (last_page, last_len)]
     native.module.attend_batch(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), P, S, H, D, native.KV_DTYPES[k.dtype],
-        q.shape[1] // H, float(scale), float(logit_cap), pages.data_ptr(), len(q), _lists(q, pages),
+        q.shape[1] // H, float(scale), pages.data_ptr(), len(q), _lists(q, pages),
         pages.shape[1], *last, out[0].data_ptr(), out[1].data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out

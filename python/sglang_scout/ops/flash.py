@@ -49,13 +49,13 @@ def library() -> Any:
 
 
 def attend(
-    q, k, v, pages, last_page, last_len, scale, logit_cap, out, slot_of, n_pages
+    q, k, v, pages, last_page, last_len, scale, out, slot_of, n_pages
 ):  # fmt: skip
     """See `ops.attend.attend_pages`."""
     table, tokens = pack_pages(pages, last_page, last_len, k.shape[1], slot_of, n_pages)
     found, lse, *_ = library()(
         q.unsqueeze(1), k, v, page_table=table, cache_seqlens=tokens, softmax_scale=scale,
-        softcap=logit_cap, return_softmax_lse=True,
+        return_softmax_lse=True,
     )  # fmt: skip
     found, lse = found.squeeze(1), lse.squeeze(2)
     return (found, lse) if out is None else (out[0].copy_(found), out[1].copy_(lse))

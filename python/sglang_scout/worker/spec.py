@@ -32,7 +32,6 @@ class ArenaSpec:
         head_dim: D, a multiple of 16 up to 512.
         kv_dtype: one of ``KV_DTYPES``.
         scale: softmax scale, a factor on q·k.
-        logit_cap: 0 for none; otherwise s = cap * tanh(s / cap).
         max_batch: rows of a record, a multiple of ``lists``.
         max_pages: k, pages per row of a record.
         num_nodes: NUMA nodes that the pages are striped over by index; see ``stripe_pages``.
@@ -56,7 +55,6 @@ class ArenaSpec:
     scale: float
     max_batch: int
     max_pages: int
-    logit_cap: float = 0.0
     num_nodes: int = 1
     lists: int = 1
     context_pages: int = 0
@@ -105,11 +103,8 @@ class ArenaSpec:
             )
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ArenaError(f"scale={self.scale} is not a positive number")
-        if not (math.isfinite(self.logit_cap) and self.logit_cap >= 0):
-            raise ArenaError(f"logit_cap={self.logit_cap} is negative or not finite")
         # The header holds fp32; rounding here makes both processes see identical specs.
         object.__setattr__(self, "scale", float(np.float32(self.scale)))
-        object.__setattr__(self, "logit_cap", float(np.float32(self.logit_cap)))
 
     @property
     def storage_dtype(self) -> np.dtype:

@@ -44,9 +44,8 @@ inline KvPages heads_of_list(KvPages kv, uint32_t list, uint32_t lists) {
 }
 
 struct AttendParams {
-  int32_t group;    // G: query heads per KV head
-  float scale;      // factor of q.k, usually 1/sqrt(head_dim)
-  float logit_cap;  // 0: none; else s = logit_cap * tanh(s / logit_cap)
+  int32_t group;  // G: query heads per KV head
+  float scale;    // factor of q.k, usually 1/sqrt(head_dim)
 };
 
 // One sequence: out[hq] = sum_j softmax_j(s[hq, j]) v[j], s[hq, j] = scale * <q[hq], k[j]>,
@@ -61,8 +60,8 @@ struct AttendParams {
 // on fp8 pages with queries that are exact in bf16 rounds softmax weights to bf16 for the product
 // with V: out differs by up to 2^-8 of the weighted mean of |V|, lse not at all. The NaN of e4m3,
 // to which out-of-range values are rounded, counts as 480. Reads nothing outside the listed pages
-// and no K or V beyond last_len (except prefetches, which cannot fault). The caller must check page
-// ids (valid_pages). Thread-safe; allocates nothing; uses about 260 KiB of stack.
+// (except prefetches, which cannot fault) and uses no K or V beyond last_len. The caller must check
+// page ids (valid_pages). Thread-safe; allocates nothing; uses about 260 KiB of stack.
 void attend_sequence(const KvPages& kv, const AttendParams& params, const float* q,
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse);
@@ -70,7 +69,7 @@ void attend_sequence(const KvPages& kv, const AttendParams& params, const float*
 // True if every entry of pages[0, n) is below num_pages (negative entries are padding and valid).
 bool valid_pages(const KvPages& kv, const int32_t* pages, int32_t n);
 
-// The variant attend_sequence runs on this machine: "avx512bf16", "avx512", "avx2" or "portable".
+// The variant attend_sequence runs on this machine: "avx512bf16", "avx512" or "avx2".
 // The environment variable SCOUT_ISA, read once, may select a lower one.
 const char* attend_isa();
 

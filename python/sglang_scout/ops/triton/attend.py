@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .exact import as_loaded, dot_fp32, finite, rounded, stored_as, tanh, widened
+from .exact import as_loaded, dot_fp32, finite, rounded, stored_as, widened
 
 _TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K and of V each
 # Page ids processed per iteration. A chunk costs two dependent loads and a dozen barriers, the same for 64 ids
@@ -32,9 +32,9 @@ _LN_2 = tl.constexpr(math.log(2.0))
 @triton.jit
 def attend_kernel(
     q, k, v, pages, slot_of, last_page, last_len, n_pages, listed, parts, part_lse, arrivals, out, lse,
-    scale, logit_cap, R, ids, splits,
+    scale, R, ids, splits,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_CAP: tl.constexpr, IS_SPLIT: tl.constexpr,
+    HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, IS_SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
@@ -100,8 +100,6 @@ def attend_kernel(
             # [BLOCK_G, PAGES * BLOCK_S]
             x = tl.zeros([BLOCK_G, PAGES * BLOCK_S], tl.float32)
             x = dot_fp32(q_tile, tl.trans(k_tile), x) * scale
-            if HAS_CAP:
-                x = logit_cap * tanh(x)
             x = tl.where(here[None, :], x, float("-inf"))
             new_top = tl.maximum(top, tl.max(x, axis=1))
             base = finite(new_top)
@@ -198,7 +196,7 @@ def _arrivals(device: torch.device) -> torch.Tensor:
     return torch.zeros(_MAX_ROWS, dtype=torch.int32, device=device)
 
 
-def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slot_of, n_pages):
+def attend_pages(q, k, v, pages, last_page, last_len, scale, out, slot_of, n_pages):
     """See `ops.attend.attend_pages`."""
     (B, HQ, D), (_, S, H, _), R = q.shape, k.shape, pages.shape[1]
     if out is None:
@@ -214,14 +212,13 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slo
     parts, part_lse = out
     if splits > 1:
         parts, part_lse = (x.new_empty((splits, *x.shape)) for x in out)
-    scale /= logit_cap if logit_cap > 0 else _LN_2.value  # scores in base 2
+    scale /= _LN_2.value  # scores in base 2
     chunk = max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits))))
     attend_kernel[(splits, H, B)](
         q, as_loaded(k), as_loaded(v), pages, slot_of, last_page, last_len, n_pages,
         pages.new_empty((B, H, splits, chunk)), parts, part_lse, _arrivals(q.device), *out, scale,
-        logit_cap / _LN_2.value, R,
-        0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D, slot_of is not None,
-        last_page is not None, n_pages is not None, logit_cap > 0, splits > 1, chunk,
+        R, 0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D, slot_of is not None,
+        last_page is not None, n_pages is not None, splits > 1, chunk,
         tile_pages, block_s, max(16, triton.next_power_of_2(HQ // H)), block_d,
         len(pages) // B, _STAGES, fp8, num_warps=4, maxnreg=64 // per_sm * 8,
     )  # fmt: skip

@@ -118,16 +118,6 @@ def finite(x):
 
 
 @triton.jit
-def tanh(x):
-    """tanh within 2e-7: from e^(-2|x|), and from its series near 0, where that cancels."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    large = (1.0 - e) / (1.0 + e)
-    square = x * x
-    near = x * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
-    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0, -large, large))
-
-
-@triton.jit
 def rounded(x, dtype: tl.constexpr):
     """x converted to another float type with round-to-nearest-even, also in the interpreter, which truncates."""
     if INTERPRETED and dtype == tl.bfloat16 and x.dtype != tl.bfloat16:
