@@ -44,14 +44,7 @@ def flags() -> str:
 
 
 def values(key: Key) -> str:
-    if key.choices:
-        return ", ".join(f"`{choice}`" for choice in key.choices)
-    if key.multiple_of > 1:
-        return f"multiples of {key.multiple_of}"
-    if key.limits:
-        low, high = key.limits
-        return f"{low:g} or more" if high >= 2**30 else f"{low:g} to {high:g}"
-    return {"bool": "true, false", "str": "a file"}.get(key.kind, "a list of layers")
+    return ", ".join(f"`{choice}`" for choice in key.choices) or key.values
 
 
 def keys(head: str, names: Iterable[str]) -> str:

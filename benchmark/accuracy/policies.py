@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_scout.core.config import PAGE_SIZE_TOKENS
-from sglang_scout.core.parse_config import idle_keys
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, idle_keys
 from sglang_scout.policy.base import policies
 
 WEIGHTS = Path(__file__).resolve().parents[2] / ".cache" / "weights"
@@ -102,13 +101,12 @@ class Setting:
         if self.base == "scout-real-query":
             return {"digest": "minmax", "precompute": False}
         if self.base == "quest":
-            return {"digest": "minmax", "precompute": False, "attend": "selected"}
+            return {"digest": "minmax", "precompute": False}
         if self.base == "recent":
             pages = (self.budget_tokens or 0) // PAGE_SIZE_TOKENS
             return {
                 "digest": "minmax",
                 "precompute": False,
-                "attend": "selected",
                 "sink_pages": 1,
                 "recent_pages": pages - 1,
             }

@@ -30,7 +30,7 @@ import torch
 
 from benchmark import rows
 from benchmark.decode.model import bisect_rho
-from sglang_scout.core.parse_config import parse_config
+from sglang_scout.core.config import parse_config
 from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.ops.op import Op

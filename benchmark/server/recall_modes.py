@@ -45,7 +45,7 @@ from benchmark.rows import ROOT, Row, Writer, environment, summary, weights_dige
 from servers.pd_cluster import PDCluster, flags
 from servers.server_process import ends_orderly
 from servers.sglang_http import generate_payload
-from sglang_scout.core.parse_config import idle_keys
+from sglang_scout.core.config import idle_keys
 from sglang_scout.core.profile import FLAG, load_profile
 from sglang_scout.core.step_log import Step, StepLogFile, ratios_by_age, read_step_log
 
@@ -62,7 +62,7 @@ class NotTogether(Exception):
 
 
 MODES: dict[str, dict[str, Any]] = {
-    recall + suffix: {"recall": recall, **more}
+    recall + suffix: {"recall": "fixed" if recall == "profile" else recall, **more}
     for suffix, more in (("", {}), ("-no-precompute", {"precompute": False}))
     for recall in ("off", "fixed", "profile", "adaptive")
     if recall + suffix != "fixed-no-precompute"
@@ -104,7 +104,7 @@ def make_cluster(args: argparse.Namespace, prompts: list[list[int]], logs: Path)
         if args.resident_tokens:
             settings["resident_tokens"] = args.resident_tokens
         decodes[name] = flags(kv_offload_config=json.dumps(settings))
-        if config["recall"] in ("profile", "adaptive"):
+        if name.startswith(("profile", "adaptive")):
             decodes[name] += [FLAG, str(args.profile.resolve())]
     first, *others = decodes
     return PDCluster(

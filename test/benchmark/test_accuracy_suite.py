@@ -23,7 +23,7 @@ from benchmark.accuracy.policies import FULL, Setting
 from benchmark.accuracy.row_file import RowFile
 from benchmark.progress import Progress
 from benchmark.rows import environment
-from sglang_scout.core.parse_config import parse_config
+from sglang_scout.core.config import parse_config
 from sglang_scout.policy.base import policies as known_policies
 
 FULL_SETTING, SCOUT = Setting(FULL), Setting("scout", 512)

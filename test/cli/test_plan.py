@@ -230,7 +230,10 @@ def test_weights_from_files_from_the_index_or_estimated(model):
         (["--mem-fraction-static", "0"], "--mem-fraction-static 0.0: must be greater than 0"),
         (["--kv-offload", "none"], "--kv-offload 'none': unknown policy"),
         (["--kv-offload", "sparda"], "needs --kv-offload-config '{\"forecast_file\": FILE}'"),
-        (["--kv-offload-config", '{"digest": "x"}'], "digest = 'x'; choose one of minmax"),
+        (
+            ["--kv-offload-config", '{"digest": "x"}'],
+            "digest = 'x': Invalid enum value 'x'; it takes minmax",
+        ),
         (
             ["--kv-offload-config", '{"digest": "calibrated"}'],
             "needs --kv-offload-config '{\"digest_file\": FILE}'",

@@ -69,7 +69,7 @@ def test_first_steps_are_the_studys(model_path, recorder):
     prompt = document.tokens[:PROMPT_TOKENS]
 
     def decode_flags(name):
-        config = json.dumps({"attend": "selected", **CASES[name][0]})
+        config = json.dumps(CASES[name][0])
         return flags(kv_offload_budget=512, kv_offload_config=config)
 
     first, *others = CASES

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from page_weights import digest_weights, identity, pilot_weights
+from sglang_scout.core.config import parse_config
 from sglang_scout.core.page_bytes import EMBEDDINGS, MARK_BYTES
-from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes

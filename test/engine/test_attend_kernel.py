@@ -49,7 +49,7 @@ def test_the_named_one_runs_and_is_shown(make):
         ("scout", {}, {}, "flash' cannot run with --kv-offload scout .* sgl_kernel: no FA3 here; drop the key"),
         ("scout", {}, {"fp8": torch.float8_e4m3fn}, "KV in float8_e4m3fn: dtype .* supports bfloat16"),
         ("sparda", {"forecast_file": "w.npz"}, {}, r"sparda \(C=2 .* bfloat16: C=2; flash supports up to 1"),
-        ("scout", {"grain": "head", "attend": "resident"}, {}, r"\(C=1 .* bfloat16: sgl_kernel"),
+        ("rheo", {"pilot_file": "w.npz"}, {}, r"\(C=1 .* bfloat16: sgl_kernel"),
         ("hgca", {}, {}, r"hgca \(C=1 .* sgl_kernel"),
     ],
 )  # fmt: skip

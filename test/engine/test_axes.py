@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 import mini_worker
 from mini_worker import SIZE, MiniWorker
 from sglang_scout.core.page_bytes import DIGESTS, EMBEDDINGS
-from sglang_scout.policy.base import NextLayerQuery, RealQuery, make_policy
+from sglang_scout.policy.base import QuerySource, make_policy
 
 pytest.importorskip("sglang_scout._native")
 
 BUDGET = 4 * SIZE
 QUERIES = {
-    "real": RealQuery(),
-    "next layer": NextLayerQuery(),
-    "next layer but one exact": NextLayerQuery((1,)),
-    "forecast": NextLayerQuery(attends=False),
+    "real": QuerySource(is_ahead=False),
+    "next layer": QuerySource(),
+    "next layer but one exact": QuerySource(exact=(1,)),
+    "forecast": QuerySource(attends=False),
 }
 # Digest, grain and query. Embeddings are per KV head: one is trained for a forecast, one for queries.
 CHOOSERS = [
@@ -35,7 +35,6 @@ CHOOSERS = [
 ]
 KEYS = st.fixed_dictionaries(
     {
-        "attend": st.sampled_from(["resident", "selected"]),
         "recall": st.sampled_from(["off", "fixed", "adaptive"]),
         "reweigh": st.booleans(),
         "sink_pages": st.integers(0, 1),
@@ -48,8 +47,9 @@ REDUCES = [{"head_reduce": "mass"}, {"head_reduce": "mass", "mass": 0.5}, {"head
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     residency_of=st.sampled_from(["scout", "infinigen", "rheo"]),
-    route=st.sampled_from(["cpu", "fetch", "drop"]),
+    route=st.sampled_from(["cpu", "fetch"]),
     chooser=st.sampled_from(CHOOSERS),
+    only_selected=st.booleans(),
     keys=KEYS,
     reduce=st.sampled_from(REDUCES),
     lengths=st.lists(st.integers(1, 14 * SIZE), min_size=1, max_size=3),
@@ -57,15 +57,15 @@ REDUCES = [{"head_reduce": "mass"}, {"head_reduce": "mass", "mass": 0.5}, {"head
     seed=st.integers(0, 99),
 )
 def test_any_axes_attend_to_exactly_their_pages(
-    residency_of, route, chooser, keys, reduce, lengths, resident, seed
+    residency_of, route, chooser, only_selected, keys, reduce, lengths, resident, seed
 ):
     digest, grain, query = chooser
     keys = keys | reduce | {"grain": grain, "digest": "minmax"}  # embeddings have no key
 
     def made(context):
         policy = make_policy(context)
-        kind = dataclasses.replace(policy.digest, kind=digest)
-        return dataclasses.replace(policy, digest=kind, query=QUERIES[query], route=route)
+        rule = dataclasses.replace(policy.digest, kind=digest, only_selected=only_selected)
+        return dataclasses.replace(policy, digest=rule, query=QUERIES[query], route=route)
 
     with mock.patch.object(mini_worker, "make_policy", made):
         worker = MiniWorker(
@@ -86,11 +86,9 @@ def test_any_axes_attend_to_exactly_their_pages(
 
 
 @pytest.mark.parametrize("policy", ["scout", "infinigen"])
-@pytest.mark.parametrize("attend", ["resident", "selected"])
-def test_heads_with_a_covering_budget_are_exact_full_attention(policy, attend):
-    keys = {"grain": "head", "attend": attend}
+def test_heads_with_a_covering_budget_are_exact_full_attention(policy):
     worker = MiniWorker(
-        policy=policy, budget_tokens=20 * SIZE, resident_tokens=6 * SIZE, config=json.dumps(keys)
+        policy=policy, budget_tokens=20 * SIZE, resident_tokens=6 * SIZE, config='{"grain": "head"}'
     )
     for length in (9 * SIZE + 3, 2 * SIZE, 5):
         worker.admit(length)

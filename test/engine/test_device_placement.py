@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from page_weights import identity, pilot_weights
-from sglang_scout.core.parse_config import parse_config
+from sglang_scout.core.config import parse_config
 from sglang_scout.engine import digest_pool, older_tokens, step, step_inputs
 from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.digest_pool import DigestPool
@@ -110,7 +110,6 @@ def ran(monkeypatch):
     ("policy", "settings"),
     [
         ("scout", {}),
-        ("scout", {"attend": "selected"}),
         ("scout", {"digest": "rotated-2"}),
         ("scout", {"exact_layers": [1]}),
         ("infinigen", {}),

@@ -1,5 +1,6 @@
 """Recall and residency under adaptive recall: late copies, free slots, and requests that come and go."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -38,7 +39,7 @@ def test_a_late_copy_does_not_hold_the_step_and_its_pages_stay_with_the_cpu(make
     worker.step()
     again = {(layer, int(p)) for layer, pages in worker.missing.asked for p in pages[pages >= 0]}
     assert under_way & again, "what has not landed is still computed on the CPU"
-    assert worker.engine.policy.residency.controller.backoffs == 1
+    assert worker.engine.policy.residency.backoffs == 1
     link.run(999)
     worker.step()
     assert worker.engine.counters.recalled_pages == len(under_way)
@@ -73,8 +74,11 @@ def test_pages_that_must_be_resident_get_their_slots_back_from_late_copies(make)
 
 
 def test_one_request_that_fits_is_resident_whole_and_exact(make):
-    worker = make(budget_tokens=128, max_batch=4, config='{"attend": "resident"}')
-    worker.engine.policy.residency.patience_us = None
+    worker = make(budget_tokens=128, max_batch=4)
+    policy = worker.engine.policy
+    attends_to_all = dataclasses.replace(policy.digest, only_selected=False)
+    worker.engine.policy = dataclasses.replace(policy, digest=attends_to_all)
+    policy.residency.patience_us = None
     worker.admit(19 * SIZE + 5)  # far more than its budget of 4 pages, less than the 24 slots
     worker.step()
     worker.missing.asked.clear()
@@ -152,7 +156,7 @@ def test_misses_of_a_new_request_come_first(make):
     old = worker.admit(90 * SIZE)
     for _ in range(20):
         worker.step()
-    control = worker.engine.policy.residency.controller
+    control = worker.engine.policy.residency
     control.step_pages, control.limit_pages = 3, 3.0
     new = worker.admit(90 * SIZE)
     had = resident_of(worker, old)

@@ -37,7 +37,7 @@ EACH_DIGEST = pytest.mark.parametrize(
     [
         ("{}", torch.float32),
         ('{"precompute": false, "recall": "off"}', torch.float32),
-        ('{"attend": "selected", "recall": "fixed", "recall_interval": 2}', torch.bfloat16),
+        ('{"recall": "fixed", "recall_interval": 2}', torch.bfloat16),
         ('{"digest": "rotated-2", "exact_layers": [1], "mass": 0.9}', torch.float32),
     ],
 )

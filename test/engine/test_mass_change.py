@@ -18,7 +18,7 @@ def test_missing_pages_weigh_as_the_real_query_says(make, digest):
         heard.append(Heard(missing))
         return heard[0]
 
-    config = {"digest": digest, "attend": "selected", "recall": "off"}
+    config = {"digest": digest, "recall": "off"}
     config = json.dumps(config)
     worker = make(budget_tokens=320, drift=2.0, config=config, around_missing=around)
     worker.admit(700)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hgca_worker import HgcaWorker
 from page_weights import digest_weights, identity, pilot_weights
+from sglang_scout.core.config import parse_config
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import (
     HEADROOM_BYTES,

@@ -123,7 +123,7 @@ def run():
         ('{"recall": "fixed"}', "sum"),
         ('{"recall": "fixed", "head_reduce": "max"}', "max"),
         ('{"recall": "fixed", "digest": "rotated-2"}', "sum"),
-        ('{"recall": "fixed", "precompute": false, "attend": "selected"}', "sum"),
+        ('{"recall": "fixed", "precompute": false}', "sum"),
     ],
 )
 def test_ranks_choose_and_attend_as_one_engine_with_all_heads(run, config, how):

@@ -50,7 +50,7 @@ def test_a_covering_budget_is_exact_full_attention(make):
         {"fp8": torch.float8_e5m2, "config": '{"digest": "minmax"}'},
         {"config": '{"precompute": false}'},
         {"config": '{"recall": "off"}'},
-        {"config": '{"attend": "selected", "recall": "fixed"}'},
+        {"config": '{"recall": "fixed"}'},
         {"config": '{"digest": "rotated-2", "exact_layers": [1]}', "dtype": torch.bfloat16},
         {"config": '{"head_reduce": "max"}'},
         {"config": '{"digest_file": "w", "mass": 0.9}'},
@@ -114,7 +114,7 @@ def test_a_newcomer_changes_nobodys_query(make):
 @pytest.mark.parametrize("digest", ["minmax", "rotated-2"])
 def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
     """Resident, fetched in this step or on the CPU: exactly the selection."""
-    config = {"attend": "selected", "precompute": False, "digest": digest}
+    config = {"precompute": False, "digest": digest}
     worker = make(policy=policy, budget_tokens=128, drift=2.0, config=json.dumps(config))
     worker.admit(1000)
     worker.admit(700)

@@ -127,10 +127,6 @@ CASES = {
         keys(transport="graph"),
         ["--kv-offload-config", "transport", "--device cpu", "TRITON_INTERPRET"],
     ),
-    "short wait on cuda": (
-        cuda(**keys(worker_wait_timeout_s=0.5)),
-        ["--kv-offload-config", "worker_wait_timeout_s = 0.5", "set 3"],
-    ),
     "hidden states on cuda": (
         cuda(enable_return_hidden_states=True), ["--enable-return-hidden-states", "--device cpu"]
     ),

@@ -14,10 +14,10 @@ import torch
 
 from page_weights import forecast_weights, pilot_weights
 from sglang_scout.cli.sizes import make_plan
+from sglang_scout.core.config import parse_config
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
-from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import arena_of, plan_memory, plan_worker
 from sglang_scout.engine.stores import ModelShape

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from sglang_scout.core.config import parse_config
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Context, make_policy, policies
@@ -22,22 +22,24 @@ def make(settings, num_layers=3, profile=None):
     return make_policy(Context(settings, num_layers, PAGE_BYTES, profile))
 
 
+def targets_of(policy, layers):
+    return [policy.query.targets(layer, layers) for layer in range(layers)]
+
+
 def test_every_layer_is_predicted_exactly_once_and_one_layer_ahead():
-    policy = make(config(), 5)
-    targets = [policy.query.targets(layer, 5) for layer in range(5)]
-    assert targets == [(0, 1), (2,), (3,), (4,), ()]
+    assert targets_of(make(config(), 5), 5) == [(0, 1), (2,), (3,), (4,), ()]
+    assert targets_of(make(config(config='{"precompute": false}'), 5), 5) == [()] * 5
 
 
 def test_exact_layers_are_not_predicted_and_have_no_lead():
     exact = config(config='{"exact_layers": [3, 1, 1]}')
     policy = make(exact, 6)
-    targets = [policy.query.targets(layer, 6) for layer in range(6)]
-    assert targets == [(0,), (2,), (), (4,), (5,), ()]
-    aims = policy.residency.controller._target
-    assert [layer for layer in range(6) if aims[layer] == 0.0] == [0, 1, 3], (
-        "all misses are recalled"
-    )
-    with pytest.raises(ConfigError, match=r"exact_layers = \[1, 3\]: the model has layers 0 to 2"):
+    assert targets_of(policy, 6) == [(0,), (2,), (), (4,), (5,), ()]
+    aims = policy.residency._target
+    assert np.flatnonzero(aims == 0.0).tolist() == [0, 1, 3], "all misses are recalled"
+    with pytest.raises(
+        ConfigError, match=r"exact_layers = \[3, 1, 1\]: the model has layers 0 to 2"
+    ):
         make(exact, 3)
 
 
@@ -49,11 +51,6 @@ def test_the_paper_s_choices():
     assert policy.query.targets(0, 4) == (0, 1) and policy.query.attends
     due = [[step for step in range(1, 17) if residency.due(layer, step)] for layer in range(4)]
     assert all(len(steps) == 2 and steps[1] - steps[0] == 8 for steps in due)
-
-
-def test_without_precompute_nothing_is_predicted():
-    policy = make(config(config='{"precompute": false}'), 5)
-    assert not any(policy.query.targets(layer, 5) for layer in range(5))
 
 
 def test_layers_take_turns():
@@ -68,14 +65,6 @@ def test_recall_off():
     misses, uses = np.array([[[7, 3], [5, -1]]] * 2, np.int32), ResidencyTable(4, 9, 1).uses
     layers, pages = policy.residency.pick(np.array([1, 2]), misses, np.array([0, 1]), uses)
     assert (layers.tolist(), pages.tolist()) == ([1, 1, 2, 2], [3, 7, 3, 7])
-
-
-def test_profiled_intervals():
-    profile = RecallProfile(1, "m", 32, 2048, 0.12, [2, 0, 3], 3)
-    settings = config(recall_profile="p.json", config='{"recall": "profile"}')
-    policy = make(settings, 3, profile)
-    due = [[s for s in range(6) if policy.residency.due(layer, s)] for layer in range(3)]
-    assert [len(d) for d in due] == [3, 0, 2]
 
 
 PROFILE = RecallProfile(1, "m", 32, 2048, 0.2, [2, 0, 30], 3)
@@ -93,7 +82,8 @@ def test_adaptive_recall_is_the_default_and_starts_from_the_profile():
     assert described(PROFILE)["threshold"] == 0.2
     assert described(PROFILE, recall_threshold=0.05)["threshold"] == 0.05
     assert described(PROFILE, recall_threshold=0)["threshold"] == 0
-    assert described(PROFILE, recall="profile")["intervals"] == [2, 0, 30]
+    assert described(PROFILE, recall="fixed")["intervals"] == [2, 0, 30]
+    assert described(PROFILE, paper=True)["intervals"] == [2, 0, 30], "as in the paper"
     assert described(recall="fixed", recall_interval=4)["intervals"] == [4, 4, 4]
 
 
@@ -114,7 +104,7 @@ def test_only_adaptive_recall_lets_a_step_begin_before_its_copies_have_ended():
 def test_the_layer_without_a_lead_recalls_in_every_step():
     def targets(**keys):
         settings = config(config=json.dumps(keys))
-        return make(settings).residency.controller._target.tolist()
+        return make(settings).residency._target.tolist()
 
     assert targets() == [0.0, 0.12, 0.12]
     assert targets(precompute=False) == [0.12] * 3, "then no layer has one"

@@ -263,7 +263,7 @@ def report(*, late_pages=0, started=0, **kwargs):
 
 @pytest.mark.parametrize("age", range(WARM_UP_STEPS + 1))
 def test_every_age_that_may_recall_is_granted_pages(age):
-    """Exactly what `MeasuredRecall.pick` takes for a row in warm-up."""
+    """Exactly what `RecallController.pick` takes for a row in warm-up."""
     control = controller(1, intervals=[0])
     control.plan(replace(report(), ages=np.array([age]), absent=np.array([[10]])))
     assert control.granted.tolist() == [10 if age < WARM_UP_STEPS else 0]

@@ -10,16 +10,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_scout.core.config import FLAGS, OffloadConfig
+from sglang_scout.core.config import FLAGS, OffloadConfig, parse_config
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import load_weights, weights_file
-from sglang_scout.core.parse_config import parse_config
 from sglang_scout.policy.base import Context, make_policy, policies
 
 _MISSING = {
     "cpu": "missing pages are attended to on the CPU",
     "fetch": "missing pages are copied to the device; the CPU computes no attention",
-    "drop": "missing pages are left out",
 }
 _WITH_FEEDBACK = "the CPU attends to the tokens kept from outside the window"
 

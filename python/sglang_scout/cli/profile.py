@@ -28,7 +28,7 @@ DESCRIPTION = (
     'recall and write a step log (--kv-offload-config \'{"step_log": "FILE", "recall": "off"}\'). This '
     "command measures how the share of pages that the CPU computes grows in each layer, and takes for each "
     "layer the longest interval that keeps the share at or below the threshold. Give the result to the decode "
-    'server with --kv-offload-recall-profile, and set "recall": "profile".'
+    'server with --kv-offload-recall-profile, and set "recall": "fixed".'
 )
 LEAST_STEPS = 8
 LEAST_COSINE = 0.8

@@ -1,18 +1,27 @@
 """The configuration object: parsed and validated once, then passed down, never read from the environment.
 
-Its fields are the table of all keys: type, default, range, help, public or for tests. ``parse_config.py`` checks
-values by it, and docs/reference/configuration.md shows it.
+The fields of :class:`OffloadConfig` are the table of all keys: type, default, range, help, public or for tests. msgspec
+checks values by it, and docs/reference/configuration.md shows it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import difflib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+import msgspec
+from msgspec import Meta
+
+from sglang_scout.core.cpu_list import parse_cpu_list
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.files import check_different, check_writable
 from sglang_scout.core.page_bytes import DIGESTS
 
 PAGE_SIZE_TOKENS = 32
@@ -28,7 +37,21 @@ DEFAULT_HOST_SHARE = 0.5
 DEFAULT_RECALL_THRESHOLD = 0.12
 """The paper's β: the CPU compute ratio that no layer should exceed (section 3.4)."""
 
-RECALL_MODES = ("off", "fixed", "profile", "adaptive")
+MAX_BUDGET_TOKENS = 2**40
+LARGE = 2**30
+"""Limits from here on only keep out what no machine has; the documents leave them out."""
+
+FLAGS = {
+    "policy": "--kv-offload",
+    "budget_tokens": "--kv-offload-budget",
+    "host_gb": "--kv-offload-host-gb",
+    "recall_profile": "--kv-offload-recall-profile",
+    "cpus": "--kv-offload-cpus",
+    "config": "--kv-offload-config",
+}
+"""Names of the arguments of `parse_config` in error messages; a command with its own flags passes its own."""
+
+Layer = Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -38,10 +61,9 @@ class Key:
     Attributes:
         help: what it does and when to change it, as in docs/reference/configuration.md; ``Default: …`` at its end says
             how a default is computed.
-        limits: minimum and maximum.
-        choices: of a string.
-        multiple_of: of a number.
-        is_written: it names a file that the server writes.
+        limits: of a number.
+        choices: of a string; without them it names a file.
+        is_written: the server writes that file.
         needs: another key and its value without which this one has no effect.
         is_general: False: only for policies that have it among their defaults.
         is_public: False: for tests and measurements, not in user documents.
@@ -49,15 +71,34 @@ class Key:
     """
 
     help: str
-    limits: tuple[float, float] | None = None
+    limits: Meta | None = None
     choices: tuple[str, ...] = ()
-    multiple_of: int = 1
     is_written: bool = False
     needs: tuple[str, Any] | None = None
     is_general: bool = True
     is_public: bool = True
-    kind: str = ""
+    kind: Any = None
     default: Any = None
+
+    @property
+    def accepted(self) -> Any:
+        """The type of its values, for msgspec."""
+        if self.choices:
+            return Literal[self.choices]
+        return self.kind if self.limits is None else Annotated[self.kind, self.limits]
+
+    @property
+    def values(self) -> str:
+        """Its values in words."""
+        if self.choices:
+            return ", ".join(self.choices)
+        if self.limits is None:
+            return {bool: "true, false", str: "a file"}.get(self.kind, "a list of layers")
+        if self.limits.multiple_of is not None:
+            return f"multiples of {self.limits.multiple_of}"
+        low, high = self.limits.ge, self.limits.le
+        is_open = high is None or high >= LARGE
+        return f"{low:g} or more" if is_open else f"{low:g} to {high:g}"
 
 
 def _key(default: Any, help: str, *args: Any, **rules: Any) -> Any:
@@ -84,8 +125,7 @@ class OffloadConfig:
         "stays high. Lower it to leave memory to digests, and so to more host pages; more work "
         "then stays with the CPU. Default: on the CPU device the budget times `--max-running-requests`; on a CUDA "
         "device what the digests leave",
-        (PAGE_SIZE_TOKENS, 2**40),
-        multiple_of=PAGE_SIZE_TOKENS,
+        Meta(ge=PAGE_SIZE_TOKENS, le=2**40, multiple_of=PAGE_SIZE_TOKENS),
     )
     digest: str = _key(
         DEFAULT_DIGEST,
@@ -99,16 +139,10 @@ class OffloadConfig:
         "Share of the attention mass that the selected pages should hold, as the digests estimate it. Below 1, a "
         "layer selects no more pages than it needs for that share, which saves CPU time and copies and costs "
         "accuracy. Has no effect on a request that fits the budget",
-        (0.01, 1.0),
+        Meta(ge=0.01, le=1.0),
         needs=("head_reduce", "mass"),
     )
-    attend: str = _key(
-        "selected",
-        "Pages that the device attends to. `selected`: only those that this step selected. `resident`: all that are "
-        "resident, which reads more memory",
-        choices=("resident", "selected"),
-    )
-    exact_layers: tuple[int, ...] = _key(
+    exact_layers: tuple[Layer, ...] = _key(
         (),
         "Layers that select pages with their real query and then wait for CPU attention. If accuracy suffers, list "
         "the layers that `sglang-scout profile` shows with a cosine below 0.8: their queries are predicted poorly",
@@ -117,28 +151,29 @@ class OffloadConfig:
     recall: str = _key(
         "adaptive",
         "When a layer copies its missing pages to the device. `adaptive`: when its CPU compute ratio would exceed "
-        "`recall_threshold`. `fixed`: every `recall_interval` steps. `profile`: at the intervals of "
-        "`--kv-offload-recall-profile`. `off`: only a new request's first pages. Serve with `adaptive`; the others "
-        "are for a stable workload or for comparison",
-        choices=RECALL_MODES,
+        "`recall_threshold`. `fixed`: at the intervals of `--kv-offload-recall-profile`, or without a profile every "
+        "`recall_interval` steps. `off`: only a new request's first pages. Serve with `adaptive`; the others are for "
+        "a stable workload or for comparison",
+        choices=("off", "fixed", "adaptive"),
     )
     recall_interval: int = _key(
         8,  # the paper's profiled mean is 8.7
-        "Steps between two recalls of a layer with `recall: fixed`. With `adaptive` it is only the first estimate",
-        (1, 2**31),
+        "Steps between two recalls of a layer with `recall: fixed`. With `adaptive` it is only the first estimate. A "
+        "profile's intervals take its place",
+        Meta(ge=1, le=2**31),
     )
     recall_threshold: float | None = _key(
         None,
         "CPU compute ratio that no layer should exceed with `adaptive` (the paper's β). Lower it to move work from "
         "the CPU to the link, raise it if steps wait for recalls. Default: the profile's threshold, or "
         f"{DEFAULT_RECALL_THRESHOLD} without a profile",
-        (0.0, 1.0),
+        Meta(ge=0.0, le=1.0),
     )
     recall_step_mib: float = _key(
         256.0,  # half of the paper's 20 ms at 25 GB/s
         "Most MiB that `adaptive` copies in one step, on each rank. Choose half of what the link copies in the time "
         "of a step; lower it if steps wait for recalls",
-        (0.001, 2**30),
+        Meta(ge=0.001, le=2**30),
     )
     prefill_digests: bool = _key(
         True,
@@ -173,19 +208,19 @@ class OffloadConfig:
     hgca_beta: float = _key(
         1.0,
         "A head keeps a token whose attention weight exceeds this multiple of the mean weight. Lower it to keep more",
-        (0.0, math.inf),
+        Meta(ge=0.0),
         is_general=False,
     )
     hgca_alpha: float = _key(
         0.1,
         "Weight of the newest step in the moving average of attention weights",
-        (0.0, 1.0),
+        Meta(ge=0.0, le=1.0),
         is_general=False,
     )
     context_cap_tokens: int | None = _key(
         None,
         "Most tokens that a head of a layer keeps for a request. Default: as many as fit",
-        (1, 2**31),
+        Meta(ge=1, le=2**31),
         is_general=False,
     )
     forecast_file: str | None = _key(
@@ -209,13 +244,15 @@ class OffloadConfig:
     )
 
     context_share: float = _for_tests(
-        0.0, "Memory for kept tokens, as a share of the host pages'", (0.0, 1.0)
+        0.0, "Memory for kept tokens, as a share of the host pages'", Meta(ge=0.0, le=1.0)
     )
     grain: str = _for_tests(
         "layer", "Who selects pages: all heads of a layer, or each", choices=("layer", "head")
     )
-    sink_pages: int = _for_tests(1, "First pages that are always selected", (0, 2**20))
-    recent_pages: int = _for_tests(1, "Newest full pages that are always selected", (0, 2**20))
+    sink_pages: int = _for_tests(1, "First pages that are always selected", Meta(ge=0, le=2**20))
+    recent_pages: int = _for_tests(
+        1, "Newest full pages that are always selected", Meta(ge=0, le=2**20)
+    )
     head_reduce: str = _for_tests("mass", "Reduction of heads' scores", choices=("mass", "max"))
     reweigh: bool = _for_tests(
         True, "Re-weight the CPU's part by the digests' estimate for the real query"
@@ -226,16 +263,13 @@ class OffloadConfig:
     )
     verify: bool = _for_tests(False, "Compare every layer with fp32 attention over host pages")
     dummy_kv: bool = _for_tests(False, "With the fake transfer backend: pages of seeded noise")
-    trace_steps: int = _for_tests(64, "Steps that the trace keeps", (1, 10**6))
-    worker_spin_us: int | None = _for_tests(None, "Polling before a thread sleeps", (0, 10**6))
+    trace_steps: int = _for_tests(64, "Steps that the trace keeps", Meta(ge=1, le=10**6))
     attend_kernel: str = _for_tests(
         "auto", "Attention on the device", choices=("auto", "native", "triton", "flash")
     )
-    worker_threads_per_group: int = _for_tests(0, "Per sequence; 0: as is fastest", (0, 16))
-    worker_ready_timeout_s: float = _for_tests(60.0, "To start the process", (0.1, 3600))
-    # A heartbeat is sent every 0.2 s.
-    worker_heartbeat_timeout_s: float = _for_tests(0.8, "Silence before it is killed", (0.4, 3600))
-    worker_wait_timeout_s: float = _for_tests(10.0, "For an answer", (0.01, 3600))
+    worker_threads_per_group: int = _for_tests(
+        0, "Per sequence; 0: as is fastest", Meta(ge=0, le=16)
+    )
 
     @property
     def budget_pages(self) -> int:
@@ -258,21 +292,230 @@ class OffloadConfig:
         return dataclasses.replace(self, **own)  # type: ignore[arg-type]
 
 
+def _kind(hint: Any) -> Any:
+    """The type of a field without its None."""
+    kinds = get_args(hint)
+    return next(kind for kind in kinds if kind is not NoneType) if NoneType in kinds else hint
+
+
+_HINTS = get_type_hints(OffloadConfig, include_extras=True)
 KEYS: dict[str, Key] = {
-    f.name: dataclasses.replace(
-        f.metadata["key"], kind=str(f.type).removesuffix(" | None"), default=f.default
-    )
+    f.name: dataclasses.replace(f.metadata["key"], kind=_kind(_HINTS[f.name]), default=f.default)
     for f in dataclasses.fields(OffloadConfig)
     if "key" in f.metadata
 }
 PUBLIC_KEYS = tuple(name for name, key in KEYS.items() if key.is_public and key.is_general)
 WRITTEN_KEYS = tuple(name for name, key in KEYS.items() if key.is_written)
-FLAGS = {
-    "policy": "--kv-offload",
-    "budget_tokens": "--kv-offload-budget",
-    "host_gb": "--kv-offload-host-gb",
-    "recall_profile": "--kv-offload-recall-profile",
-    "cpus": "--kv-offload-cpus",
-    "config": "--kv-offload-config",
+
+# Command-line values are typed already; values from Python may be anything.
+_FLAG_TYPES: dict[str, tuple[Any, str]] = {
+    "policy": (str, "the name of a policy, for example 'scout'"),
+    "budget_tokens": (int, f"a whole number of tokens, for example {DEFAULT_BUDGET_TOKENS}"),
+    "host_gb": (int | float, "a number of GiB, for example 64.0"),
+    "recall_profile": (str, "the name of a file, or leave it out"),
+    "cpus": (str, "a list as text, for example '0-3,8'"),
+    "config": (str | Mapping, "a JSON object as text or as a dict, or '@FILE'"),
 }
-"""Names of the arguments of `parse_config` in error messages; a command with its own flags passes its own."""
+
+
+def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
+    """The object in ``text``, or in the file if ``text`` is ``@FILE``.
+
+    Raises:
+        ConfigError: neither; names ``flag`` and the value.
+    """
+    example = "write for example '{\"recall_interval\": 8}' or @FILE"
+    try:
+        source = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {text!r}: cannot read the file: {error}; {example}") from None
+    try:
+        value = json.loads(source, object_pairs_hook=_without_repeats)
+    except (RecursionError, ValueError) as error:  # also: too deep, or a number of too many digits
+        raise ConfigError(f"{flag} {text[:60]!r}: not valid JSON ({error}); {example}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{flag} {text!r}: expected a JSON object, got {type(value).__name__}; {example}"
+        )
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key occurs twice in {[name for name, _ in pairs]}")
+    return found
+
+
+def _check_value(name: str, value: Any, flag: str) -> Any:
+    """One entry of ``flag``, checked against the table of keys."""
+    if name not in KEYS:
+        near = difflib.get_close_matches(str(name), KEYS, n=1, cutoff=0.75)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(PUBLIC_KEYS)}"
+        raise ConfigError(f"{flag}: unknown key {name!r} (value {value!r}); {hint}")
+    key, what = KEYS[name], f"{flag}: {name} = {value!r}"
+    try:
+        checked = msgspec.convert(value, key.accepted)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise ConfigError(f"{what}: {error}; it takes {key.values}") from None
+    if key.is_written and not (value and value.isprintable()):
+        raise ConfigError(f"{what}: not a file name; name a file, or drop the key")
+    return checked
+
+
+def idle_keys(values: Mapping[str, Any]) -> dict[str, str]:
+    """Keys without effect given the other ``values``, each with the setting that makes it idle.
+
+    Recall keys are exempt, so that recall can be switched off for comparison with the rest unchanged.
+    """
+    return {
+        name: f"{key.needs[0]} = {json.dumps(found)}"
+        for name, key in KEYS.items()
+        if key.needs
+        and (found := values.get(key.needs[0], KEYS[key.needs[0]].default)) != key.needs[1]
+    }
+
+
+def check_layers(config: OffloadConfig, num_layers: int) -> None:
+    """Refuse layers that the model does not have."""
+    if max(config.exact_layers, default=0) >= num_layers:
+        raise ConfigError(
+            f"{FLAGS['config']}: exact_layers = {list(config.exact_layers)}: the model has layers 0 to "
+            f"{num_layers - 1}; name some of these, or drop the key"
+        )
+
+
+def written_files(config: OffloadConfig, flag: str) -> list[tuple[str, str, str | None]]:
+    """The files of the keys of ``flag``, as :func:`check_different` takes them."""
+    paths = [(key, getattr(config, key)) for key in WRITTEN_KEYS]
+    return [(key, f"{flag}: {key} = {path!r}", path) for key, path in paths]
+
+
+def check_files(config: OffloadConfig) -> None:
+    """Refuse files that cannot be written, by opening them. Their contents are kept.
+
+    To be called in the process that uses them: another machine may lack their folders.
+    """
+    for _, what, path in written_files(config, FLAGS["config"]):
+        if path is not None:
+            check_writable(what, path)
+
+
+def _check_flag_type(name: str, value: Any, flag: str) -> None:
+    kind, expected = _FLAG_TYPES[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        what = f"is of type {type(value).__name__}"
+    elif value == "" and name != "config":  # not JSON, reported below
+        what = "is empty"
+    else:
+        return
+    raise ConfigError(f"{flag} {value!r}: {what}; expected {expected}")
+
+
+def _check_budget(budget_tokens: int, flag: str) -> None:
+    page = PAGE_SIZE_TOKENS
+    if not 0 < budget_tokens <= MAX_BUDGET_TOKENS or budget_tokens % page:
+        nearest = (budget_tokens + page // 2) // page * page
+        least = (OffloadConfig.sink_pages + OffloadConfig.recent_pages) * page
+        raise ConfigError(
+            f"{flag} {budget_tokens}: must be a positive multiple of the page size "
+            f"({page} tokens); the nearest is {min(max(least, nearest), MAX_BUDGET_TOKENS)}"
+        )
+
+
+def _check_together(
+    config: OffloadConfig,
+    keys: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    flags: Mapping[str, str],
+) -> None:
+    """Values that exclude or need each other."""
+    forced = config.sink_pages + config.recent_pages
+    if forced > config.budget_pages:
+        plural = "" if config.budget_pages == 1 else "s"
+        raise ConfigError(
+            f"{flags['budget_tokens']} {config.budget_tokens}: holds {config.budget_pages} page{plural}, fewer "
+            f"than sink_pages + recent_pages = {forced}; raise it to at least {forced * PAGE_SIZE_TOKENS}"
+        )
+    flag, profile = flags["config"], config.recall_profile
+    for name, cause in idle_keys({**defaults, **keys}).items():
+        if name in keys:
+            needed = (KEYS[name].needs or ("",))[0]
+            with_what = cause if needed in keys else f"{flags['policy']} {config.policy}"
+            raise ConfigError(
+                f"{flag}: {name} = {keys[name]!r} has no effect with {with_what}; drop one of them"
+            )
+    of_profile = flags["recall_profile"], f"{flags['recall_profile']} {profile!r}", profile
+    check_different([of_profile, *written_files(config, flag)])
+
+
+def parse_config(
+    *,
+    policy: str,
+    policies: Mapping[str, Mapping[str, Any]],
+    budget_tokens: int | None = None,
+    host_gb: float | None = None,
+    recall_profile: str | None = None,
+    cpus: str | None = None,
+    config: str | Mapping[str, Any] | None = None,
+    available_cpus: set[int] | None = None,
+    flags: Mapping[str, str] = FLAGS,
+) -> OffloadConfig:
+    """Build the configuration from the flags' raw values.
+
+    Args:
+        policy: value of ``--kv-offload``.
+        policies: the known ones besides ``none``, each with its overrides of keys' defaults, or with the overrides that
+            a key makes if true.
+        budget_tokens .. config: raw values of the other flags; None where not given.
+            ``config`` may be the object itself.
+        available_cpus: CPUs of this process; None: ask the kernel.
+        flags: names of the arguments, as ``FLAGS``.
+    Raises:
+        ConfigError: a value is wrong, or of a wrong type; the message names flag, value and fix.
+    """
+    given = {
+        "policy": policy,
+        "budget_tokens": budget_tokens,
+        "host_gb": host_gb,
+        "recall_profile": recall_profile,
+        "cpus": cpus,
+        "config": config,
+    }
+    for name, value in given.items():
+        if value is not None or name == "policy":
+            _check_flag_type(name, value, flags[name])
+    if policy != "none" and policy not in policies:
+        raise ConfigError(
+            f"{flags['policy']} {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
+        )
+    defaults = {"budget_tokens": DEFAULT_BUDGET_TOKENS, **policies.get(policy, {})}
+    if budget_tokens is not None:
+        defaults["budget_tokens"] = budget_tokens
+    _check_budget(defaults["budget_tokens"], flags["budget_tokens"])
+    if host_gb is not None and not host_gb > 0:
+        raise ConfigError(
+            f"{flags['host_gb']} {host_gb}: must be greater than 0; give the GiB for KV pages, or drop the flag"
+        )
+    raw = load_json(config, flags["config"]) if isinstance(config, str) else config or {}
+    keys = {name: _check_value(name, value, flags["config"]) for name, value in raw.items()}
+    for name in keys:
+        if not KEYS[name].is_general and name not in defaults:
+            owners = [other for other, known in policies.items() if name in known]
+            raise ConfigError(
+                f"{flags['config']}: {name} = {keys[name]!r} has no effect with {flags['policy']} {policy}; it is for "
+                f"{' and '.join(owners)}; drop it"
+            )
+    for name, changes in policies.get(policy, {}).items():
+        if isinstance(changes, Mapping):
+            del defaults[name]
+            defaults |= changes if keys.get(name) else {}
+    result = OffloadConfig(
+        policy=policy,
+        host_gb=host_gb,
+        recall_profile=recall_profile,
+        cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus, flags["cpus"]),
+        **{**defaults, **keys},
+    )
+    _check_together(result, keys, defaults, flags)
+    return result

@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
@@ -65,8 +66,8 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     model: str
     page_size_tokens: int
     budget_tokens: int
-    threshold: float
-    intervals: list[int]
+    threshold: Annotated[float, Meta(ge=0.0, le=1.0)]
+    intervals: list[Annotated[int, Meta(ge=0, le=MAX_INTERVAL)]]
     num_layers: int
     workload: str = ""
     identity: ModelIdentity | None = None
@@ -162,15 +163,10 @@ def load_profile(path: str) -> RecallProfile:
             f"{FLAG} {path!r}: has version {profile.version}, but this release reads version {PROFILE_VERSION}; "
             f"{REMAKE}"
         )
-    fit = all(0 <= interval <= MAX_INTERVAL for interval in profile.intervals)
-    if not profile.intervals or len(profile.intervals) != profile.num_layers or not fit:
+    if not profile.intervals or len(profile.intervals) != profile.num_layers:
         raise ConfigError(
-            f"{FLAG} {path!r}: needs one interval from 0 to {MAX_INTERVAL} for each of "
-            f"{profile.num_layers} layers, found {profile.intervals!r}; {REMAKE}"
-        )
-    if not 0.0 <= profile.threshold <= 1.0:
-        raise ConfigError(
-            f"{FLAG} {path!r}: threshold = {profile.threshold} must be between 0 and 1; {REMAKE}"
+            f"{FLAG} {path!r}: needs one interval for each of {profile.num_layers} layers, found "
+            f"{profile.intervals!r}; {REMAKE}"
         )
     return profile
 

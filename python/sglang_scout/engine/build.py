@@ -115,8 +115,6 @@ def _transport(
 ) -> Transport:
     if policy.route == "fetch":
         return Fetch(host, shape, sizes.max_batch, sizes.lists, sizes.budget_pages, device)
-    if policy.route == "drop":
-        return Transport(torch.zeros(shape.num_layers, dtype=torch.int64))
     if isinstance(worker, GraphTransport):
         if tracer.active:  # the host only launches; the timeline needs device timestamps
             worker.stamps = DeviceClock(tracer, shape.num_layers, device)

@@ -1,4 +1,4 @@
-"""How attention over a layer's missing pages is computed: the routes ``cpu``, ``fetch`` and ``drop``.
+"""How attention over a layer's missing pages is computed: the routes ``cpu`` and ``fetch``.
 
 A step posts the missing pages of a layer as soon as they are selected and merges their attention into the device's in
 that layer. A missing page stays non-resident for the whole step, so that no page is counted twice.
@@ -6,7 +6,6 @@ that layer. A missing page stays non-resident for the whole step, so that no pag
     route   post                                       merge
     cpu     ids and query go to the ring               the CPU's (out, lse) by log-sum-exp
     fetch   pages are copied into staging slots        the real query attends to these
-    drop    nothing                                    nothing
 
 Route ``cpu`` has two implementations. :class:`HostTransport` is the ring's client on the host. :class:`GraphTransport`
 launches the ring's kernels, which a CUDA graph can capture and replay. Route ``fetch`` is in ``fetch.py``.
@@ -29,7 +28,7 @@ from sglang_scout.worker.client import Reply, Ticket, WorkerClient
 
 
 class Transport:
-    """One layer's post and merge; B requests of C lists of k pages. This is route ``drop``: nothing is posted."""
+    """One layer's post and merge; B requests of C lists of k pages."""
 
     capturable = True
     """Whether post and merge may be captured in a graph."""

@@ -11,10 +11,15 @@ from typing import Any
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
+from sglang_scout.core.config import (
+    PAGE_SIZE_TOKENS,
+    OffloadConfig,
+    check_files,
+    load_json,
+    parse_config,
+)
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import trained_weights
-from sglang_scout.core.parse_config import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin.apply import apply
 from sglang_scout.plugin.deployment import (

@@ -142,7 +142,7 @@ class ScoutAttnBackend(AttentionBackend):
             self.pool.arena,
             self.worker,
             self._device,
-            self.config.worker_wait_timeout_s,
+            worker_config(self.config, self._device).wait_timeout_s,
             faults,
             self.ranks.rank,
         )

@@ -45,7 +45,7 @@ FIELDS: dict[str, tuple[Any, Any, str]] = {
         str | None,
         None,
         "JSON file with a recall interval for each layer, made by `sglang-scout profile` from a step log of your "
-        "workload. Needed for the key `recall: profile`; with `recall: adaptive` its intervals are the first "
+        "workload. With the key `recall: fixed` layers recall at these, with `recall: adaptive` they are the first "
         "estimates. Default: no file.",
     ),
     "kv_offload_cpus": (

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang_scout.plugin.backend import ScoutAttnBackend
 
 _FACTS = (
-    "policy", "budget_tokens", "digest", "mass", "attend", "precompute", "exact_layers",
+    "policy", "budget_tokens", "digest", "mass", "precompute", "exact_layers",
     "recall",
 )  # fmt: skip
 _TOTALS = (

@@ -10,21 +10,21 @@ import importlib
 import pkgutil
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.config import DEFAULT_DIGEST, FLAGS, OffloadConfig
+from sglang_scout.core.config import DEFAULT_DIGEST, FLAGS, OffloadConfig, check_layers
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.parse_config import check_layers
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.ops.page_uses import PageUses
 from sglang_scout.policy.feedback import Feedback
 
-Route = Literal["cpu", "fetch", "drop"]
-"""How missing pages are handled: attended to on the CPU in place; copied to the device ahead of the layer and
-attended to there with the real query; or left out."""
+Ids = npt.NDArray[np.int64]
+Route = Literal["cpu", "fetch"]
+"""How missing pages are handled: attended to on the CPU in place; or copied to the device ahead of the layer and
+attended to there with the real query."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Digest:
     reweigh: bool = True
 
     @classmethod
-    def of(cls, config: OffloadConfig) -> Digest:
-        """As the keys of ``--kv-offload-config`` say.
+    def of(cls, config: OffloadConfig, **choices: Any) -> Digest:
+        """As the keys of ``--kv-offload-config`` say; ``choices`` are the policy's own.
 
         Raises:
             ConfigError: calibrated digests without their file, or with a policy or a grain that has no use for them.
@@ -73,53 +73,40 @@ class Digest:
             sink_pages=config.sink_pages,
             recent_pages=config.recent_pages,
             mass=config.mass,
-            only_selected=config.attend == "selected",
             reweigh=config.reweigh,
+            **choices,
         )
 
 
-class QuerySource(Protocol):
-    """Which query selects a layer's pages, and attends to the missing ones on the CPU."""
-
-    @property
-    def attends(self) -> bool:
-        """Whether a predicted query may attend. If it can only select, the real query attends to missing pages."""
-
-    def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
-        """Layers whose query is predicted at the input of ``layer``; the others use the real one in their own layer."""
-
-
 @dataclass(frozen=True)
-class NextLayerQuery:
-    """One layer ahead: W_q of layer l+1 applied to the input of layer l (ScoutAttention Algorithm 1, line 4).
+class QuerySource:
+    """Which query selects a layer's pages, and attends to the missing ones on the CPU.
 
-    Layer 0 has no previous layer: its query comes from its own input, exact but not ahead. So do those of the layers in
+    One layer ahead it is W_q of layer l+1 applied to the input of layer l (ScoutAttention Algorithm 1, line 4). Layer 0
+    has no previous layer: its query comes from its own input, exact but not ahead. So do those of the layers in
     ``exact``, for models in which a layer changes its input too much to predict the next query from it.
+
+    Attributes:
+        is_ahead: False: every layer's own query, without prediction, and the device waits.
+        exact: layers that use their own query.
+        attends: whether a predicted query may attend. If it can only select, the real query attends to missing pages.
     """
 
+    is_ahead: bool = True
     exact: tuple[int, ...] = ()
     attends: bool = True
 
+    @classmethod
+    def of(cls, config: OffloadConfig) -> QuerySource:
+        """As the keys of ``--kv-offload-config`` say."""
+        return cls(config.precompute, config.exact_layers)
+
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
+        """Layers whose query is predicted at the input of ``layer``; the others use the real one in their own layer."""
+        if not self.is_ahead:
+            return ()
         ahead = (layer + 1,) if layer + 1 < num_layers and layer + 1 not in self.exact else ()
         return (0, *ahead) if layer == 0 else ahead
-
-
-@dataclass(frozen=True)
-class RealQuery:
-    """The layer's own query: no prediction, and the device waits (ablation without pre-computation)."""
-
-    attends: bool = True
-
-    def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
-        return ()
-
-
-def query_source(config: OffloadConfig) -> QuerySource:
-    """As the keys of ``--kv-offload-config`` say."""
-    if not config.precompute:
-        return RealQuery()
-    return NextLayerQuery(config.exact_layers)
 
 
 KNOWN_AFTER = 2
@@ -149,41 +136,35 @@ class StepReport:
 
     step: int
     budget_pages: int
-    ages: npt.NDArray[np.int64]
-    missed: npt.NDArray[np.int64]
-    absent: npt.NDArray[np.int64]
-    started: npt.NDArray[np.int64]
-    landed: npt.NDArray[np.int64]
-    used: npt.NDArray[np.int64]
+    ages: Ids
+    missed: Ids
+    absent: Ids
+    started: Ids
+    landed: Ids
+    used: Ids
     late_pages: int
     step_us: float = 0.0
     link_pages_per_us: float = 0.0
-    spare_slots: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    spare_slots: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-class Residency(Protocol):
-    """Which pages stay on the device and when missing ones are recalled.
+class Residency:
+    """Which pages stay on the device and when missing ones are recalled. This one recalls nothing.
 
     Attributes:
         pin_share: share of a layer's slots whose pages, the most frequent, are evicted only by forced pages.
+        patience_us: how long a step boundary waits for copies of the previous step; None: until they are done.
     """
 
     pin_share: float = 0.0
-
-    @property
-    def patience_us(self) -> float | None:
-        """How long a step boundary waits for copies of the previous step; None: until they are done."""
+    patience_us: float | None = None
 
     def plan(self, report: StepReport) -> None:
         """Step boundary: process the measurements, and decide the upcoming step's recalls."""
 
     def pick(
-        self,
-        layers: npt.NDArray[np.int64],
-        missed: npt.NDArray[np.int32],
-        ages: npt.NDArray[np.int64],
-        uses: PageUses,
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
+    ) -> tuple[Ids, Ids]:
         """The pages that ``layers`` would like to recall.
 
         Args:
@@ -194,11 +175,13 @@ class Residency(Protocol):
         Returns:
             Layers and pages, distinct pairs.
         """
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def fill_pages(self) -> int:
         """Pages that this step may prefetch before any miss, into spare slots."""
+        return 0
 
-    def warm_pages(self, full: npt.NDArray[np.int64], budget_pages: int) -> npt.NDArray[np.int64]:
+    def warm_pages(self, full: Ids, budget_pages: int) -> Ids:
         """``[n]`` how many newest pages of new requests of ``full`` ``[n]`` pages are resident at their first step.
 
         If all pages are, attention is exact from the first token on. If 0, those of the prompt's hint, up to the
@@ -206,7 +189,7 @@ class Residency(Protocol):
         """
         return np.where(full <= budget_pages, full, 0)
 
-    def reserve(self, lengths: npt.NDArray[np.int64], max_new: npt.NDArray[np.int64]) -> int:
+    def reserve(self, lengths: Ids, max_new: Ids) -> int:
         """Slots of each layer to reserve for pages that running requests will open.
 
         Args:
@@ -216,6 +199,7 @@ class Residency(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """State for ``/server_info``: plain numbers, strings and lists."""
+        return {}
 
 
 def trained_file(config: OffloadConfig, key: str) -> str:

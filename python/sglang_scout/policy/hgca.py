@@ -14,9 +14,8 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.ops.page_uses import PageUses
 from sglang_scout.ops.salience import decay_mass, salient_bits, select_salient
-from sglang_scout.policy.base import Context, Digest, Policy, RealQuery, Residency, StepReport
+from sglang_scout.policy.base import Context, Digest, Policy, QuerySource, Residency
 from sglang_scout.policy.feedback import WindowView
 
 DEFAULTS: dict[str, Any] = {
@@ -32,8 +31,6 @@ DEFAULTS: dict[str, Any] = {
     "context_cap_tokens": None,
 }
 
-Ids = npt.NDArray[np.int64]
-
 
 def make(context: Context) -> Policy:
     config = context.config
@@ -46,9 +43,9 @@ def make(context: Context) -> Policy:
     return Policy(
         name="hgca",
         digest=Digest(config.digest, sink_pages=config.sink_pages, recent_pages=recent_pages),
-        query=RealQuery(),
+        query=QuerySource(is_ahead=False),
         route="cpu",
-        residency=RecentWindow(),
+        residency=Residency(),
         feedback=SalientTokens(
             window_tokens=config.budget_tokens,
             window_pages=recent_pages + 1,
@@ -57,28 +54,6 @@ def make(context: Context) -> Policy:
             cap_tokens=config.context_cap_tokens,
         ),
     )
-
-
-class RecentWindow(Residency):
-    """The window's pages are resident, and nothing is recalled."""
-
-    @property
-    def patience_us(self) -> None:
-        return None
-
-    def plan(self, report: StepReport) -> None:
-        pass
-
-    def pick(
-        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
-    ) -> tuple[Ids, Ids]:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-
-    def fill_pages(self) -> int:
-        return 0
-
-    def describe(self) -> dict[str, Any]:
-        return {}
 
 
 @dataclass

@@ -20,9 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.ops.page_uses import PageUses
-from sglang_scout.policy.base import KNOWN_AFTER, Residency, StepReport
-
-Ids = npt.NDArray[np.int64]
+from sglang_scout.policy.base import KNOWN_AFTER, Ids, Residency, StepReport
 
 
 @dataclass
@@ -40,7 +38,6 @@ class HistoryAware(Residency):
     step_pages: int
     period: int = 16
     pin_share: float = 0.25
-    patience_us: float | None = field(default=None, init=False)
     _step: int = field(default=0, init=False)
     _spare: Ids = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
 

@@ -6,7 +6,7 @@ pages that stay important become resident.
 
 from __future__ import annotations
 
-from sglang_scout.policy.base import Context, Digest, Policy, query_source
+from sglang_scout.policy.base import Context, Digest, Policy, QuerySource
 from sglang_scout.policy.residency import ImportantPages
 
 
@@ -14,7 +14,7 @@ def make(context: Context) -> Policy:
     return Policy(
         name="infinigen",
         digest=Digest.of(context.config),
-        query=query_source(context.config),
+        query=QuerySource.of(context.config),
         route="fetch",
         residency=ImportantPages((1,) * context.num_layers),
     )

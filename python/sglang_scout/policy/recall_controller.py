@@ -7,7 +7,9 @@ does not copy; one that drifts fast copies as often as needed.
 
 The controller is a deterministic function of its inputs. It reads no clock: times are inputs, used only while the link
 is late. The number of pages that a step may copy is configured, so that two runs of the same requests recall the same
-pages as long as every copy ends within its step.
+pages as long as every copy ends within its step. If the link is later than ``patience_us``, the pages stay with the CPU
+for another step and the controller copies less. Attention is correct either way, but may then differ in the last digits
+between runs, because the CPU's part is computed from the predicted query.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.policy.base import KNOWN_AFTER, StepReport
+from sglang_scout.ops.page_uses import PageUses
+from sglang_scout.policy.base import KNOWN_AFTER, Ids, Residency, StepReport
 
-Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 WARM_UP_STEPS = 4
@@ -44,8 +46,8 @@ _NEAR = 0.75
 _FAST_GROWTH, _SLOW_GROWTH = 1 / 4, 1 / 64
 
 
-class RecallController:
-    """Decides at each step boundary which layers recall and how many pages they may take.
+class RecallController(Residency):
+    """Pages selected most recently stay. Decides at each step boundary which layers recall how many pages.
 
     Args:
         intervals: per layer, initial steps between two recalls; 0 = no drift.
@@ -74,6 +76,7 @@ class RecallController:
         warm_up_steps: int = WARM_UP_STEPS,
     ) -> None:
         layers = len(intervals)
+        self.patience_us = 1000.0
         self.threshold = threshold
         self.warm_up_steps = warm_up_steps
         self.step_pages = step_pages
@@ -119,7 +122,17 @@ class RecallController:
         self.granted = first + rest
         self.spare_pages = pages - int(self.granted.sum())
 
-    def _follow_ratio(self, report: StepReport, missed: Counts, capacity: int) -> None:
+    def pick(
+        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
+    ) -> tuple[Ids, Ids]:
+        warming = ages < self.warm_up_steps
+        counts = self.is_due[layers][:, None] | warming
+        return uses.most_frequent(layers, missed, counts, warming, self.granted[layers])
+
+    def fill_pages(self) -> int:
+        return self.spare_pages
+
+    def _follow_ratio(self, report: StepReport, missed: Ids, capacity: int) -> None:
         """Update the filter with the last known step, and predict the upcoming one."""
         tried = report.landed > 0
         use = report.used / np.maximum(report.landed, 1)
@@ -175,7 +188,7 @@ class RecallController:
         }
 
 
-def share(pages: int, wanted: Counts, worth: Floats) -> Counts:
+def share(pages: int, wanted: Ids, worth: Floats) -> Ids:
     """Divide ``pages`` among layers by greatest benefit: level the largest worth x excess.
 
     Args:

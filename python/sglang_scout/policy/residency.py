@@ -1,7 +1,4 @@
-"""Residency: important pages stay, recalled asynchronously (paper section 3.4).
-
-Recall is either at fixed per-layer intervals, as in the paper, or by measurements.
-"""
+"""Residency: important pages stay, recalled asynchronously at fixed per-layer intervals (paper section 3.4)."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ import numpy.typing as npt
 
 from sglang_scout.core.ranking import distinct
 from sglang_scout.ops.page_uses import PageUses
-from sglang_scout.policy.base import Residency, StepReport
-from sglang_scout.policy.recall_controller import RecallController
-
-Ids = npt.NDArray[np.int64]
+from sglang_scout.policy.base import Ids, Residency, StepReport
 
 
 @dataclass
@@ -38,7 +32,6 @@ class ImportantPages(Residency):
     intervals: tuple[int, ...]
     enabled: bool = True
     warm_up_steps: int = 1
-    patience_us: float | None = None
     _step: int = field(default=0, init=False)
 
     def due(self, layer: int, step: int) -> bool:
@@ -62,44 +55,5 @@ class ImportantPages(Residency):
         keys = distinct(row * num_pages + missed.reshape(-1)[at])
         return layers[keys // num_pages], keys % num_pages
 
-    def fill_pages(self) -> int:
-        return 0
-
     def describe(self) -> dict[str, Any]:
         return {"intervals": list(self.intervals) if self.enabled else []}
-
-
-@dataclass
-class MeasuredRecall(Residency):
-    """Pages selected most recently stay; a controller decides by measurements which layers recall.
-
-    Its decisions depend on selections, on counts and on a configured number of pages per step, so they are
-    deterministic too, with one exception: a boundary waits at most ``patience_us`` for a copy. If the link is later
-    than that, the pages stay with the CPU for another step and the controller copies less. Attention is correct either
-    way, but may then differ in the last digits between runs, because the CPU's part is computed from the predicted
-    query.
-
-    Args:
-        controller: decides how many pages each layer may take.
-        patience_us: of the step boundary.
-    """
-
-    controller: RecallController
-    patience_us: float | None = 1000.0
-
-    def plan(self, report: StepReport) -> None:
-        self.controller.plan(report)
-
-    def pick(
-        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
-    ) -> tuple[Ids, Ids]:
-        warming = ages < self.controller.warm_up_steps
-        counts = self.controller.is_due[layers][:, None] | warming
-        limits = self.controller.granted[layers]
-        return uses.most_frequent(layers, missed, counts, warming, limits)
-
-    def fill_pages(self) -> int:
-        return self.controller.spare_pages
-
-    def describe(self) -> dict[str, Any]:
-        return self.controller.describe()

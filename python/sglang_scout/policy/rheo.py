@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_scout.policy.base import Context, Digest, Policy, query_source, trained_file
+from sglang_scout.policy.base import Context, Digest, Policy, QuerySource, trained_file
 from sglang_scout.policy.history import HistoryAware
 
 DEFAULTS: dict[str, Any] = {
-    "digest": "pilot", "grain": "head", "head_reduce": "max", "precompute": False, "attend": "resident",
-    "pilot_file": None,
+    "digest": "pilot", "grain": "head", "head_reduce": "max", "precompute": False, "pilot_file": None,
 }  # fmt: skip
 
 
@@ -25,8 +24,8 @@ def make(context: Context) -> Policy:
         trained_file(config, "pilot_file")
     return Policy(
         name="rheo",
-        digest=Digest.of(config),
-        query=query_source(config),
+        digest=Digest.of(config, only_selected=False),
+        query=QuerySource.of(config),
         route="cpu",
         residency=HistoryAware(
             page_size=config.page_size_tokens,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD
-from sglang_scout.policy.base import Context, Digest, Policy, QuerySource, Residency, query_source
+from sglang_scout.policy.base import Context, Digest, Policy, QuerySource, Residency
 from sglang_scout.policy.recall_controller import RecallController
-from sglang_scout.policy.residency import ImportantPages, MeasuredRecall
+from sglang_scout.policy.residency import ImportantPages
 
 DEFAULTS: dict[str, Any] = {
     "paper": {"digest": "minmax", "reweigh": False, "recall": "fixed"},
@@ -21,7 +21,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make(context: Context) -> Policy:
-    query = query_source(context.config)
+    query = QuerySource.of(context.config)
     return Policy(
         name="scout",
         digest=Digest.of(context.config),
@@ -34,20 +34,19 @@ def make(context: Context) -> Policy:
 def _residency(context: Context, query: QuerySource) -> Residency:
     config, profile, layers = context.config, context.profile, context.num_layers
     intervals = (config.recall_interval,) * layers
-    if profile is not None and config.recall in ("profile", "adaptive"):
+    if profile is not None:
         intervals = tuple(profile.intervals)
     if config.recall != "adaptive":
         return ImportantPages(intervals, enabled=config.recall != "off")
     threshold = config.recall_threshold
     if threshold is None:
         threshold = profile.threshold if profile is not None else DEFAULT_RECALL_THRESHOLD
-    controller = RecallController(
+    return RecallController(
         intervals=intervals,
         threshold=threshold,
         step_pages=max(1, int(config.recall_step_mib * 2**20) // context.page_bytes),
         eager_layers=_waited_for(query, layers),
     )
-    return MeasuredRecall(controller)
 
 
 def _waited_for(query: QuerySource, num_layers: int) -> list[int]:

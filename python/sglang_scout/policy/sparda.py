@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_scout.policy.base import Context, Digest, NextLayerQuery, Policy, trained_file
+from sglang_scout.policy.base import Context, Digest, Policy, QuerySource, trained_file
 from sglang_scout.policy.residency import ImportantPages
 
 DEFAULTS: dict[str, Any] = {
@@ -22,7 +22,7 @@ def make(context: Context) -> Policy:
     return Policy(
         name="sparda",
         digest=Digest.of(context.config),
-        query=NextLayerQuery(attends=False),
+        query=QuerySource(attends=False),
         route="fetch",
         residency=ImportantPages((1,) * context.num_layers),
     )
