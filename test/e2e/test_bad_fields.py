@@ -107,7 +107,7 @@ MORE_VALUES: dict[str, tuple[Any, ...]] = {
 
 GIVE_UP_S = 4
 IN_FLIGHT = 12  # of max_running_requests=16
-PROMPTS = random_prompts([300], seed=3)
+NEXT = random_prompts([300], seed=3)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def silent_port():
 
 
 def tokens(servers: PDCluster) -> tuple[int, ...]:
-    return servers.generate(PROMPTS, max_new_tokens=8)[0].output_ids
+    return servers.generate(NEXT, max_new_tokens=8)[0].output_ids
 
 
 def schedulers(servers: PDCluster) -> dict[str, int]:
