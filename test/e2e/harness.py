@@ -26,6 +26,10 @@ from servers.sglang_http import (
 )
 from servers.single_server import SingleServer
 
+# Recall in every step and room for everything: a request's residency then depends only on its own history, so its
+# tokens are deterministic, and a difference is a fault.
+STEADY = {"recall": "fixed", "recall_interval": 1, "resident_tokens": 32768}
+SCOUT = flags(kv_offload="scout", kv_offload_budget=128)
 CPUS = sorted(os.sched_getaffinity(0))
 # SGLang needs the CPUs of two ranks, and compiles its embedding for them: 40 s.
 RANKS_ENV = {

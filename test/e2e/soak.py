@@ -1,6 +1,6 @@
 """A pair of servers under random load for some minutes, while its worker meets one random fault after the other.
 
-``scripts/soak.sh`` runs it from the command line, ``test_soak.py`` as a test.
+``scripts/soak.sh`` runs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmark import rows
-from harness import Holdings, PDCluster, random_prompts
+from harness import SCOUT, STEADY, Holdings, PDCluster, random_prompts
 from load import Load
 from make_tiny_model import TinyModelSpec, cached_tiny_model
 from worker_faults import FAULTS, Victim
@@ -49,10 +49,7 @@ class Case:
 
 _RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
 CASES = {
-    # Recall in every step and room for everything: see test_worker_faults.py.
-    "tokens": Case(
-        {"recall": "fixed", "recall_interval": 1, "resident_tokens": 32768}, is_deterministic=True
-    ),
+    "tokens": Case(STEADY, is_deterministic=True),
     "recall": Case({"recall": "fixed", "recall_interval": 3, "resident_tokens": 192}, _RETRACTED),
     "device": Case(
         {"transport": "graph", "recall": "fixed", "recall_interval": 20, "resident_tokens": 64},
@@ -113,10 +110,9 @@ def soak(case: str, seconds: float, seed: int) -> Report:
     of, report = CASES[case], Report(case, seed, seconds)
     model = cached_tiny_model(TinyModelSpec(), ROOT / ".cache" / "models")
     config = json.dumps({"verify": True, **of.settings})
-    scout = ["--kv-offload", "scout", "--kv-offload-budget", "128", "--enable-priority-scheduling"]
     with PDCluster(
         model,
-        server_args=scout,
+        server_args=[*SCOUT, "--enable-priority-scheduling"],
         decode_args=["--kv-offload-config", config],
         max_running_requests=12,
         max_total_tokens=TOKENS,

@@ -1,33 +1,22 @@
-"""Monitoring of a decode server while its worker is killed: a real Prometheus, in which every panel has numbers and the
-alert fires, and the dashboard in a real browser."""
+"""A real Prometheus watches a decode server whose worker is killed: every panel has numbers, and the alert fires."""
 
-import asyncio
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
 import urllib.parse
-from concurrent.futures import ThreadPoolExecutor
 
-import aiohttp
 import pytest
 
 import monitoring
-from harness import PDCluster, random_prompts, wait_until
+from harness import SCOUT, PDCluster, random_prompts, wait_until
 from reference import DOCS
-from servers.dashboard_process import dashboard
-from servers.pd_cluster import HOST, flags
+from servers.pd_cluster import HOST
 from servers.server_process import free_ports
 from servers.sglang_http import RequestFailed, http_json
 
 pytestmark = pytest.mark.slow
-
-
-def needs(program):
-    reason = f"no {program} (of Debian's package of this name)"
-    return pytest.mark.skipif(shutil.which(program) is None, reason=reason)
 
 
 @contextlib.contextmanager
@@ -54,18 +43,14 @@ def prometheus(folder, target):
 def servers(tiny_model):
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=flags(kv_offload="scout", kv_offload_budget=128),
+        server_args=SCOUT,
         decode_args=["--enable-metrics"],
         max_total_tokens=16384,
     ) as running:
         yield running
 
 
-def kill_worker(servers):
-    os.kill(servers.kv_offload()["worker"]["pid"], signal.SIGKILL)
-
-
-@needs("prometheus")
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus")
 def test_panels_have_numbers_and_a_killed_worker_raises_an_alert(servers, tmp_path):
     with prometheus(tmp_path, urllib.parse.urlsplit(servers.server_url("decode")).netloc) as url:
 
@@ -88,65 +73,5 @@ def test_panels_have_numbers_and_a_killed_worker_raises_an_alert(servers, tmp_pa
             for _, expression in panel.series:
                 wait_until(expression, lambda e=expression: value(e), 30)
         assert "ScoutWorkerRestarted" not in firing()
-        kill_worker(servers)
+        os.kill(servers.kv_offload()["worker"]["pid"], signal.SIGKILL)
         wait_until("the alert", lambda: "ScoutWorkerRestarted" in firing(), 60)
-
-
-async def _evaluate(port, script):
-    async with aiohttp.ClientSession() as session:
-        async with session.get(f"http://{HOST}:{port}/json") as answer:
-            page = next(x for x in await answer.json() if x["type"] == "page")
-        async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-            await socket.send_json(
-                {"id": 1, "method": "Runtime.evaluate", "params": {"expression": script}}
-            )
-            return (await socket.receive_json())["result"]["result"]["value"]
-
-
-@contextlib.contextmanager
-def browser(folder, url):
-    """A function that evaluates JavaScript in the page, and returns a string."""
-    (port,) = free_ports(1)
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    command += [f"--user-data-dir={folder}", f"--remote-debugging-port={port}", url]
-    with (folder / "chromium.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        yield lambda script: asyncio.run(_evaluate(port, script))
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-@needs("chromium")
-def test_the_dashboard_in_a_browser(servers, tmp_path):
-    restarts = servers.kv_offload()["worker"]["restarts"]
-    with (
-        dashboard(servers.server_url("decode")) as url,
-        browser(tmp_path, url) as evaluate,
-        ThreadPoolExecutor(1) as load,
-    ):
-
-        def text():
-            with contextlib.suppress(OSError, StopIteration):
-                return evaluate("document.body?.innerText ?? ''")
-            return ""
-
-        def steps():
-            found = re.search(r"([\d.]+)\s+steps per second", text())
-            return found and float(found[1])
-
-        wait_until("the page shows the worker", lambda: "CPU attention ready" in text(), 60)
-        assert "scout, cpu-" in text() and "4 layers" in text()
-        prompts = random_prompts([700, 900])
-        answers = load.submit(servers.generate, prompts, max_new_tokens=400)
-        wait_until("it shows steps", steps, 60)
-        answers.result()
-        wait_until("it shows that they have ended", lambda: steps() == 0, 60)
-        # Every canvas has been drawn on.
-        drawn = "[...document.querySelectorAll('canvas')].map(c => new Set(c.getContext('2d')"
-        drawn += ".getImageData(0, 0, c.width, c.height).data).size > 2).join()"
-        assert evaluate(drawn) == "true,true,true,true"
-        kill_worker(servers)
-        wait_until("it shows a new worker", lambda: f"restarts: {restarts + 1}," in text(), 60)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from servers.environment import cpu_environment
+from servers.environment import server_environment
 from servers.pd_cluster import flags
 
 
@@ -21,7 +21,7 @@ def test_a_folder_whose_path_is_too_long_for_sockets(tiny_model, tmp_path):
         disaggregation_mode="decode",
         kv_offload="scout",
     )
-    environment = {**cpu_environment(), "TMPDIR": folder}
+    environment = {**server_environment("cpu"), "TMPDIR": folder}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert ended.returncode != 0
     said = ended.stderr.splitlines()[-1]

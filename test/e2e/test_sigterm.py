@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from harness import PDCluster, random_prompts, scheduler_pid, wait_until
+from harness import SCOUT, STEADY, PDCluster, random_prompts, scheduler_pid, wait_until
 from in_flight import InFlight, ask, assert_right, watch
 from servers.pd_cluster import flags
 from servers.sglang_http import http_json
@@ -17,17 +17,15 @@ pytestmark = pytest.mark.slow  # some minutes
 SENTENCE = "The server is shutting down"
 GONE_S = 20
 ENDLESS = 6000  # new tokens; more than fit in the drain time
-# Recall in every step and room for everything, as in test_faults.py: tokens are deterministic.
-CONFIG = {"recall": "fixed", "recall_interval": 1, "resident_tokens": 32768, "trace_steps": 100000}
 
 
 @pytest.fixture(scope="module")
 def servers(tiny_model, tmp_path_factory):
     trace = tmp_path_factory.mktemp("trace") / "steps.json"
-    config = json.dumps({**CONFIG, "trace": str(trace)})
+    config = json.dumps({**STEADY, "trace": str(trace), "trace_steps": 100000})
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=flags(kv_offload="scout", kv_offload_budget=128, kv_offload_config=config),
+        server_args=SCOUT + flags(kv_offload_config=config),
         prefill_args=flags(chunked_prefill_size=512),
         max_running_requests=12,
         max_total_tokens=20480,

@@ -5,30 +5,22 @@ Every request is answered with the tokens of an undisturbed run, nothing leaks, 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import signal
 import time
 
 import pytest
 
-from digest_flips import flip_one_bit_of_each_digest
-from harness import Holdings, PDCluster, random_prompts, wait_until
+from harness import SCOUT, Holdings, PDCluster, random_prompts, wait_until
 from load import Load
-from servers.pd_cluster import flags
-from servers.sglang_http import RequestFailed
 from worker_faults import FAULTS, Victim
 
 # No recall and room for everything: a request's residency depends only on its own history, so its tokens are
 # deterministic, and the worker has work in every step.
 CONFIG = {"recall": "off", "resident_tokens": 32768, "verify": True}
 GRAPH = {"transport": "graph"}
-# A prompt in the radix cache has other resident pages than a new one. Selection and attention with the real query do
-# not depend on residency.
-RADIX = {"precompute": False}
-CASES = {"eager": {}, "eager, radix": RADIX, "recorded": GRAPH}
+CASES = {"eager": {}, "recorded": GRAPH}
 # The most different ones; the others run with the slow tests.
 QUICK = {"killed", "stopped", "page ids damaged"}
 CLIENTS = 8
@@ -56,15 +48,7 @@ class Bench:
 
     def rest(self) -> None:
         """Wait until no page is in use."""
-        if "radix" in self.case:
-            wait_until("no request runs", self._flushed, 60)
         wait_until("all pages are free", lambda: not self.state()["host_pages_used"], 60)
-
-    def _flushed(self) -> bool:
-        with contextlib.suppress(RequestFailed):
-            self.servers.flush()
-            return True
-        return False
 
     def assert_nothing_left(self) -> None:
         self.rest()
@@ -84,11 +68,10 @@ class Bench:
 def bench(request, tiny_model, tmp_path_factory):
     case = request.param
     config = json.dumps(CONFIG | CASES[case])
-    radix = ["--disaggregation-decode-enable-radix-cache"] if "radix" in case else []
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=flags(kv_offload="scout", kv_offload_budget=128),
-        decode_args=["--kv-offload-config", config, *radix],
+        server_args=SCOUT,
+        decode_args=["--kv-offload-config", config],
         max_running_requests=16,
         max_total_tokens=49152,
         env={"TRITON_INTERPRET": "1"} if "recorded" in case else {},
@@ -135,11 +118,9 @@ def test_no_fault_costs_a_request_or_a_token(bench, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("seconds", [60, 300])
-def test_deaths_in_a_row(bench, seconds):
-    """One every two seconds, if there is a worker to kill."""
-    end = time.monotonic() + seconds
+def test_deaths_in_a_row(bench):
+    """One every two seconds for a minute, if there is a worker to kill."""
+    end = time.monotonic() + 60
     before = bench.state()["worker"]["restarts"]
     deaths = 0
     with bench.load() as load:
@@ -151,31 +132,6 @@ def test_deaths_in_a_row(bench, seconds):
     bench.assert_nothing_left()
     print(f"{deaths} deaths, {load.answered} answers, longest stall {load.longest_stall_s:.1f} s")
     assert bench.state()["worker"]["restarts"] == before + deaths
-
-
-@pytest.mark.slow
-def test_digests_with_flipped_bits_choose_other_pages_and_nothing_else(bench):
-    """Tokens may differ then, but attention to the selected pages is exact."""
-    before = bench.state()
-    with bench.load() as load:
-        # At first nearly all pages are allocated, and few written: their K is an earlier request's, whose digests are
-        # gone.
-        wait_until("an answer of each prompt", load.all_asked_again(), 60)
-        flipped = flip_one_bit_of_each_digest(bench.victim, random.Random(5))
-        enough = load.answered + CLIENTS
-        wait_until("answers afterwards", lambda: load.answered >= enough, 60)
-    after = bench.state()
-    print(f"{flipped} bits, {load.answered} answers, {len(load.wrong)} others")
-    assert not load.lost and load.wrong
-    assert after["verify_checks"] > before["verify_checks"]
-    assert after["verify_max_rel_error"] <= EXACT
-    assert counters(after)["restarts"] == counters(before)["restarts"]
-    assert after["fallback_pages"] == before["fallback_pages"]
-    bench.assert_nothing_left()
-    # Every page gets a new digest when it is reallocated.
-    with bench.load() as load:
-        wait_until("answers", load.all_asked_again(), 60)
-    assert not load.lost and not load.wrong, (load.lost, load.wrong)
 
 
 @pytest.mark.slow

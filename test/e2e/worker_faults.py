@@ -138,57 +138,24 @@ def _killed_with_a_record(victim: Victim) -> None:
 # -- control messages ----------------------------------------------------------------------------
 
 
-def _lost(victim: Victim) -> None:
-    """A heartbeat is lost."""
-    with ends(victim.server_pid, victim.pid()) as (server, _):
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with contextlib.suppress(BlockingIOError):
-                if server.recv(m.MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT):
-                    return
-    raise TimeoutError("no heartbeat could be taken")
-
-
 def _all_lost(victim: Victim) -> None:
     with ends(victim.server_pid, victim.pid()) as (server, _):
         server.shutdown(socket.SHUT_RD)
 
 
-def _garbled(victim: Victim) -> None:
-    """What is no ZMQ: it hangs up."""
-    with ends(victim.server_pid, victim.pid()) as (_, worker):
-        worker.sendall(b"\xff" * 64)
-
-
-def _doubled(victim: Victim) -> None:
-    """All messages from and to the worker are duplicated."""
-    beat = m.Heartbeat(stats=m.Stats(items=1, pending=1))
-    with victim.ends() as (to_worker, to_server):
-        for message in (m.Hello(), m.Ready(isa="again", threads=1), beat, beat):
-            to_server(m.encode(message))
-        for message in (m.Hello(), m.Register(arena_bytes=1, layout_version=1), m.Drain()):
-            to_worker(m.encode(message))
-
-
-def _truncated(victim: Victim) -> None:
-    with victim.ends() as (to_worker, to_server):
-        to_server(m.encode(m.Heartbeat(stats=m.Stats()))[:-3])
-        to_worker(m.encode(m.Stop())[:-3])
-
-
-def _strange(victim: Victim) -> None:
-    """From another process, of an earlier start, of another version, too large, of the wrong direction, and empty."""
+def _bad_messages(victim: Victim) -> None:
+    """To both sides: truncated, of an earlier start, of another version, of the wrong direction, empty; and from a
+    process that is neither, one too large."""
     pid = victim.pid()
     with victim.ends() as (to_worker, to_server):
+        to_server(m.encode(m.Heartbeat(stats=m.Stats()))[:-3])
         to_server(m.encode(m.Failed(error="")), token=b"of an earlier start")
         to_server(m.encode(msgspec.structs.replace(m.Ready(isa="", threads=1), version=3)))
         to_server(m.encode(m.Stop()))
         to_worker(m.encode(m.Ready(isa="", threads=1)))
-        to_worker(b"\xc1" * 100)
         to_worker(b"")
     with stranger(pid) as one:
         token = variable(pid, "SGLANG_SCOUT_BOOT_TOKEN").encode()
-        one.send_multipart([token, m.encode(m.Stop())])
         one.send_multipart([token, bytes(m.MAX_MESSAGE_BYTES + 1)])
 
 
@@ -200,15 +167,10 @@ def _told_to_stop(victim: Victim) -> None:
 # -- the ring ------------------------------------------------------------------------------------
 
 
-def _record(**fields: int) -> Strike:
-    """Fields of a posted record's header are overwritten."""
-
-    def strike(victim: Victim) -> None:
-        with victim.stopped() as (_, slot):
-            for name, value in fields.items():
-                victim.ring.record(slot)[name] = value
-
-    return strike
+def _epoch(victim: Victim) -> None:
+    """A posted record is one of another start."""
+    with victim.stopped() as (_, slot):
+        victim.ring.record(slot)["seq"] = 1 << 62
 
 
 def _page_ids(victim: Victim) -> None:
@@ -222,11 +184,6 @@ def _claimed(victim: Victim) -> None:
     with victim.stopped() as (_, slot):
         claim = victim.ring.reply(slot)["claim"]
         claim[0] = int(claim[0]) | CLOSED_ITEM
-
-
-def _unlogged(victim: Victim) -> None:
-    with victim.stopped():
-        victim.ring.log[:] = 0
 
 
 def _head(victim: Victim) -> None:
@@ -256,10 +213,6 @@ def _no_number(ring: RingView, slot: int) -> None:
 
 def _done(ring: RingView, slot: int) -> None:
     ring.reply(slot)["done"] = 1 << 63
-
-
-def _status(ring: RingView, slot: int) -> None:
-    ring.reply(slot)["status"] = 7
 
 
 def _small_words(ring: RingView, slot: int) -> None:
@@ -299,23 +252,15 @@ FAULTS = {
     "stopped": Fault(_signal(signal.SIGSTOP), "was silent for", COMPUTED_HERE),
     "slow": Fault(_bursts),
     "killed with a record": Fault(_killed_with_a_record, "was killed by SIGKILL", COMPUTED_HERE),
-    "message lost": Fault(_lost),
-    "messages doubled": Fault(_doubled),
-    "messages truncated": Fault(_truncated, grows=("refused_messages",)),
-    "strange messages": Fault(_strange, grows=("refused_messages",)),
+    "bad messages": Fault(_bad_messages, grows=("refused_messages",)),
     "told to stop": Fault(_told_to_stop, "ended with exit code 0", COMPUTED_HERE),
     "all messages lost": Fault(_all_lost, "was silent for", COMPUTED_HERE),
-    "connection garbled": Fault(_garbled, "was silent for", COMPUTED_HERE),
     "page ids damaged": Fault(_page_ids, "", ("refused", *COMPUTED_HERE), True),
-    "layer damaged": Fault(_record(layer=1 << 30), "", ("refused", *COMPUTED_HERE), True),
-    "rows damaged": Fault(_record(rows=1 << 30), "", ("refused", *COMPUTED_HERE), True),
-    "epoch damaged": Fault(_record(seq=1 << 62), None, COMPUTED_HERE, True),
+    "epoch damaged": Fault(_epoch, None, COMPUTED_HERE, True),
     "claim damaged": Fault(_claimed, "finished nothing", COMPUTED_HERE),
-    "log damaged": Fault(_unlogged, "finished nothing", COMPUTED_HERE),
     "head damaged": Fault(_head, None),  # on a busy machine the server posts once more
     "answers are no numbers": Fault(_again_and_again(_no_number), "", COMPUTED_HERE, True),
     "done damaged": Fault(_again_and_again(_done), None, (), True),
-    "status damaged": Fault(_again_and_again(_status), "", COMPUTED_HERE, True),
     "small words damaged": Fault(_again_and_again(_small_words), None),
     "header damaged": Fault(_header, "was killed by SIGKILL", COMPUTED_HERE),
 }

@@ -191,47 +191,12 @@ def test_no_growth_over_starts(make_arena, cpu):
     gc.collect()
     fds = sorted(os.listdir("/proc/self/fd"))
     threads = len(os.listdir("/proc/self/task"))  # ZMQ's too
-    for _ in range(8):
+    for _ in range(3):
         cycle()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= len(fds)
     assert len(os.listdir("/proc/self/task")) == threads
     assert [p for p in psutil.Process().children() if "worker.main" in " ".join(p.cmdline())] == []
-
-
-SHORT = """
-import os, resource, sys
-from sglang_scout.core.errors import WorkerError
-from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.client import WorkerClient
-spec = ArenaSpec(num_layers=1, num_pages=40, page_size=4, num_kv_heads=2, num_q_heads=4,
-                 head_dim=16, kv_dtype="float32", scale=0.25, max_batch=4, max_pages=8)
-arena = Arena.create(spec)
-limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-for free in range(24):
-    client = WorkerClient(arena, [int(sys.argv[1])])
-    used = len(os.listdir("/proc/self/fd")) - 1
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, limits[1]))
-    try:
-        client.start()
-        print("served", end=" ")
-    except WorkerError as error:
-        print("refused", end=" ")
-        assert "Too many open files" in str(error), error
-    client.stop()
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert len(os.listdir("/proc/self/fd")) - 1 == used, free
-"""
-
-
-def test_a_start_without_descriptors_is_refused(cpu):
-    """And not aborted by libzmq, whatever is left."""
-    done = subprocess.run(
-        [sys.executable, "-c", SHORT, str(cpu)], capture_output=True, text=True, timeout=120
-    )
-    outcomes = done.stdout.split()
-    assert done.returncode == 0 and len(outcomes) == 24, done.stderr
-    assert set(outcomes[:8]) == {"refused"} and outcomes[-1] == "served", outcomes
 
 
 def test_a_start_without_threads_is_refused(make_arena, cpu, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 
 import numpy as np
@@ -31,20 +30,6 @@ def serve(ring, requests):
         layer, step = n % layers, n // layers
         ticket = ring.post(layer, step, *request)
         assert ring.wait(ticket, layer, step, len(request[0]))[2] == 0
-
-
-def test_nothing_is_written_while_off(make_arena, make_ring, make_request):
-    arena = make_arena()
-    ring = make_ring(arena)
-    assert int(RingView(arena).control["trace"]) == 0
-    ring.live()
-    serve(ring, [make_request(arena.spec, 4, n, full=True) for n in range(9)])
-    ring.die()
-    assert not RingView(arena).events.view(np.uint8).any()
-    assert (
-        not RingView(arena).stats["events"].any()
-        and int(RingView(arena).stats["items"].sum()) == 36
-    )
 
 
 def test_events_are_in_order_and_say_what_was_done(make_arena, make_ring, make_request):
@@ -90,53 +75,6 @@ def test_wrap_around_keeps_the_newest(make_arena, make_ring, make_request, first
     else:  # a count that wraps 64 bits is corrupted: nothing is accepted, nothing breaks
         assert seqs == []
     assert len(read(ring, 0, following)[0]) == 0
-
-
-def test_reading_while_the_worker_writes(make_arena, make_ring, make_request):
-    """Each event is read whole, once and in order, or it is counted as lost."""
-    arena = make_arena()
-    ring = make_ring(arena, threads=2)
-    ring.producer.set_trace(True)
-    ring.live()
-    requests = [make_request(arena.spec, rows, 1, full=True) for rows in (1, 2, 3, 4)]
-    posts, ended = 1500, threading.Event()
-    seen: dict[int, list] = {0: [], 1: []}
-    following, lost = [0, 0], 0
-
-    def read_all():
-        nonlocal lost
-        for line in seen:
-            events, following[line], missed = read(ring, line, following[line])
-            seen[line] += events.tolist()
-            lost += missed
-
-    def reader():
-        while not ended.is_set():
-            read_all()
-
-    thread = threading.Thread(target=reader)
-    thread.start()
-    try:
-        serve(ring, [requests[n % 4] for n in range(posts)])
-    finally:
-        ended.set()
-        thread.join()
-    ring.die()
-    read_all()
-    names = EVENT_DTYPE.names
-    items = 0
-    for line, events in seen.items():
-        stamps = [e[names.index("stamp")] for e in events]
-        assert stamps == sorted(set(stamps))
-        for e in (dict(zip(names, event, strict=True)) for event in events):
-            n = (e["seq"] & 0xFFFFFFFF) - 1
-            assert (e["layer"], e["step"]) == (n % 3, n // 3)
-            assert e["items"] <= n % 4 + 1 and e["pages"] == e["items"] * arena.spec.max_pages
-            items += e["items"]
-        assert following[line] == int(RingView(arena).stats["events"][line])
-    written = sum(following)
-    assert sum(map(len, seen.values())) + lost == written
-    assert lost or items == sum(n % 4 + 1 for n in range(posts))
 
 
 BAD_FIELDS = {

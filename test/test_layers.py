@@ -1,0 +1,61 @@
+"""The layers of the package: the contracts in pyproject.toml, and what imports do not show."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+from sglang_scout.policy.base import policies
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python" / "sglang_scout"
+# "scout" also names the product.
+NAMES = "|".join(name for name in policies() if name != "scout")
+PICKLES = r"\b(send_pyobj|recv_pyobj|send_serialized|recv_serialized|allow_pickle=True|torch\.(load|save))\b"
+
+
+def test_the_contracts_of_imports_hold():
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "pattern", "folders"),
+    [
+        ("a policy's name", rf"(?i)\b({NAMES})\b", "core ops worker engine plugin cli"),
+        (
+            "a question whom it serves",
+            r"\b(policy|preset)(_name)? (==|!=|in) |\.name (==|!=|in) ?[(\"']",
+            "engine",
+        ),
+        ("the name of the default", r"[\"']scout[\"']", "engine"),
+        ("a stream", r"\.(Stream|stream|current_stream|Event|CUDAGraph)\b", "policy"),
+        ("a pickle", PICKLES, "core ops worker policy engine plugin cli"),
+        ("native code", r"import _native\b", "core policy engine plugin"),
+    ],
+)
+def test_no_line_has(what, pattern, folders):
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}"
+        for folder in folders.split()
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert not found, f"{what} in {found}"
+
+
+def test_a_fresh_attention_process_loads_neither_torch_nor_sglang():
+    code = "import sglang_scout.worker.main, json, sys; print(json.dumps(list(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
+    assert "sglang_scout" in loaded
+    assert not loaded & {"torch", "sglang", "triton", "transformers", "pickle5", "cloudpickle"}
