@@ -85,10 +85,16 @@ def test_any_axes_attend_to_exactly_their_pages(
     worker.close()
 
 
-@pytest.mark.parametrize("policy", ["scout", "infinigen"])
-@pytest.mark.parametrize("attend", ["resident", "selected"])
-def test_heads_with_a_covering_budget_are_exact_full_attention(policy, attend):
-    keys = {"grain": "head", "attend": attend}
+@pytest.mark.parametrize(
+    ("policy", "keys"),
+    [
+        ("scout", {"grain": "head", "attend": "resident"}),
+        ("scout", {"grain": "head", "attend": "selected"}),
+        ("infinigen", {"grain": "head", "attend": "selected"}),
+        ("sparda", {"forecast_file": "w.npz"}),
+    ],
+)
+def test_lists_of_heads_with_a_covering_budget_are_exact_full_attention(policy, keys):
     worker = MiniWorker(
         policy=policy, budget_tokens=20 * SIZE, resident_tokens=6 * SIZE, config=json.dumps(keys)
     )
@@ -99,36 +105,6 @@ def test_heads_with_a_covering_budget_are_exact_full_attention(policy, attend):
             if layer and policy == "scout":
                 continue  # the CPU attends with predicted queries
             for row in range(3):
-                expected = worker.dense(row, layer)
-                assert (out[row] - expected).abs().max() < 1e-5 * expected.abs().max()
-    worker.close()
-
-
-def test_heads_choose_for_themselves():
-    worker = MiniWorker(
-        budget_tokens=BUDGET, config='{"grain": "head", "recall": "off"}', drift=0.0
-    )
-    worker.admit(14 * SIZE)
-    for _ in range(3):
-        worker.step()
-    differ = False
-    for _, pages in worker.missing.asked:
-        first, second = (set(row[row >= 0]) for row in pages)
-        differ |= first != second
-    assert differ
-    worker.close()
-
-
-def test_a_forecast_chooses_and_the_real_query_attends():
-    """So a covering budget is full attention."""
-    worker = MiniWorker(
-        policy="sparda", budget_tokens=20 * SIZE, config='{"forecast_file": "w.npz"}'
-    )
-    worker.admit(14 * SIZE)
-    worker.admit(3 * SIZE + 1)
-    for _ in range(4):
-        for layer, out in enumerate(worker.step()):
-            for row in range(2):
                 expected = worker.dense(row, layer)
                 assert (out[row] - expected).abs().max() < 1e-5 * expected.abs().max()
     worker.close()

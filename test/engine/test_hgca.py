@@ -1,17 +1,122 @@
 """A window on the device and kept tokens of each head with the worker, against HGCA's algorithms."""
 
+import json
 import math
-import os
-import signal
-import time
 from concurrent.futures import Future
 from threading import Event
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from hgca_oracle import Oracle
 
-from hgca_worker import LANDS_AFTER, SIZE, WINDOW, ArenaWorker, HgcaWorker
-from sglang_scout.ops import triton
+from mini_worker import SIZE, HereInstead, MiniWorker
+from sglang_scout.engine.stores import HostPages
+from sglang_scout.ops.layers import LayerPages
+
+WINDOW = 96
+LANDS_AFTER = 3
+"""Steps if no boundary finds its work unfinished: queries requested, evaluation started, lists exchanged."""
+
+
+class PlainLists(HereInstead):
+    """Stands in for the worker, list by list: host pages for one head, or context pages of it."""
+
+    def post(self, layer, step, q, pages, n_pages):
+        self.asked.append((layer, pages.copy()))
+        return layer, torch.from_numpy(q.copy()), pages.copy(), n_pages.copy()
+
+    def wait(self, ticket, out, lse):
+        layer, q, pages, n_pages = ticket
+        q, out, lse = (x.reshape(len(pages), -1, *x.shape[2:]) for x in (q, out, lse))
+        for row, (ids, count) in enumerate(zip(pages, n_pages, strict=True)):
+            parts = [
+                self.of_head(layer, int(i), row % self.shape.num_kv_heads) for i in ids[:count]
+            ]
+            k, v = (torch.cat([torch.zeros(0, self.shape.head_dim), *x]) for x in
+                    ([p[i] for p in parts] for i in (0, 1)))  # fmt: skip
+            logits = q[row] @ k.T * self.shape.scale
+            out[row] = (logits.softmax(1) @ v).numpy() if len(k) else 0
+            lse[row] = logits.logsumexp(1).numpy() if len(k) else -np.inf
+        return SimpleNamespace(waited_us=1.0, fallback_pages=0)
+
+    def of_head(self, layer, page, head):
+        if page < self.host.num_pages:
+            return self.host.k[layer][page, :, head], self.host.v[layer][page, :, head]
+        page, last = divmod(page - self.host.num_pages, SIZE)
+        return [
+            half[layer][page, : last + 1] for half in (self.host.context.k, self.host.context.v)
+        ]
+
+
+class HgcaWorker(MiniWorker):
+    """With an oracle per request and layer, compared after every step."""
+
+    def __init__(self, *, context_pages=300, **keys):
+        self.keys, self.context_pages = keys, context_pages
+        super().__init__(
+            policy="hgca", budget_tokens=WINDOW, config=json.dumps(keys), pages=100, layers=2,
+            around_missing=lambda missing: PlainLists(missing.shape, missing.host),
+        )  # fmt: skip
+        self.oracles = []
+
+    def _make_host(self, pages):
+        host = super()._make_host(pages)
+        s = self.shape
+        context = [
+            [torch.zeros(self.context_pages, SIZE, s.head_dim) for _ in host.k] for _ in "kv"
+        ]
+        flat = [[x.flatten(0, 1) for x in half] for half in (host.k, host.v)]
+        return HostPages(s, *flat, context=LayerPages.of(*context, "cpu"))
+
+    def admit(self, length, **kwargs):
+        request = super().admit(length, **kwargs)
+        ids = torch.tensor(request.pages)
+        request.oracles = [
+            Oracle(
+                *(half[layer][ids].flatten(0, 1)[:length] for half in (self.host.k, self.host.v)),
+                WINDOW, self.shape.scale, beta=self.keys.get("hgca_beta", 1.0),
+                alpha=self.keys.get("hgca_alpha", 0.1), cap=self.keys.get("context_cap_tokens"),
+                lands_after=LANDS_AFTER,
+            )
+            for layer in range(self.shape.num_layers)
+        ]  # fmt: skip
+        self.oracles += request.oracles
+        return request
+
+    def checked_step(self):
+        outputs = self.step()
+        for row, request in enumerate(self.requests):
+            page, offset = divmod(request.length - 1, SIZE)
+            for layer, oracle in enumerate(request.oracles):
+                new = (
+                    half[layer][request.pages[page], offset] for half in (self.host.k, self.host.v)
+                )
+                expected = oracle.step(self.queries[layer][row], *new)
+                assert not oracle.near, "a weight at its threshold: take another seed"
+                found = outputs[layer][row].numpy()
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+            self.check_kept(request)
+        self.engine.older.wait()
+
+    def check_kept(self, request):
+        """The lists hold the oracle's tokens, in their order."""
+        state = self.engine.older._requests[request.slot]
+        if state.evaluation is not None:
+            return
+        ids, counts = self.engine.older._cache.worker_ids(state.kept)
+        for layer, oracle in enumerate(request.oracles):
+            for head, tokens in enumerate(oracle.kept):
+                pages = ids[layer, head, : counts[layer, head]]
+                parts = [self.engine_missing.of_head(layer, int(i), head)[0] for i in pages]
+                expected = oracle.k[tokens, head]
+                found = torch.cat(parts) if parts else torch.zeros(0, self.shape.head_dim)
+                np.testing.assert_array_equal(found.double().numpy(), expected)
+
+    def _worker(self, missing):
+        self.engine_missing = missing
+        return missing
 
 
 @pytest.fixture
@@ -58,8 +163,10 @@ def test_beta_0_is_full_attention(make):
                 )
 
 
-def test_beta_infinity_is_the_window(make):
-    worker = make(hgca_beta=math.inf)
+@pytest.mark.parametrize("beta", [math.inf, 1e39])
+def test_beta_infinity_is_the_window(make, beta):
+    """Also one that float32 cannot hold."""
+    worker = make(hgca_beta=beta)
     worker.admit(300)
     for _ in range(LANDS_AFTER):
         worker.checked_step()
@@ -104,90 +211,6 @@ def test_context_pages_come_back_when_requests_end(make):
             worker.checked_step()
         worker.finish(worker.requests[0])
         assert worker.engine.older._cache.used_pages == 0
-
-
-def test_a_worker_that_dies_in_mid_evaluation_costs_nothing(make, monkeypatch):
-    """With a layer's post in flight: the new request's attention stays full until the evaluation has ended."""
-    pytest.importorskip("sglang_scout._native")
-    worker, begun, goes_on, held_steps = make(ArenaWorker), Event(), Event(), 4
-    older, client = worker.engine.older, worker.client
-    worker.admit(300)
-    worker.admit(150)
-    for _ in range(LANDS_AFTER + 1):
-        worker.checked_step()
-    select, wait = older._evaluator._select, client.wait
-
-    def held(*args):
-        begun.set()
-        goes_on.wait(60)
-        return select(*args)
-
-    monkeypatch.setattr(older._evaluator, "_select", held)
-    monkeypatch.setattr(older, "wait", lambda: None)
-    for oracle in worker.admit(260).oracles:
-        oracle.lands_after += held_steps
-    for _ in range(LANDS_AFTER):
-        worker.checked_step()
-    assert begun.wait(60)
-    while not client.ready:  # replaced if it got no CPU for 2 s
-        time.sleep(0.05)
-    pid = client.snapshot().pid
-    os.kill(pid, signal.SIGSTOP)  # so it has an unanswered post
-
-    def killed(*args):
-        client.wait = wait
-        os.kill(pid, signal.SIGKILL)
-        return wait(*args)
-
-    client.wait = killed
-    for _ in range(held_steps):
-        worker.checked_step()
-        for layer in range(2):
-            torch.testing.assert_close(
-                worker.outputs[layer][2], worker.dense(2, layer), rtol=1e-5, atol=1e-5
-            )
-    assert client.snapshot().fallback_pages > 0
-    monkeypatch.undo()
-    goes_on.set()
-    older.wait()
-    for _ in range(40):
-        worker.checked_step()
-
-
-def test_on_a_device_s_stream(make):
-    """The ring's kernels, in Triton's interpreter."""
-    pytest.importorskip("sglang_scout._native")
-    if not triton.interpreted():
-        pytest.skip("needs Triton's interpreter: the arena is not registered")
-    from graph_worker import GraphWorker
-
-    class OnStream(ArenaWorker):
-        threads = False
-
-        def _worker(self, missing):
-            HgcaWorker._worker(self, missing)
-            return GraphWorker._worker(self, missing)
-
-        def close(self):
-            HgcaWorker.close(self)
-            self.attendant.stop()
-            self.arena.close()
-
-    worker = make(OnStream)
-    worker.admit(300)
-    worker.admit(127)
-    for _ in range(LANDS_AFTER + 5):
-        worker.checked_step()
-    assert worker.attendant.pages() > 0
-
-
-@pytest.mark.parametrize("beta", [1e39, 1e300])
-def test_a_beta_that_float32_cannot_hold_is_infinity(make, beta):
-    worker = make(hgca_beta=beta)
-    worker.admit(300)
-    for _ in range(LANDS_AFTER + SIZE):
-        worker.checked_step()
-    assert worker.engine.older._cache.used_pages == 0
 
 
 def test_what_nobody_waits_for_is_not_evaluated(make, monkeypatch):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import threading
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -239,26 +238,6 @@ def test_impossible_events_are_dropped_and_counted(tmp_path):
     log.lost = 2
     tracer.write()
     assert len(load(tmp_path / "t.json")[1]) == 1 and tracer._events_lost == 2 + 5
-
-
-def test_a_slice_of_the_copy_thread_belongs_to_the_step_that_began_it(tmp_path):
-    tracer = small(tmp_path, Log())
-    inside, go_on = threading.Event(), threading.Event()
-
-    def copy():
-        with tracer.slice("copies", "recall", layer=0):
-            inside.set()
-            go_on.wait()
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    inside.wait()
-    tracer.step(8)
-    go_on.set()
-    thread.join()
-    tracer.write()
-    _, (only,) = load(tmp_path / "t.json")
-    assert only["args"]["step"] == 7
 
 
 def test_a_file_that_cannot_be_written_is_logged(tmp_path, caplog):

@@ -94,7 +94,7 @@ class StepEngine:
         self.older = older_tokens(policy, transport, shape, sizes, host, counters, device, verify)
         self.has_dense_steps, self.is_dense = has_dense_steps, False
         predicts = policy.query.targets(0, 2)
-        ahead_bytes = max(p.weight_bytes for p in projectors) if predicts else 0
+        ahead_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
         dense_pages = ahead_bytes // (2 * shape.page_bytes)
         self.boundary = StepBoundary(
             policy, sizes, shape.page_size, table, self.pages, self.recall, self._results, counters, self.older,

@@ -113,7 +113,7 @@ def relative_error(
         out, q, q_ahead: ``[B, HQ, D]``.
         on_device, on_cpu: ``[B * C, any]`` full host pages of each part and list, -1 entries ignored; for the CPU also
             ids of kept tokens.
-        tail_page, tail_len: ``[B]`` the page being filled, and its valid tokens.
+        tail_page, tail_len: of each request the page being filled, and its valid tokens; other rows are padding.
         k, v: ``[P, S, H, D]`` host pages of the layer.
         mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.
         context: ``[C, S, D]`` K and V of kept tokens.
@@ -121,10 +121,13 @@ def relative_error(
     worst = 0.0
     requests = out.shape[0]
     lists = len(on_cpu) // requests
+    in_use = len(tail_len) * lists  # behind them padding
     of_list = [
         x.reshape(requests * lists, -1, *x.shape[2:]) for x in (out, q, q_ahead, mass_change)
     ]
-    for row, (found, real, ahead, change) in enumerate(zip(*of_list, strict=True)):
+    for row, (found, real, ahead, change) in enumerate(
+        zip(*(x[:in_use] for x in of_list), strict=True)
+    ):
         device = torch.from_numpy(on_device[row][on_device[row] >= 0]).long()
         cpu = torch.from_numpy(on_cpu[row][on_cpu[row] >= 0]).long()
         request, head = divmod(row, lists)
