@@ -42,9 +42,15 @@ class HereInstead:
     def wait(self, ticket, out, lse):
         layer, q, pages = ticket
         got, got_lse = attend_pages(
-            torch.from_numpy(q), self.host.k[layer], self.host.v[layer], torch.from_numpy(pages),
-            None, None, self.shape.scale, impl="reference",
-        )  # fmt: skip
+            torch.from_numpy(q),
+            self.host.k[layer],
+            self.host.v[layer],
+            torch.from_numpy(pages),
+            None,
+            None,
+            self.shape.scale,
+            impl="reference",
+        )
         out[:], lse[:] = got.numpy(), got_lse.numpy()
         return SimpleNamespace(waited_us=1.0, fallback_pages=0)
 
@@ -68,11 +74,32 @@ class MiniWorker:
             worker that has all heads.
     """
 
-    def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
-                 budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
-                 config="{}", drift=0.5, max_pages=120, policy="scout", tracer=None,
-                 around_missing=None, pool_kind=None, verify=True, rank=0,
-                 of_ranks=1, ranks=None, fp8=None):  # fmt: skip
+    def __init__(
+        self,
+        *,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        dim=64,
+        pages=80,
+        max_batch=4,
+        budget_tokens=128,
+        resident_tokens=None,
+        dtype=torch.float32,
+        seed=0,
+        config="{}",
+        drift=0.5,
+        max_pages=120,
+        policy="scout",
+        tracer=None,
+        around_missing=None,
+        pool_kind=None,
+        verify=True,
+        rank=0,
+        of_ranks=1,
+        ranks=None,
+        fp8=None,
+    ):
         self.config = parse_config(
             policy=policy, policies=policies(), budget_tokens=budget_tokens, config=config
         )

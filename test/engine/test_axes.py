@@ -69,9 +69,13 @@ def test_any_axes_attend_to_exactly_their_pages(
 
     with mock.patch.object(mini_worker, "make_policy", made):
         worker = MiniWorker(
-            policy=residency_of, budget_tokens=BUDGET, resident_tokens=resident, config=json.dumps(keys),
-            seed=seed, pool_kind=digest,
-        )  # fmt: skip
+            policy=residency_of,
+            budget_tokens=BUDGET,
+            resident_tokens=resident,
+            config=json.dumps(keys),
+            seed=seed,
+            pool_kind=digest,
+        )
     for length in lengths:
         worker.admit(length)
     for _ in range(5):

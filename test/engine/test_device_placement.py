@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from page_weights import identity, pilot_weights
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine import digest_kinds, digest_pool, older_tokens, step, step_inputs
+from sglang_scout.engine import digest_pool, older_tokens, step, step_inputs
 from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
@@ -207,9 +207,14 @@ def test_an_assignment_would_be_a_copy(on_cuda):
 def test_the_ring_between_steps(on_cuda):
     spec = ArenaSpec(2, 8, 32, 2, 4, 64, "bfloat16", 0.1, 4, 4)
     ring = DeviceRing(
-        1 << 46, layout_of(spec), spec, parts=0, timeout_us=1000, device="cuda",
+        1 << 46,
+        layout_of(spec),
+        spec,
+        parts=0,
+        timeout_us=1000,
+        device="cuda",
         faults=torch.zeros(1, dtype=torch.int64),
-    )  # fmt: skip
+    )
     with NoCopies():
         ring.set_epoch(3, posts=17)
         ring.begin_step(5)
@@ -219,4 +224,4 @@ def test_pages_that_change_hands(on_cuda):
     part = torch.zeros(3, 9, 2, 32, dtype=torch.uint8, device="cuda")
     ids = torch.zeros(5, dtype=torch.int64, device="cuda")
     with NoCopies():
-        digest_kinds.unset((part, part), ids)
+        digest_pool.unset((part, part), ids)

@@ -9,7 +9,7 @@ import torch
 from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.core.page_bytes import EMBEDDINGS
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.offered import Offered
+from sglang_scout.engine.step_inputs import Offered
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.embed import half_means, pooled
 

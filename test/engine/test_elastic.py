@@ -105,10 +105,17 @@ class ElasticMachine(RuleBasedStateMachine):
         keys = {"recall": recall, "recall_interval": 2}
         config = json.dumps(keys | ({"recall_step_mib": step_mib} if recall == "adaptive" else {}))
         self.worker = MiniWorker(
-            layers=2, heads=2, kv_heads=1, max_batch=3, pages=90, seed=seed, drift=0.7,
-            budget_tokens=budget_pages * SIZE, resident_tokens=(6 + extra_pages) * SIZE,
+            layers=2,
+            heads=2,
+            kv_heads=1,
+            max_batch=3,
+            pages=90,
+            seed=seed,
+            drift=0.7,
+            budget_tokens=budget_pages * SIZE,
+            resident_tokens=(6 + extra_pages) * SIZE,
             config=config,
-        )  # fmt: skip
+        )
         self.link = with_slow_link(self.worker)
 
     @precondition(lambda self: len(self.worker.requests) < 3)

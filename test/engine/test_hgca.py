@@ -34,8 +34,10 @@ class PlainLists(HereInstead):
             parts = [
                 self.of_head(layer, int(i), row % self.shape.num_kv_heads) for i in ids[:count]
             ]
-            k, v = (torch.cat([torch.zeros(0, self.shape.head_dim), *x]) for x in
-                    ([p[i] for p in parts] for i in (0, 1)))  # fmt: skip
+            k, v = (
+                torch.cat([torch.zeros(0, self.shape.head_dim), *x])
+                for x in ([p[i] for p in parts] for i in (0, 1))
+            )
             logits = q[row] @ k.T * self.shape.scale
             out[row] = (logits.softmax(1) @ v).numpy() if len(k) else 0
             lse[row] = logits.logsumexp(1).numpy() if len(k) else -np.inf
@@ -56,9 +58,13 @@ class HgcaWorker(MiniWorker):
     def __init__(self, *, context_pages=300, **keys):
         self.keys, self.context_pages = keys, context_pages
         super().__init__(
-            policy="hgca", budget_tokens=WINDOW, config=json.dumps(keys), pages=100, layers=2,
+            policy="hgca",
+            budget_tokens=WINDOW,
+            config=json.dumps(keys),
+            pages=100,
+            layers=2,
             around_missing=lambda missing: PlainLists(missing.shape, missing.host),
-        )  # fmt: skip
+        )
         self.oracles = []
 
     def _make_host(self, pages):
@@ -76,12 +82,15 @@ class HgcaWorker(MiniWorker):
         request.oracles = [
             Oracle(
                 *(half[layer][ids].flatten(0, 1)[:length] for half in (self.host.k, self.host.v)),
-                WINDOW, self.shape.scale, beta=self.keys.get("hgca_beta", 1.0),
-                alpha=self.keys.get("hgca_alpha", 0.1), cap=self.keys.get("context_cap_tokens"),
+                WINDOW,
+                self.shape.scale,
+                beta=self.keys.get("hgca_beta", 1.0),
+                alpha=self.keys.get("hgca_alpha", 0.1),
+                cap=self.keys.get("context_cap_tokens"),
                 lands_after=LANDS_AFTER,
             )
             for layer in range(self.shape.num_layers)
-        ]  # fmt: skip
+        ]
         self.oracles += request.oracles
         return request
 

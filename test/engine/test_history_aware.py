@@ -100,8 +100,14 @@ class PlainOrchestrator:
 
 def worker_of(*, period=16, pin_share=0.25, config=PILOT, **kwargs):
     worker = MiniWorker(
-        policy="rheo", layers=LAYERS, heads=4, kv_heads=2, pages=PAGES, config=config, **kwargs,
-    )  # fmt: skip
+        policy="rheo",
+        layers=LAYERS,
+        heads=4,
+        kv_heads=2,
+        pages=PAGES,
+        config=config,
+        **kwargs,
+    )
     residency, table = worker.engine.policy.residency, worker.table
     residency.period, residency.pin_share, table.pin_share = period, pin_share, pin_share
     return worker
@@ -120,9 +126,15 @@ def test_as_the_plain_one_whatever_happens(seed, period, pin_share, budget, extr
     config = json.dumps({"digest": "minmax", "grain": grain})
     rng = np.random.default_rng(seed)
     worker = worker_of(
-        period=period, pin_share=pin_share, budget_tokens=budget * SIZE, max_batch=3, seed=seed,
-        resident_tokens=(6 + extra_pages) * SIZE, drift=float(rng.choice([0.1, 1.0])), config=config,
-    )  # fmt: skip
+        period=period,
+        pin_share=pin_share,
+        budget_tokens=budget * SIZE,
+        max_batch=3,
+        seed=seed,
+        resident_tokens=(6 + extra_pages) * SIZE,
+        drift=float(rng.choice([0.1, 1.0])),
+        config=config,
+    )
     boundary, table = worker.engine.boundary, worker.table
     plain = PlainOrchestrator(LAYERS, PAGES, table.num_slots, budget, period, pin_share)
     take_in, known = boundary._take_in, []

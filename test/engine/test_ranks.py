@@ -93,8 +93,14 @@ def run():
     """``run(size, ...)``: all ranks' outputs, workers and selections."""
     made = []
 
-    def run(size, kind=_Rank, before_step=lambda worker, step: None, make=MiniWorker, steps=STEPS,
-            **kwargs):  # fmt: skip
+    def run(
+        size,
+        kind=_Rank,
+        before_step=lambda worker, step: None,
+        make=MiniWorker,
+        steps=STEPS,
+        **kwargs,
+    ):
         meeting = Meeting(size)
         workers = [
             make(rank=i, of_ranks=size, ranks=kind(meeting, i), **kwargs) for i in range(size)

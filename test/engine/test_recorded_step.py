@@ -34,8 +34,10 @@ class ReplayingWorker(GraphWorker):
         super().__init__(max_batch=ROWS, verify=False, **kwargs)
         shape = self.shape
         self.static_hidden = torch.randn(shape.num_layers, ROWS, HIDDEN)
-        self.static_new = [[torch.randn(ROWS, shape.num_kv_heads, shape.head_dim)
-                            for _ in range(2)] for _ in range(shape.num_layers)]  # fmt: skip
+        self.static_new = [
+            [torch.randn(ROWS, shape.num_kv_heads, shape.head_dim) for _ in range(2)]
+            for _ in range(shape.num_layers)
+        ]
         self.engine.pause()
         kinds = (False, True) if self.engine.has_dense_steps else (False,)
         self.graphs = {is_dense: self.capture(is_dense) for is_dense in kinds}
@@ -46,8 +48,10 @@ class ReplayingWorker(GraphWorker):
         self.engine.is_dense = is_dense
         for graph in (RecordedGraph(), RecordedGraph()):  # the first is the warm-up
             with graph.capture(), mock.patch.object(self.engine, "_beside", graph):
-                found = [self._layer(layer, self.static_hidden[layer], k, v)
-                         for layer, (k, v) in enumerate(self.static_new)]  # fmt: skip
+                found = [
+                    self._layer(layer, self.static_hidden[layer], k, v)
+                    for layer, (k, v) in enumerate(self.static_new)
+                ]
         return graph, found
 
     def _layers(self, hidden, new):
@@ -150,8 +154,13 @@ def test_a_timeline_of_replayed_steps_is_of_the_devices_clock(make, tmp_path):
     path = tmp_path / "trace.json"
     tracer = Tracer(str(path), 64)
     worker = make(
-        ReplayingWorker, budget_tokens=128, pages=60, layers=2, config='{"recall": "off"}', tracer=tracer,
-    )  # fmt: skip
+        ReplayingWorker,
+        budget_tokens=128,
+        pages=60,
+        layers=2,
+        config='{"recall": "off"}',
+        tracer=tracer,
+    )
     for length in (400, 300, 470):
         worker.admit(length)
     replayed = set()
@@ -170,9 +179,16 @@ def test_a_timeline_of_replayed_steps_is_of_the_devices_clock(make, tmp_path):
         expected = [f"{kind} {layer}" for kind in KINDS for layer in range(2)]
         assert names == sorted(["layer 0", *expected])
         boundary, following = (
-            next((e["ts"] for e in slices if e["name"] == "step boundary" and e["args"]["step"] == s), None)
+            next(
+                (
+                    e["ts"]
+                    for e in slices
+                    if e["name"] == "step boundary" and e["args"]["step"] == s
+                ),
+                None,
+            )
             for s in (step, step + 1)
-        )  # fmt: skip
+        )
         times = [(e["ts"], e["ts"] + e["dur"]) for e in of_device if e["args"]["step"] == step]
         assert all(boundary - SLACK_US <= start <= end for start, end in times)
         assert following is None or max(end for _, end in times) <= following + SLACK_US

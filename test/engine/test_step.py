@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mini_worker import SIZE, MiniWorker
-from sglang_scout.engine.offered import Offered
+from sglang_scout.engine.step_inputs import Offered
 from sglang_scout.policy.base import KNOWN_AFTER
 
 FP32_TOLERANCE = 1e-5
@@ -102,9 +102,12 @@ def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
             count = torch.tensor([full.shape[1]], dtype=torch.int32)
             for layer in range(3):
                 scores = worker.digests.score(
-                    layer, worker.queries[layer][row : row + 1].contiguous(),
-                    Offered.of(full, count, 1), worker.shape.scale, "mass",
-                )  # fmt: skip
+                    layer,
+                    worker.queries[layer][row : row + 1].contiguous(),
+                    Offered.of(full, count, 1),
+                    worker.shape.scale,
+                    "mass",
+                )
                 scores[0, [0, -1]] = torch.inf
                 kept = [
                     *(SIZE * p + t for p in scores[0].topk(4).indices for t in range(SIZE)),
@@ -121,9 +124,15 @@ def test_recall_lowers_the_cpu_share(make):
     ratios = {}
     for mode in ("off", "fixed"):
         worker = make(
-            budget_tokens=160, max_batch=1, pages=120, drift=0.05, seed=3,
-            config='{"recall": "fixed", "recall_interval": 2}' if mode == "fixed" else '{"recall": "off"}',
-        )  # fmt: skip
+            budget_tokens=160,
+            max_batch=1,
+            pages=120,
+            drift=0.05,
+            seed=3,
+            config='{"recall": "fixed", "recall_interval": 2}'
+            if mode == "fixed"
+            else '{"recall": "off"}',
+        )
         worker.admit(96 * SIZE)
         for _ in range(40):
             worker.step()

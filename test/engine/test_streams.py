@@ -63,13 +63,15 @@ def test_a_part_is_behind_what_came_before_and_before_what_joins_it(cuda):
     beside.join()
     assert cuda.seen == [
         "norm on step",
-        "beside waits for step", "part 0 on beside",
-        "beside waits for step", "part 1 on beside",
+        "beside waits for step",
+        "part 0 on beside",
+        "beside waits for step",
+        "part 1 on beside",
         "model on step",
         "step waits for part 0 on beside",
         "attention on step",
         "step waits for part 1 on beside",
-    ]  # fmt: skip
+    ]
 
 
 def test_what_a_part_reads_lives_until_it_is_joined():

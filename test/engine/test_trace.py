@@ -34,9 +34,14 @@ class Log:
     def add(self, thread, epoch, step, layer, begin_ns, end_ns, pages=1):
         events = np.zeros(1, EVENT_DTYPE)
         for name, value in dict(
-            seq=epoch << 40 | 1, step=step, layer=layer, begin_ns=begin_ns, end_ns=end_ns,
-            pages=pages, items=1,
-        ).items():  # fmt: skip
+            seq=epoch << 40 | 1,
+            step=step,
+            layer=layer,
+            begin_ns=begin_ns,
+            end_ns=end_ns,
+            pages=pages,
+            items=1,
+        ).items():
             events[name] = value
         self.waiting.append(SimpleNamespace(thread=thread, cpu=4 + thread, events=events))
 
@@ -231,9 +236,13 @@ def test_impossible_events_are_dropped_and_counted(tmp_path):
     tracer = small(tmp_path, log)
     now = time.monotonic_ns()
     for step, begin_ns, end_ns in (
-        (7, now, now + 1), (6, now, now + 1), (8, now, now + 1), (2**64 - 1, now, now + 1),
-        (7, before - 1, now), (7, now, now + 10**15),
-    ):  # fmt: skip
+        (7, now, now + 1),
+        (6, now, now + 1),
+        (8, now, now + 1),
+        (2**64 - 1, now, now + 1),
+        (7, before - 1, now),
+        (7, now, now + 10**15),
+    ):
         log.add(0, 1, step, 0, begin_ns, end_ns)
     log.lost = 2
     tracer.write()

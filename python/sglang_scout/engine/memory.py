@@ -10,7 +10,7 @@ from typing import Any
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import PILOT_RANK, digest_bytes, input_bytes
-from sglang_scout.engine.fetch import staging_bytes
+from sglang_scout.engine.transport import staging_bytes
 from sglang_scout.engine.hints import hint_bytes
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Route
