@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
-from hgca_worker import HgcaWorker
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hgca_worker import HgcaWorker
 from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config

@@ -1,0 +1,126 @@
+"""A mini decode worker with HGCA that compares every step with the oracle's."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from hgca_oracle import Oracle
+
+from mini_worker import SIZE, HereInstead, MiniWorker
+from sglang_scout.engine.stores import HostPages
+from sglang_scout.ops.layers import LayerPages
+
+WINDOW = 96
+LANDS_AFTER = 3
+"""Steps if no boundary finds its work unfinished: queries requested, evaluation started, lists exchanged."""
+
+
+class PlainLists(HereInstead):
+    """Stands in for the worker, list by list: host pages for one head, or context pages of it."""
+
+    def post(self, layer, step, q, pages, n_pages):
+        self.asked.append((layer, pages.copy()))
+        return layer, torch.from_numpy(q.copy()), pages.copy(), n_pages.copy()
+
+    def wait(self, ticket, out, lse):
+        layer, q, pages, n_pages = ticket
+        q, out, lse = (x.reshape(len(pages), -1, *x.shape[2:]) for x in (q, out, lse))
+        for row, (ids, count) in enumerate(zip(pages, n_pages, strict=True)):
+            parts = [
+                self.of_head(layer, int(i), row % self.shape.num_kv_heads) for i in ids[:count]
+            ]
+            k, v = (
+                torch.cat([torch.zeros(0, self.shape.head_dim), *x])
+                for x in ([p[i] for p in parts] for i in (0, 1))
+            )
+            logits = q[row] @ k.T * self.shape.scale
+            out[row] = (logits.softmax(1) @ v).numpy() if len(k) else 0
+            lse[row] = logits.logsumexp(1).numpy() if len(k) else -np.inf
+        return SimpleNamespace(waited_us=1.0, fallback_pages=0)
+
+    def of_head(self, layer, page, head):
+        if page < self.host.num_pages:
+            return self.host.k[layer][page, :, head], self.host.v[layer][page, :, head]
+        page, last = divmod(page - self.host.num_pages, SIZE)
+        return [
+            half[layer][page, : last + 1] for half in (self.host.context.k, self.host.context.v)
+        ]
+
+
+class HgcaWorker(MiniWorker):
+    """With an oracle per request and layer, compared after every step."""
+
+    def __init__(self, *, context_pages=300, **keys):
+        self.keys, self.context_pages = keys, context_pages
+        super().__init__(
+            policy="hgca",
+            budget_tokens=WINDOW,
+            config=json.dumps(keys),
+            pages=100,
+            layers=2,
+            around_missing=lambda missing: PlainLists(missing.shape, missing.host),
+        )
+        self.oracles = []
+
+    def _make_host(self, pages):
+        host = super()._make_host(pages)
+        s = self.shape
+        context = [
+            [torch.zeros(self.context_pages, SIZE, s.head_dim) for _ in host.k] for _ in "kv"
+        ]
+        flat = [[x.flatten(0, 1) for x in half] for half in (host.k, host.v)]
+        return HostPages(s, *flat, context=LayerPages.of(*context, "cpu"))
+
+    def admit(self, length, **kwargs):
+        request = super().admit(length, **kwargs)
+        ids = torch.tensor(request.pages)
+        request.oracles = [
+            Oracle(
+                *(half[layer][ids].flatten(0, 1)[:length] for half in (self.host.k, self.host.v)),
+                WINDOW,
+                self.shape.scale,
+                beta=self.keys.get("hgca_beta", 1.0),
+                alpha=self.keys.get("hgca_alpha", 0.1),
+                cap=self.keys.get("context_cap_tokens"),
+                lands_after=LANDS_AFTER,
+            )
+            for layer in range(self.shape.num_layers)
+        ]
+        self.oracles += request.oracles
+        return request
+
+    def checked_step(self):
+        outputs = self.step()
+        for row, request in enumerate(self.requests):
+            page, offset = divmod(request.length - 1, SIZE)
+            for layer, oracle in enumerate(request.oracles):
+                new = (
+                    half[layer][request.pages[page], offset] for half in (self.host.k, self.host.v)
+                )
+                expected = oracle.step(self.queries[layer][row], *new)
+                assert not oracle.near, "a weight at its threshold: take another seed"
+                found = outputs[layer][row].numpy()
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+            self.check_kept(request)
+        self.engine.older.wait()
+
+    def check_kept(self, request):
+        """The lists hold the oracle's tokens, in their order."""
+        state = self.engine.older._requests[request.slot]
+        if state.evaluation is not None:
+            return
+        ids, counts = self.engine.older._cache.worker_ids(state.kept)
+        for layer, oracle in enumerate(request.oracles):
+            for head, tokens in enumerate(oracle.kept):
+                pages = ids[layer, head, : counts[layer, head]]
+                parts = [self.engine_missing.of_head(layer, int(i), head)[0] for i in pages]
+                expected = oracle.k[tokens, head]
+                found = torch.cat(parts) if parts else torch.zeros(0, self.shape.head_dim)
+                np.testing.assert_array_equal(found.double().numpy(), expected)
+
+    def _worker(self, missing):
+        self.engine_missing = missing
+        return missing
