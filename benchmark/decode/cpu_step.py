@@ -34,7 +34,7 @@ from benchmark.decode.harness import PAGE, Harness, Store
 from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift, step_work
 from benchmark.kernels.read_loop import ReadLoop
 from sglang_scout.cli.step_model import LAUNCHES
-from sglang_scout.engine.offered import Offered
+from sglang_scout.engine.step_inputs import Offered
 from sglang_scout.ops.attend import attend_pages
 
 SIZE = SIZES["cpu"]

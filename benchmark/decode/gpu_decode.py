@@ -58,7 +58,7 @@ from benchmark.decode.model import (
 )
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.offered import Offered
+from sglang_scout.engine.step_inputs import Offered
 from sglang_scout.worker.cpus import plan_cpus
 from sglang_scout.worker.host_memory import available_bytes
 

@@ -29,7 +29,7 @@ import torch
 from benchmark import rows
 from benchmark.decode.harness import PAGE, Harness, Store
 from benchmark.decode.model import DummyModel, ModelSize, QueryDrift
-from sglang_scout.engine.hints import choose_hint
+from sglang_scout.engine.digest_pool import choose_hint
 
 SIZE = ModelSize(4, 256, 8, 2, 64, 512)
 RHO = 0.99

@@ -34,15 +34,27 @@ class GraphWorker(MiniWorker):
         dtype = str(s.dtype).removeprefix("torch.")
         lists, share = self.config.lists(s.num_kv_heads), self.config.context_share
         spec = ArenaSpec(
-            s.num_layers, pages, SIZE, s.num_kv_heads, s.num_q_heads, s.head_dim, dtype, s.scale,
-            self.max_batch * lists, MAX_PAGES if share else self.budget_tokens // SIZE, lists=lists,
+            s.num_layers,
+            pages,
+            SIZE,
+            s.num_kv_heads,
+            s.num_q_heads,
+            s.head_dim,
+            dtype,
+            s.scale,
+            self.max_batch * lists,
+            MAX_PAGES if share else self.budget_tokens // SIZE,
+            lists=lists,
             q_dtype="bfloat16" if s.dtype == torch.bfloat16 else "float32",
-            context_pages=int(pages * share) * s.num_kv_heads, checksums=self.config.page_checksums,
-        )  # fmt: skip
+            context_pages=int(pages * share) * s.num_kv_heads,
+            checksums=self.config.page_checksums,
+        )
         self.arena = Arena.create(spec, hugepages=False)
         planes = (self.arena.k_pages, self.arena.v_pages)
-        kv = [[torch.from_numpy(plane(i)).view(s.dtype) for i in range(s.num_layers)]
-              for plane in planes]  # fmt: skip
+        kv = [
+            [torch.from_numpy(plane(i)).view(s.dtype) for i in range(s.num_layers)]
+            for plane in planes
+        ]
         for plane in (*kv[0], *kv[1]):
             plane.copy_(torch.randn(plane.shape))
         flat = ([t.flatten(0, 1) for t in half] for half in kv)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,11 +10,8 @@ import torch
 from hgca_oracle import Oracle
 
 from mini_worker import SIZE, HereInstead, MiniWorker
-from sglang_scout.engine.context_cache import context_pages
 from sglang_scout.engine.stores import HostPages
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.client import WorkerClient
 
 WINDOW = 96
 LANDS_AFTER = 3
@@ -26,7 +22,7 @@ class PlainLists(HereInstead):
     """Stands in for the worker, list by list: host pages for one head, or context pages of it."""
 
     def post(self, layer, step, q, pages, n_pages):
-        self.asked.append((layer, pages.copy(), n_pages.copy()))
+        self.asked.append((layer, pages.copy()))
         return layer, torch.from_numpy(q.copy()), pages.copy(), n_pages.copy()
 
     def wait(self, ticket, out, lse):
@@ -36,8 +32,10 @@ class PlainLists(HereInstead):
             parts = [
                 self.of_head(layer, int(i), row % self.shape.num_kv_heads) for i in ids[:count]
             ]
-            k, v = (torch.cat([torch.zeros(0, self.shape.head_dim), *x]) for x in
-                    ([p[i] for p in parts] for i in (0, 1)))  # fmt: skip
+            k, v = (
+                torch.cat([torch.zeros(0, self.shape.head_dim), *x])
+                for x in ([p[i] for p in parts] for i in (0, 1))
+            )
             logits = q[row] @ k.T * self.shape.scale
             out[row] = (logits.softmax(1) @ v).numpy() if len(k) else 0
             lse[row] = logits.logsumexp(1).numpy() if len(k) else -np.inf
@@ -58,9 +56,13 @@ class HgcaWorker(MiniWorker):
     def __init__(self, *, context_pages=300, **keys):
         self.keys, self.context_pages = keys, context_pages
         super().__init__(
-            policy="hgca", budget_tokens=WINDOW, config=json.dumps(keys), pages=100, layers=2,
+            policy="hgca",
+            budget_tokens=WINDOW,
+            config=json.dumps(keys),
+            pages=100,
+            layers=2,
             around_missing=lambda missing: PlainLists(missing.shape, missing.host),
-        )  # fmt: skip
+        )
         self.oracles = []
 
     def _make_host(self, pages):
@@ -78,12 +80,15 @@ class HgcaWorker(MiniWorker):
         request.oracles = [
             Oracle(
                 *(half[layer][ids].flatten(0, 1)[:length] for half in (self.host.k, self.host.v)),
-                WINDOW, self.shape.scale, beta=self.keys.get("hgca_beta", 1.0),
-                alpha=self.keys.get("hgca_alpha", 0.1), cap=self.keys.get("context_cap_tokens"),
+                WINDOW,
+                self.shape.scale,
+                beta=self.keys.get("hgca_beta", 1.0),
+                alpha=self.keys.get("hgca_alpha", 0.1),
+                cap=self.keys.get("context_cap_tokens"),
                 lands_after=LANDS_AFTER,
             )
             for layer in range(self.shape.num_layers)
-        ]  # fmt: skip
+        ]
         self.oracles += request.oracles
         return request
 
@@ -119,33 +124,3 @@ class HgcaWorker(MiniWorker):
     def _worker(self, missing):
         self.engine_missing = missing
         return missing
-
-
-class ArenaWorker(HgcaWorker):
-    """With a real worker process."""
-
-    def _make_host(self, pages):
-        plain, s = super()._make_host(pages), self.shape
-        spec = ArenaSpec(
-            s.num_layers, pages, SIZE, s.num_kv_heads, s.num_q_heads, s.head_dim, "float32", s.scale,
-            self.max_batch * s.num_kv_heads, 120, lists=s.num_kv_heads, context_pages=self.context_pages,
-        )  # fmt: skip
-        self.arena = Arena.create(spec, hugepages=False)
-        halves = []
-        for of, planes in ((plain.k, self.arena.k_pages), (plain.v, self.arena.v_pages)):
-            halves.append([torch.from_numpy(planes(layer)) for layer in range(s.num_layers)])
-            for plane, values in zip(halves[-1], of, strict=True):
-                plane.copy_(values)
-        flat = [[plane.flatten(0, 1) for plane in half] for half in halves]
-        return HostPages(s, *flat, context=context_pages(self.arena, s))
-
-    def _worker(self, missing):
-        self.client = WorkerClient(self.arena, [sorted(os.sched_getaffinity(0))[-1]])
-        self.client.start()
-        super()._worker(missing)
-        return self.client
-
-    def close(self):
-        super().close()
-        self.client.stop()
-        self.arena.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -25,23 +26,31 @@ HIDDEN = 48  # of the layer inputs
 
 
 class HereInstead:
-    """Stands in for the worker with the reference op, and records its posts."""
+    """Stands in for the worker with the reference op, and records its posts; ``queries`` of the last, by layer."""
 
     def __init__(self, shape: ModelShape, host: HostPages) -> None:
         self.shape, self.host = shape, host
         self.asked: list[tuple[int, np.ndarray]] = []
+        self.queries: dict[int, torch.Tensor] = {}
 
     def post(self, layer, step, q, pages, n_pages):
         assert (np.sum(pages >= 0, axis=1) == n_pages).all()
         self.asked.append((layer, pages.copy()))
+        self.queries[layer] = torch.from_numpy(q.copy())
         return layer, q.copy(), pages.copy()
 
     def wait(self, ticket, out, lse):
         layer, q, pages = ticket
         got, got_lse = attend_pages(
-            torch.from_numpy(q), self.host.k[layer], self.host.v[layer], torch.from_numpy(pages),
-            None, None, self.shape.scale, impl="reference",
-        )  # fmt: skip
+            torch.from_numpy(q),
+            self.host.k[layer],
+            self.host.v[layer],
+            torch.from_numpy(pages),
+            None,
+            None,
+            self.shape.scale,
+            impl="reference",
+        )
         out[:], lse[:] = got.numpy(), got_lse.numpy()
         return SimpleNamespace(waited_us=1.0, fallback_pages=0)
 
@@ -52,20 +61,6 @@ class Request:
     pages: list[int]
     length: int  # tokens whose K and V are in the host pages
     end_tokens: int  # length that it may reach
-
-
-class Heard:
-    """Wraps a stand-in for the worker: records posted queries, by layer."""
-
-    def __init__(self, inner):
-        self.inner, self.queries = inner, {}
-
-    def post(self, layer, step, q, pages, n_pages):
-        self.queries[layer] = torch.from_numpy(q.copy())
-        return self.inner.post(layer, step, q, pages, n_pages)
-
-    def wait(self, *args):
-        return self.inner.wait(*args)
 
 
 class MiniWorker:
@@ -79,11 +74,32 @@ class MiniWorker:
             worker that has all heads.
     """
 
-    def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
-                 budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
-                 config="{}", drift=0.5, max_pages=120, policy="scout", tracer=None,
-                 around_missing=None, pool_kind=None, verify=True, rank=0,
-                 of_ranks=1, ranks=None, fp8=None):  # fmt: skip
+    def __init__(
+        self,
+        *,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        dim=64,
+        pages=80,
+        max_batch=4,
+        budget_tokens=128,
+        resident_tokens=None,
+        dtype=torch.float32,
+        seed=0,
+        config="{}",
+        drift=0.5,
+        max_pages=120,
+        policy="scout",
+        tracer=None,
+        around_missing=None,
+        pool_kind=None,
+        verify=True,
+        rank=0,
+        of_ranks=1,
+        ranks=None,
+        fp8=None,
+    ):
         self.config = parse_config(
             policy=policy, policies=policies(), budget_tokens=budget_tokens, config=config
         )
@@ -293,3 +309,50 @@ class MiniWorker:
     def close(self) -> None:
         self.check_digests(again=True)
         self.engine.close()
+
+
+class _Copy(Future):
+    def __init__(self, link, work):
+        super().__init__()
+        self.link, self.work = link, work
+
+    def exception(self, timeout=None):
+        if timeout is None:  # an unbounded wait
+            self.link.run_until(self)
+        return super().exception(0)
+
+
+class SlowLink:
+    """Replaces the copy thread of ``engine/recall.py``; copies stay in flight until :meth:`run`."""
+
+    def __init__(self):
+        self.waiting: list[_Copy] = []
+        self.forced = 0  # copies that were waited for
+
+    def submit(self, function, *args):
+        copy = _Copy(self, lambda: function(*args))
+        self.waiting.append(copy)
+        return copy
+
+    def run(self, copies: int) -> None:
+        """The link completes ``copies`` copies, in order."""
+        for _ in range(min(copies, len(self.waiting))):
+            copy = self.waiting.pop(0)
+            copy.set_result(copy.work())
+
+    def run_until(self, copy: _Copy) -> None:
+        while not copy.done():
+            self.forced += 1
+            self.run(1)
+
+    def shutdown(self, wait=True):
+        self.run(len(self.waiting))
+
+
+def with_slow_link(worker) -> SlowLink:
+    """Give a ``MiniWorker`` a slow link and zero patience."""
+    worker.engine.recall.close()
+    link = worker.engine.recall._side = SlowLink()
+    if worker.engine.policy.residency.patience_us is not None:
+        worker.engine.policy.residency.patience_us = 0.0
+    return link

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from mini_worker import SIZE
-from sglang_scout.engine.hints import HINT_PAGES, PageHints, choose_hint
-from slow_link import with_slow_link
+from mini_worker import SIZE, with_slow_link
+from sglang_scout.engine.digest_pool import choose_hint
+from sglang_scout.engine.hints import HINT_PAGES, PageHints
 
 PROMPT = 60 * SIZE + 7
 BUDGET = 8  # pages
@@ -117,27 +117,6 @@ def test_pages_that_were_freed_in_the_same_step_are_the_newcomers(make):
     join(worker, request)
     worker.step()
     assert resident(worker, pages).all()
-
-
-def test_newcomers_take_turns_where_there_is_much_to_copy(make):
-    worker = small(make)
-    worker.admit(500)
-    worker.step()
-    arrivals = worker.engine.boundary.arrivals
-    pages = np.array(worker.bring(PROMPT, slot=1).pages[:60])
-    few, many = (np.broadcast_to(np.arange(n), (worker.shape.num_layers, n)) for n in (2, BUDGET))
-    worker.engine.boundary._placement.budget_pages = BUDGET
-    a_hint = HINT_PAGES // BUDGET
-    for name in range(a_hint):
-        arrivals.add(name, pages, many)
-    arrivals.add("next", pages, many)
-    arrivals.add("empty", pages, None)
-    names = [*range(a_hint), "next", "empty"]
-    assert arrivals.queue(names, 99) == set(names)
-    worker.step()
-    assert arrivals.queue(names, 99) == {"next", "empty"}
-    worker.step()
-    assert not arrivals.queue(names, 99)
 
 
 def test_only_those_with_room_are_copied_for_and_those_that_have_gone_are_forgotten(make):

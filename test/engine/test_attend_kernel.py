@@ -46,13 +46,28 @@ def test_the_named_one_runs_and_is_shown(make):
 @pytest.mark.parametrize(
     ("policy", "keys", "shape", "why"),
     [
-        ("scout", {}, {}, "flash' cannot run with --kv-offload scout .* sgl_kernel: no FA3 here; drop the key"),
-        ("scout", {}, {"fp8": torch.float8_e4m3fn}, "KV in float8_e4m3fn: dtype .* supports bfloat16"),
-        ("sparda", {"forecast_file": "w.npz"}, {}, r"sparda \(C=2 .* bfloat16: C=2; flash supports up to 1"),
+        (
+            "scout",
+            {},
+            {},
+            "flash' cannot run with --kv-offload scout .* sgl_kernel: no FA3 here; drop the key",
+        ),
+        (
+            "scout",
+            {},
+            {"fp8": torch.float8_e4m3fn},
+            "KV in float8_e4m3fn: dtype .* supports bfloat16",
+        ),
+        (
+            "sparda",
+            {"forecast_file": "w.npz"},
+            {},
+            r"sparda \(C=2 .* bfloat16: C=2; flash supports up to 1",
+        ),
         ("rheo", {"pilot_file": "w.npz"}, {}, r"\(C=1 .* bfloat16: sgl_kernel"),
         ("hgca", {}, {}, r"hgca \(C=1 .* sgl_kernel"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_run_is_refused_at_the_start(make, on_hopper, policy, keys, shape, why):
     config = json.dumps(keys | {"attend_kernel": "flash"})
     with pytest.raises(ConfigError, match=why) as refused:

@@ -48,25 +48,6 @@ def contents(host, context, cache, kept, layer, head):
     return found
 
 
-def test_lists_hold_their_tokens_in_order():
-    rng, (host, context, cache) = np.random.default_rng(0), pool(pages=60)
-    requests = [(cache.empty(), {}) for _ in range(3)]
-    for _ in range(3):
-        for kept, expected in requests:
-            layers, heads, tokens = random_tokens(rng, 40)
-            assert not cache.add(kept, layers, heads, tokens).any()
-            for layer, head, token in zip(layers, heads, tokens, strict=True):
-                expected.setdefault((layer, head), []).append(token)
-    for kept, expected in requests:
-        for layer, head in np.ndindex(L, H):
-            found = contents(host, context, cache, kept, layer, head)
-            assert found == expected.get((layer, head), [])
-    pages = [kept.pages[layer] for kept, _ in requests for layer in range(L)]
-    for layer in range(L):
-        used = np.concatenate([p[p >= 0] for p in pages[layer::L]])
-        assert len(set(used.tolist())) == len(used)
-
-
 @pytest.mark.parametrize("limits", [{"cap_tokens": 40}, {"pages": 5}, {"cap_tokens": 10**9}])
 def test_a_full_list_leaves_out_what_comes_last(limits):
     host, context, cache = pool(**limits)

@@ -1,7 +1,7 @@
-"""Every tensor of a device's step is on the device: tested with a device that is not host memory.
+"""Every tensor of a device's step is on the device, and no copy from the host waits for it.
 
 Tensors of torch's "meta" device have no values, but most operations refuse to mix them with the host's, as with CUDA's.
-Our ops are not run: only their arguments are checked.
+Our ops are not run: only their arguments are checked. Between steps, tensors are fake ones on "cuda".
 """
 
 import json
@@ -9,6 +9,8 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from page_weights import identity, pilot_weights
 from sglang_scout.core.config import parse_config
@@ -17,11 +19,14 @@ from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
+from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.op import Op
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.select import Selection
 from sglang_scout.policy.base import Context, make_policy, policies
+from sglang_scout.worker.ring import layout_of
+from sglang_scout.worker.spec import ArenaSpec
 
 LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 60, 3
 META = torch.device("meta")
@@ -174,3 +179,48 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
     assert sorted(ring.posted) == sorted(posts)
     chooses = {"salient_bits", "decay_mass"} if made.feedback else {"select_pages"}
     assert {"append_tokens", "attend_pages", "copy_layer_pages"} | chooses <= names
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses device operations with a host tensor argument: a scalar would be a copy that synchronizes the stream."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        devices = {x.device.type for x in args if isinstance(x, torch.Tensor)}
+        if len(devices) > 1:
+            raise RuntimeError(f"{function} of {devices}")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def on_cuda():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def test_an_assignment_would_be_a_copy(on_cuda):
+    state = torch.zeros(4, dtype=torch.int64, device="cuda")
+    with NoCopies(), pytest.raises(RuntimeError, match="copy_"):
+        state[1] = 5
+
+
+def test_the_ring_between_steps(on_cuda):
+    spec = ArenaSpec(2, 8, 32, 2, 4, 64, "bfloat16", 0.1, 4, 4)
+    ring = DeviceRing(
+        1 << 46,
+        layout_of(spec),
+        spec,
+        parts=0,
+        timeout_us=1000,
+        device="cuda",
+        faults=torch.zeros(1, dtype=torch.int64),
+    )
+    with NoCopies():
+        ring.set_epoch(3, posts=17)
+        ring.begin_step(5)
+
+
+def test_pages_that_change_hands(on_cuda):
+    part = torch.zeros(3, 9, 2, 32, dtype=torch.uint8, device="cuda")
+    ids = torch.zeros(5, dtype=torch.int64, device="cuda")
+    with NoCopies():
+        digest_pool.unset((part, part), ids)

@@ -7,29 +7,15 @@ import pytest
 import torch
 
 from page_weights import digest_weights, identity, pilot_weights
-from sglang_scout.core.page_bytes import DIGESTS, EMBEDDINGS, digest_bytes
-from sglang_scout.engine.digest_kinds import KINDS
+from sglang_scout.core.page_bytes import EMBEDDINGS
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.offered import Offered
+from sglang_scout.engine.step_inputs import Offered
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.embed import half_means, pooled
 
 L, H, D, SIZE = 3, 2, 16, 32
 SHAPE = ModelShape(L, 4, H, D, SIZE, torch.float32, D**-0.5)
 WEIGHTS = pilot_weights(identity(L, 4, H, D), rank=8)
-
-
-def test_kinds_are_those_that_have_bytes():
-    assert set(KINDS) == {"none", *DIGESTS, *EMBEDDINGS}
-    assert {name for name, kind in KINDS.items() if kind.per_head} == set(EMBEDDINGS)
-
-
-@pytest.mark.parametrize(("kind", "of_head"), [("mean16", 2 * D * 2 + 4), ("pilot", 32 * 2 + 4)])
-def test_bytes(kind, of_head):
-    shape = dataclasses.replace(SHAPE, dtype=torch.bfloat16)
-    made = DigestPool(shape, 5, "cpu", kind, pilot_weights(identity(L, 4, H, 32), rank=32))
-    assert digest_bytes(kind, H, D, 2) == H * of_head
-    assert sum(part.nbytes for part in made.parts) == 5 * L * H * of_head
 
 
 @pytest.mark.parametrize("kind", EMBEDDINGS)

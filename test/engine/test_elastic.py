@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mini_worker import SIZE, MiniWorker
-from slow_link import with_slow_link
+from mini_worker import SIZE, MiniWorker, with_slow_link
 
 FP32_TOLERANCE = 1e-5
 
@@ -57,22 +56,6 @@ def test_fixed_recall_waits_for_its_copies(make):
     assert link.forced > 0 and worker.engine.counters.recalled_pages > 0
 
 
-def test_pages_that_must_be_resident_get_their_slots_back_from_late_copies(make):
-    """Copies hold every slot that forced pages of new requests need: the boundary has to wait."""
-    worker = make(budget_tokens=128, max_batch=4, resident_tokens=128, layers=2)
-    link = with_slow_link(worker)
-    assert worker.table.num_slots == 12  # only the forced pages of four requests
-    worker.admit(640)
-    for _ in range(4):  # its first misses are known at the third boundary
-        worker.step()
-    assert worker.engine.recall.late_pages > 0
-    for _ in range(3):
-        worker.admit(600)
-    worker.step()
-    assert link.forced > 0
-    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
-
-
 def test_one_request_that_fits_is_resident_whole_and_exact(make):
     worker = make(budget_tokens=128, max_batch=4)
     policy = worker.engine.policy
@@ -91,47 +74,6 @@ def test_one_request_that_fits_is_resident_whole_and_exact(make):
     assert not worker.missing.asked, "the worker idles"
 
 
-def test_pages_that_requests_share_are_brought_in_once(make, monkeypatch):
-    worker = make(budget_tokens=128, max_batch=4)
-    placement, asked = worker.engine.boundary._placement, []
-    monkeypatch.setattr(worker.engine.policy.residency, "fill_pages", lambda: 15)
-    monkeypatch.setattr(worker.engine.recall, "fill", lambda *what: asked.append(what))
-    table = np.array([[*range(1, 11)], [*range(1, 9), 11, 12]], np.int32)
-    placement.fill_free_slots(table, np.array([10, 10]))
-    ((layers, pages),) = asked
-    assert list(zip(layers, pages, strict=True)) == [
-        *((0, page) for page in range(1, 13)),
-        *((1, page) for page in range(1, 4)),
-    ]
-
-
-def test_quotas_shrink_as_requests_join_least_frequent_pages_first(make):
-    worker = make(budget_tokens=128, max_batch=4, pages=160, drift=0.2)
-    worker.engine.policy.residency.patience_us = None
-    first = worker.admit(20 * SIZE)
-    for _ in range(12):
-        worker.step()
-    before = resident_of(worker, first)
-    assert len(before) == 20 + 1  # and the page being filled
-    sizes = [len(before)]
-    for _ in range(3):
-        worker.admit(30 * SIZE)
-        frequency = worker.table.uses.frequency[0].copy()
-        worker.step()  # residency changes at its boundary and after its attention
-        worker.step()
-        left = resident_of(worker, first) & before
-        lost, kept = before - left, left - set(first.pages[:1]) - set(first.pages[-3:])
-        if lost and kept:
-            assert max(frequency[p] for p in lost) <= 3 * (min(frequency[p] for p in kept) + 1e-3)
-        before = left
-        sizes.append(len(left))
-    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0]
-    assert min(sizes) >= 3, "nobody loses all"
-    steps = -np.diff(sizes)
-    assert max(steps) <= 15, "no more than a newcomer's budget, its forced pages and their swap"
-    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
-
-
 def test_slots_come_back_when_requests_leave(make):
     worker = make(budget_tokens=128, max_batch=4, pages=160)
     worker.engine.policy.residency.patience_us = None
@@ -147,38 +89,6 @@ def test_slots_come_back_when_requests_leave(make):
     worker.missing.asked.clear()
     worker.step()
     assert not worker.missing.asked and len(resident_of(worker, first)) == len(first.pages)
-
-
-def test_misses_of_a_new_request_come_first(make):
-    """With pages for one layer's misses only, they go to the new request."""
-    worker = make(budget_tokens=256, max_batch=2, pages=200, layers=1, drift=1.0)
-    worker.engine.policy.residency.patience_us = None
-    old = worker.admit(90 * SIZE)
-    for _ in range(20):
-        worker.step()
-    control = worker.engine.policy.residency
-    control.step_pages, control.limit_pages = 3, 3.0
-    new = worker.admit(90 * SIZE)
-    had = resident_of(worker, old)
-    for _ in range(control.warm_up_steps):
-        worker.step()
-    worker.step()
-    gained = resident_of(worker, old) - had - set(old.pages[-2:])
-    assert len(resident_of(worker, new)) > 3 + len(gained)
-
-
-def test_layer_0_hands_over_far_fewer_pages_than_layers_with_a_lead(make):
-    worker = make(layers=4, max_batch=4, pages=420, budget_tokens=512, drift=0.05, seed=1)
-    worker.engine.policy.residency.patience_us = None
-    for _ in range(4):
-        worker.admit(95 * SIZE)
-    for _ in range(12):
-        worker.step()
-    before = worker.engine.counters.cpu_pages_by_layer.copy()
-    for _ in range(20):
-        worker.step()
-    pages = worker.engine.counters.cpu_pages_by_layer - before
-    assert pages[0] < 0.8 * min(pages[1:]), pages
 
 
 class ElasticMachine(RuleBasedStateMachine):
@@ -199,10 +109,17 @@ class ElasticMachine(RuleBasedStateMachine):
         keys = {"recall": recall, "recall_interval": 2}
         config = json.dumps(keys | ({"recall_step_mib": step_mib} if recall == "adaptive" else {}))
         self.worker = MiniWorker(
-            layers=2, heads=2, kv_heads=1, max_batch=3, pages=90, seed=seed, drift=0.7,
-            budget_tokens=budget_pages * SIZE, resident_tokens=(6 + extra_pages) * SIZE,
+            layers=2,
+            heads=2,
+            kv_heads=1,
+            max_batch=3,
+            pages=90,
+            seed=seed,
+            drift=0.7,
+            budget_tokens=budget_pages * SIZE,
+            resident_tokens=(6 + extra_pages) * SIZE,
             config=config,
-        )  # fmt: skip
+        )
         self.link = with_slow_link(self.worker)
 
     @precondition(lambda self: len(self.worker.requests) < 3)

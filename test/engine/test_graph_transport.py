@@ -1,7 +1,5 @@
 """The graph transport: the guarantees of the host transport, without the host within a step."""
 
-import os
-import sys
 from functools import partial
 
 import numpy as np
@@ -32,31 +30,6 @@ EACH_DIGEST = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [
-        ("{}", torch.float32),
-        ('{"precompute": false, "recall": "off"}', torch.float32),
-        ('{"recall": "fixed", "recall_interval": 2}', torch.bfloat16),
-        ('{"digest": "rotated-2", "exact_layers": [1], "mass": 0.9}', torch.float32),
-    ],
-)
-def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, config):
-    worker = make(budget_tokens=128, dtype=dtype, config=config)
-    for length in (400, 37, 513):
-        worker.admit(length)
-    for _ in range(6):
-        worker.step()
-        seen = worker.engine._slot_of.numpy()
-        assert np.array_equal(seen, worker.table.slot_of), "fixed for the step"
-    counters = worker.engine.counters
-    assert counters.verify_checks == 6 * 3
-    assert counters.verify_max_rel_error <= TOLERANCE[dtype]
-    assert counters.cpu_pages > 0, "the test must force misses"
-    assert (counters.recalled_pages > 0) or "off" in config
-    worker.table.check()
-
-
 def test_worker_threads_answer_until_they_die_and_the_attendant_after(make):
     worker = make(budget_tokens=128, threads=True, config='{"recall": "off"}')
     worker.admit(500)
@@ -81,24 +54,6 @@ def test_no_token_is_given_out_that_lacks_a_part_of_its_attention(make):
     worker.step()
     with pytest.raises(RuntimeError, match="no answer in time; its tokens are not returned"):
         worker.engine.end_step()
-
-
-def test_requests_come_and_go_and_their_pages_change_hands(make):
-    """Selections reach the host when their pages may have other owners."""
-    rng = np.random.default_rng(5)
-    sizes = {"pages": 60, "max_batch": 3, "layers": 2, "threads": True}
-    worker = make(budget_tokens=128, config='{"recall": "fixed"}', **sizes)
-    for _ in range(18):
-        if len(worker.requests) < 3 and (not worker.requests or rng.random() < 0.6):
-            worker.admit(int(rng.integers(1, 500)))
-        worker.step()
-        if rng.random() < 0.3:
-            worker.finish(worker.requests[int(rng.integers(len(worker.requests)))])
-        worker.table.check()
-    counters = worker.engine.counters
-    assert counters.verify_checks == 18 * 2
-    assert counters.recalled_pages > 0
-    assert counters.verify_max_rel_error <= TOLERANCE[torch.float32]
 
 
 def test_pages_that_running_steps_write_are_known_and_no_others(make):
@@ -164,25 +119,11 @@ def test_what_boundaries_launch_is_compiled_before_the_first_request(make, diges
     assert len(of_boundaries) == 2 and of_boundaries <= before
 
 
-def test_rows_beyond_the_batch_change_nothing(make):
-    """A captured graph has a fixed number of rows."""
-    outputs = []
-    for extra in (0, 2):
-        worker = make(budget_tokens=128, layers=2, config='{"recall": "off"}', verify=False)
-        worker.admit(400)
-        worker.admit(333)
-        for _ in range(3):
-            outputs.append(worker.step(extra_rows=extra))
-    for plain, padded in zip(outputs[:3], outputs[3:], strict=True):
-        for layer in range(2):
-            torch.testing.assert_close(plain[layer], padded[layer][:2], rtol=1e-5, atol=1e-5)
-            assert (padded[layer][2:] == 0).all()
-
-
 def test_layers_run_without_a_step_as_they_are_captured(make):
     """With the rows of a graph; no step has begun, so they attend to nothing and post nothing."""
-    worker = make(budget_tokens=128, layers=3, verify=False, resident_tokens=128,
-                  config='{"recall": "off"}')  # fmt: skip
+    worker = make(
+        budget_tokens=128, layers=3, verify=False, resident_tokens=128, config='{"recall": "off"}'
+    )
     engine, shape, rows = worker.engine, worker.shape, 3
     head = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
 
@@ -207,29 +148,3 @@ def test_layers_run_without_a_step_as_they_are_captured(make):
     assert int(RingView(worker.arena).control["head"]) == posted
     worker.step()
     assert int(RingView(worker.arena).control["head"]) > posted
-
-
-class NothingComesBack(torch.overrides.TorchFunctionMode):
-    """Refuses the engine's synchronizing operations within a step."""
-
-    WAITS = ("numpy", "cpu", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero",
-             "__index__", "unique", "masked_select", "is_nonzero")  # fmt: skip
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        name = getattr(function, "__name__", "")
-        caller = sys._getframe(1).f_code.co_filename
-        if name in self.WAITS and f"{os.sep}engine{os.sep}" in caller and "test" not in caller:
-            raise AssertionError(f"{name} within a step, called from {caller}")
-        return function(*args, **(kwargs or {}))
-
-
-def test_the_host_asks_for_nothing_within_a_step(make):
-    worker = make(budget_tokens=128, layers=2, verify=False,
-                  config='{"digest": "rotated-2"}')  # fmt: skip
-    worker.admit(400)
-    for _ in range(2):
-        worker.step(within=NothingComesBack())
-        assert worker.engine.can_replay
-    with pytest.raises(AssertionError, match="numpy within a step"), NothingComesBack():
-        worker.engine._results.send_for()
-        worker.engine._results.running.results.wait()

@@ -73,9 +73,16 @@ def projector(shape, heads):
 def test_launches_of_a_layer(make, policy, config, ahead, attends):
     kind, budget = (KeepsTokens, MAX_PAGES * SIZE) if policy == "hgca" else (GraphWorker, 4 * SIZE)
     worker = make(
-        kind, layers=LAYERS, max_batch=ROWS, verify=False, policy=policy, config=config,
-        dtype=torch.bfloat16, budget_tokens=budget, pages=20,
-    )  # fmt: skip
+        kind,
+        layers=LAYERS,
+        max_batch=ROWS,
+        verify=False,
+        policy=policy,
+        config=config,
+        dtype=torch.bfloat16,
+        budget_tokens=budget,
+        pages=20,
+    )
     engine, shape = worker.engine, worker.shape
     heads = shape.num_q_heads if engine.policy.query.attends else shape.num_kv_heads
     engine._projectors = [projector(shape, heads)] * LAYERS

@@ -102,15 +102,3 @@ def test_memory_with_another_address_on_the_device_is_not_used(runtime, monkeypa
     with pytest.raises(MemoryError, match="other addresses"):
         device.lock_memory(4096, 2 * CHUNK, seen.append)
     assert not runtime.locked and not seen, "it is said before more is locked"
-
-
-@pytest.mark.parametrize(("status", "found"), [(0, 4096), (1, None)])
-def test_the_driver_is_asked_for_the_address_on_the_device(monkeypatch, status, found):
-    class Driver:
-        def cuMemHostGetDevicePointer_v2(self, there, host, flags):
-            there._obj.value = host.value
-            assert flags.value == 0
-            return status
-
-    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: {"libcuda.so.1": Driver()}[name])
-    assert device._device_address(4096) == found

@@ -60,18 +60,6 @@ def test_what_the_budget_covers_reads_what_full_attention_reads(make, monkeypatc
     assert not worker.missing.asked and torch.equal(worker.engine.transport.waited_ns, waited)
 
 
-def test_a_longer_request_that_is_resident_whole_reads_less(make, monkeypatch):
-    worker = make(budget_tokens=4 * SIZE, max_batch=8, dtype=torch.bfloat16)
-    worker.engine.policy.residency.patience_us = None
-    worker.admit(19 * SIZE + 5)
-    for _ in range(20):
-        worker.step()
-    worker.missing.asked.clear()
-    kv, digests = bytes_read(worker, monkeypatch)
-    assert not worker.missing.asked and worker.engine.recall.late_pages == 0
-    assert kv < 0.27 and 0 < digests < 0.09
-
-
 @pytest.mark.parametrize("beyond", [3, 4])
 def test_a_few_pages_beyond_the_budget_are_attended_to_if_a_prediction_would_read_more(
     make, beyond

@@ -5,22 +5,14 @@ import json
 import pytest
 import torch
 
-from mini_worker import Heard
 from sglang_scout.engine.verify import co_attention_reference
 
 
 @pytest.mark.parametrize("digest", ["minmax", "rotated-2"])
 def test_missing_pages_weigh_as_the_real_query_says(make, digest):
     """By the digests' estimates: the output is closer to that with the exact masses."""
-    heard = []
-
-    def around(missing):
-        heard.append(Heard(missing))
-        return heard[0]
-
     config = {"digest": digest, "recall": "off"}
-    config = json.dumps(config)
-    worker = make(budget_tokens=320, drift=2.0, config=config, around_missing=around)
+    worker = make(budget_tokens=320, drift=2.0, config=json.dumps(config))
     worker.admit(700)
     shape, gaps = worker.shape, {False: 0.0, True: 0.0}
     for _ in range(6):
@@ -39,7 +31,7 @@ def test_missing_pages_weigh_as_the_real_query_says(make, digest):
                 torch.cat([x, of[layer][tail]])
                 for x, of in zip(device, (worker.host.k, worker.host.v), strict=True)
             ]
-            queries = worker.queries[layer][0].float(), heard[0].queries[layer][0]
+            queries = worker.queries[layer][0].float(), worker.missing.queries[layer][0]
             keys = cpu[0].float().repeat_interleave(queries[0].shape[0] // cpu[0].shape[1], 1)
             real, ahead = (
                 (torch.einsum("hd,thd->ht", q, keys) * shape.scale).logsumexp(-1) for q in queries

@@ -34,8 +34,10 @@ class ReplayingWorker(GraphWorker):
         super().__init__(max_batch=ROWS, verify=False, **kwargs)
         shape = self.shape
         self.static_hidden = torch.randn(shape.num_layers, ROWS, HIDDEN)
-        self.static_new = [[torch.randn(ROWS, shape.num_kv_heads, shape.head_dim)
-                            for _ in range(2)] for _ in range(shape.num_layers)]  # fmt: skip
+        self.static_new = [
+            [torch.randn(ROWS, shape.num_kv_heads, shape.head_dim) for _ in range(2)]
+            for _ in range(shape.num_layers)
+        ]
         self.engine.pause()
         kinds = (False, True) if self.engine.has_dense_steps else (False,)
         self.graphs = {is_dense: self.capture(is_dense) for is_dense in kinds}
@@ -46,8 +48,10 @@ class ReplayingWorker(GraphWorker):
         self.engine.is_dense = is_dense
         for graph in (RecordedGraph(), RecordedGraph()):  # the first is the warm-up
             with graph.capture(), mock.patch.object(self.engine, "_beside", graph):
-                found = [self._layer(layer, self.static_hidden[layer], k, v)
-                         for layer, (k, v) in enumerate(self.static_new)]  # fmt: skip
+                found = [
+                    self._layer(layer, self.static_hidden[layer], k, v)
+                    for layer, (k, v) in enumerate(self.static_new)
+                ]
         return graph, found
 
     def _layers(self, hidden, new):
@@ -80,13 +84,15 @@ class ReplayingWorker(GraphWorker):
         ("hgca", "{}"),
     ],
 )
-def test_replayed_steps_equal_eager_ones(make, policy, config):
+def test_replayed_steps_equal_eager_ones_that_attend_to_exactly_the_chosen_pages(
+    make, policy, config
+):
+    """Requests come and go, and their pages change hands."""
     settings = {"budget_tokens": 128, "pages": 60, "layers": 2, "policy": policy, "config": config}
-    eager = make(GraphWorker, max_batch=ROWS, verify=False, **settings)
+    eager = make(GraphWorker, max_batch=ROWS, **settings)
     replayed = make(ReplayingWorker, **settings)
     both = eager, replayed
     rng = np.random.default_rng(7)
-    replays = 0
     for _ in range(STEPS):
         joins = len(eager.requests) < ROWS and (not eager.requests or rng.random() < 0.4)
         length = int(rng.integers(1, 500))
@@ -94,25 +100,29 @@ def test_replayed_steps_equal_eager_ones(make, policy, config):
         for worker in both:
             if joins:
                 worker.admit(length)
-            worker.step(extra_rows=ROWS - len(worker.requests))
+            rows = len(worker.requests)
+            worker.step(extra_rows=ROWS - rows)
+            assert np.array_equal(worker.engine._slot_of.numpy(), worker.table.slot_of)
+            worker.table.check()
             if worker.engine.older is not None:
                 worker.engine.older.wait()  # both get its result at the same boundary
-            if 0 <= leaves < len(worker.requests) - 1:
+            if 0 <= leaves < rows - 1:
                 worker.finish(worker.requests[leaves])
-        assert eager.engine.can_replay == replayed.engine.can_replay
-        replays += replayed.engine.can_replay
+        assert replayed.engine.can_replay
         for a, b in zip(eager.outputs, replayed.outputs, strict=True):
-            assert torch.equal(a, b)
+            assert torch.equal(a, b) and (a[rows:] == 0).all()
     for one, other in zip(eager.requests, replayed.requests, strict=True):
         assert one == other
         for half in ("k", "v"):
             for a, b in zip(getattr(eager.host, half), getattr(replayed.host, half), strict=True):
                 a, b = (x[one.pages].flatten(0, 1)[: one.length] for x in (a, b))
                 assert torch.equal(a, b)
-    counts = [(c.cpu_pages + c.fetched_pages, c.selected_pages, c.recalled_pages) for c in
-              (worker.engine.counters for worker in both)]  # fmt: skip
-    assert counts[0] == counts[1] and counts[0][0] > 0
-    assert replays >= STEPS // 3
+    first, second = (worker.engine.counters for worker in both)
+    counts = [
+        (c.cpu_pages, c.fetched_pages, c.selected_pages, c.recalled_pages) for c in (first, second)
+    ]
+    assert counts[0] == counts[1] and first.cpu_pages + first.fetched_pages > 0
+    assert first.verify_checks == 2 * STEPS and first.verify_max_rel_error <= 1e-5
     if (older := replayed.engine.older) is not None:
         posted = older._ids[..., 0][older._counts > 0]
         assert (posted >= replayed.host.num_pages).any(), "no kept tokens were posted"
@@ -140,27 +150,17 @@ def test_steps_in_which_all_is_resident_replay_a_graph_of_their_own(make):
     assert len(both[1].graphs[True][0]) < len(both[1].graphs[False][0]) / 2
 
 
-def test_a_part_beside_runs_when_it_is_joined_and_no_sooner():
-    graph, x = RecordedGraph(), torch.ones(3)
-    with graph.capture():
-        given = x + 1
-        with graph.fork(0, given):
-            late = x * 2  # not given: it sees the step's changes to x
-            made = given * 2
-        x.add_(10)
-        graph.join(0)
-        out = made + late
-    x.fill_(1)
-    graph.replay()
-    assert out.tolist() == [4 + 22] * 3
-
-
 def test_a_timeline_of_replayed_steps_is_of_the_devices_clock(make, tmp_path):
     path = tmp_path / "trace.json"
     tracer = Tracer(str(path), 64)
     worker = make(
-        ReplayingWorker, budget_tokens=128, pages=60, layers=2, config='{"recall": "off"}', tracer=tracer,
-    )  # fmt: skip
+        ReplayingWorker,
+        budget_tokens=128,
+        pages=60,
+        layers=2,
+        config='{"recall": "off"}',
+        tracer=tracer,
+    )
     for length in (400, 300, 470):
         worker.admit(length)
     replayed = set()
@@ -179,31 +179,16 @@ def test_a_timeline_of_replayed_steps_is_of_the_devices_clock(make, tmp_path):
         expected = [f"{kind} {layer}" for kind in KINDS for layer in range(2)]
         assert names == sorted(["layer 0", *expected])
         boundary, following = (
-            next((e["ts"] for e in slices if e["name"] == "step boundary" and e["args"]["step"] == s), None)
+            next(
+                (
+                    e["ts"]
+                    for e in slices
+                    if e["name"] == "step boundary" and e["args"]["step"] == s
+                ),
+                None,
+            )
             for s in (step, step + 1)
-        )  # fmt: skip
+        )
         times = [(e["ts"], e["ts"] + e["dur"]) for e in of_device if e["args"]["step"] == step]
         assert all(boundary - SLACK_US <= start <= end for start, end in times)
         assert following is None or max(end for _, end in times) <= following + SLACK_US
-
-
-def test_steps_without_a_timeline_write_no_stamps(make):
-    worker = make(ReplayingWorker, budget_tokens=128, pages=60, layers=2)
-    assert worker.engine.transport.stamps is None and len(worker.engine._results._sent) == 3
-
-
-@pytest.mark.parametrize(
-    "asks",
-    [
-        lambda x: x.tolist(),
-        lambda x: x.numpy(),
-        lambda x: float(x[0]),
-        lambda x: x[x > 0],
-        lambda x: x.index_put_((x > 0,), torch.tensor(1.0)),
-        lambda x: torch.bincount(x.int()),
-        lambda x: bool((x > 0).any()),
-    ],
-)
-def test_a_record_refuses_what_asks_the_device(asks):
-    with pytest.raises(RuntimeError, match="waits for the device"), RecordedGraph().capture():
-        asks(torch.ones(3))

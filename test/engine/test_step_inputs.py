@@ -16,11 +16,13 @@ def batch(full, rng):
     pages = rng.integers(1, 99, (len(full), COLUMNS))
     table = np.where(column <= full[:, None], pages, -1)[:, : full.max() + 1].astype(np.int32)
     return Batch(
-        table=torch.from_numpy(table), n_full=torch.from_numpy(full.astype(np.int32)),
+        table=torch.from_numpy(table),
+        n_full=torch.from_numpy(full.astype(np.int32)),
         tail_slot=torch.from_numpy(rng.integers(0, 9, (LAYERS, len(full))).astype(np.int32)),
         tail_len=torch.from_numpy(rng.integers(1, 33, len(full)).astype(np.int32)),
-        tail_page=torch.from_numpy(table[np.arange(len(full)), full]), ages=np.zeros(len(full)),
-    )  # fmt: skip
+        tail_page=torch.from_numpy(table[np.arange(len(full)), full]),
+        ages=np.zeros(len(full)),
+    )
 
 
 @pytest.mark.parametrize("rows_of_steps", [([2, 6], [1], [0, 3, 5, 2, 6], [4, 4])])

@@ -15,9 +15,17 @@ IDENTITY = {
     "num_kv_heads": 2,
     "head_dim": 64,
 }
-FACTS = {"policy": "scout", "recall": "fixed", "model": "m", "layers": 3, "budget_tokens": 128,
-         "page_size_tokens": SIZE, "identity": IDENTITY | {"config_digest": "0"}, "selection": {},
-         "precompute": True}  # fmt: skip
+FACTS = {
+    "policy": "scout",
+    "recall": "fixed",
+    "model": "m",
+    "layers": 3,
+    "budget_tokens": 128,
+    "page_size_tokens": SIZE,
+    "identity": IDENTITY | {"config_digest": "0"},
+    "selection": {},
+    "precompute": True,
+}
 RECALLS = ("recalled_pages", "recall_bytes", "recall_wait_us")
 
 

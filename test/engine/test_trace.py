@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import threading
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -35,9 +34,14 @@ class Log:
     def add(self, thread, epoch, step, layer, begin_ns, end_ns, pages=1):
         events = np.zeros(1, EVENT_DTYPE)
         for name, value in dict(
-            seq=epoch << 40 | 1, step=step, layer=layer, begin_ns=begin_ns, end_ns=end_ns,
-            pages=pages, items=1,
-        ).items():  # fmt: skip
+            seq=epoch << 40 | 1,
+            step=step,
+            layer=layer,
+            begin_ns=begin_ns,
+            end_ns=end_ns,
+            pages=pages,
+            items=1,
+        ).items():
             events[name] = value
         self.waiting.append(SimpleNamespace(thread=thread, cpu=4 + thread, events=events))
 
@@ -232,33 +236,17 @@ def test_impossible_events_are_dropped_and_counted(tmp_path):
     tracer = small(tmp_path, log)
     now = time.monotonic_ns()
     for step, begin_ns, end_ns in (
-        (7, now, now + 1), (6, now, now + 1), (8, now, now + 1), (2**64 - 1, now, now + 1),
-        (7, before - 1, now), (7, now, now + 10**15),
-    ):  # fmt: skip
+        (7, now, now + 1),
+        (6, now, now + 1),
+        (8, now, now + 1),
+        (2**64 - 1, now, now + 1),
+        (7, before - 1, now),
+        (7, now, now + 10**15),
+    ):
         log.add(0, 1, step, 0, begin_ns, end_ns)
     log.lost = 2
     tracer.write()
     assert len(load(tmp_path / "t.json")[1]) == 1 and tracer._events_lost == 2 + 5
-
-
-def test_a_slice_of_the_copy_thread_belongs_to_the_step_that_began_it(tmp_path):
-    tracer = small(tmp_path, Log())
-    inside, go_on = threading.Event(), threading.Event()
-
-    def copy():
-        with tracer.slice("copies", "recall", layer=0):
-            inside.set()
-            go_on.wait()
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    inside.wait()
-    tracer.step(8)
-    go_on.set()
-    thread.join()
-    tracer.write()
-    _, (only,) = load(tmp_path / "t.json")
-    assert only["args"]["step"] == 7
 
 
 def test_a_file_that_cannot_be_written_is_logged(tmp_path, caplog):

@@ -18,10 +18,15 @@ def case():
     q, q_ahead = (torch.randn(1, 2 * HEADS, DIM, generator=source) for _ in range(2))
     on_device, on_cpu = (np.array([x], np.int32) for x in (ON_DEVICE, ON_CPU))
     right = co_attention_reference(
-        q[0], q_ahead[0],
-        torch.cat([k[1], k[TAIL, :LENGTH]]), torch.cat([v[1], v[TAIL, :LENGTH]]), k[3], v[3], 0.25,
+        q[0],
+        q_ahead[0],
+        torch.cat([k[1], k[TAIL, :LENGTH]]),
+        torch.cat([v[1], v[TAIL, :LENGTH]]),
+        k[3],
+        v[3],
+        0.25,
         mass_change=CHANGE[0],
-    )  # fmt: skip
+    )
     tail = np.array([TAIL], np.int32), np.array([LENGTH], np.int32)
     return [q, q_ahead, on_device, on_cpu, *tail, k, v, 0.25, CHANGE], right[None]
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from page_weights import identity, pilot_weights
-from sglang_scout.engine.digest_kinds import KINDS
-from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.offered import Offered
+from sglang_scout.engine.digest_pool import KINDS, DigestPool
+from sglang_scout.engine.step_inputs import Offered
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.score import score_pages
 

@@ -15,8 +15,8 @@ import zmq
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker import process as process_module
+from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.process import WorkerProcess
-from sglang_scout.worker.transport import Channel
 
 LOG = logging.getLogger("test")
 STATS = m.Stats()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DIGESTS = ("minmax", "rotated-2", "calibrated")
-"""Page digests for selection by all heads of a layer; see ``engine/digest_kinds.py``."""
+"""Page digests for selection by all heads of a layer; see ``engine/digest_pool.py``."""
 
 EMBEDDINGS = ("mean16", "pilot")
 """Page digests for selection per KV head."""

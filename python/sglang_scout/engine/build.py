@@ -11,12 +11,11 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine.attention import use_attention
 from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.fetch import Fetch
 from sglang_scout.engine.ranks import Ranks
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.engine.transport import GraphTransport, HostTransport, Transport
+from sglang_scout.engine.transport import Fetch, GraphTransport, HostTransport, Transport
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.policy.base import Policy
@@ -97,11 +96,19 @@ def build_engine(
     if config.grain == "head":
         ranks = None  # each KV head selects for itself, even if a rank has only one
     return StepEngine(
-        policy, shape, sizes, host, digests, projectors,
+        policy,
+        shape,
+        sizes,
+        host,
+        digests,
+        projectors,
         _transport(policy, shape, sizes, host, worker, device, tracer),
-        device=device, tracer=tracer, verify=config.verify, ranks=ranks,
+        device=device,
+        tracer=tracer,
+        verify=config.verify,
+        ranks=ranks,
         has_dense_steps=is_alone and policy.feedback is None,
-    )  # fmt: skip
+    )
 
 
 def _transport(

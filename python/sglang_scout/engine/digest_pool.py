@@ -1,28 +1,210 @@
-"""The digests of all pages."""
+"""The digests of all pages: their layouts, which are valid, and scores by them.
+
+A page has two parts ``[L, P, H, bytes]``, whose bytes depend on the kind of digest, and which are transferred with K
+and V from the prefill server. Shapes: L layers, P pages, n of them, S tokens a page, H KV heads, D head size.
+"""
 
 from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang_scout.core.forecast import PageWeights
-from sglang_scout.core.page_bytes import PILOT_RANK, digest_parts
+from sglang_scout.core.page_bytes import MARK_BYTES, PILOT_RANK, digest_parts
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_kinds import (
-    KINDS,
-    is_set,
-    mark_of,
-    score_heads,
-    set_mark,
-    trained_arrays,
-    unset,
-)
-from sglang_scout.engine.hints import PageHints
-from sglang_scout.engine.offered import Offered
+from sglang_scout.engine.hints import HINT_PAGES, PageHints
+from sglang_scout.engine.step_inputs import Offered
 from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.rotated import Coordinates
+from sglang_scout.ops.mass import mass_change_rotated
+from sglang_scout.ops.rotated import (
+    Coordinates,
+    build_layer_rotated,
+    planes_shape,
+    score_rotated,
+)
+from sglang_scout.ops.score import score_pages
+from sglang_scout.ops.select import select_pages
+from sglang_scout.policy.base import Digest
+
+_MOST_HINT_PAGES = 2**16 - 2  # of a prompt: a position takes 16 bits
+_UNSET = 0x7FC0
+"""Sentinel: a NaN in bfloat16, and in any kind two bytes that hardly any page has in both marks."""
+
+
+@dataclass(frozen=True)
+class DigestKind:
+    """How digests are built and scored.
+
+    Attributes:
+        build: as :func:`build_layer_digests`; of trained kinds with W_k or the coordinates behind its arguments.
+        score: as :func:`score_pages`, of the parts of one layer; of kinds ``per_head`` see :func:`score_heads`.
+        mass_change: as :func:`mass_change_rotated`; None where scores are bounds.
+        view: the parts as both of them expect, from bytes, the model's dtype and D.
+        per_head: each KV head selects pages with one query vector.
+        trained: arrays of a file (``core/forecast.py``) that it is built and scored with.
+    """
+
+    build: Callable[..., None]
+    score: Callable[..., torch.Tensor]
+    mass_change: Callable[..., torch.Tensor] | None
+    view: Callable[[torch.Tensor, torch.dtype, int], torch.Tensor]
+    per_head: bool = False
+    trained: tuple[str, ...] = ()
+
+
+def _bounds(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
+    return part.view(dtype)
+
+
+def _rotated(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
+    bits, left = divmod(part.shape[-1], 4 * head_dim)
+    return part if left else part.unflatten(-1, planes_shape(bits, head_dim))
+
+
+def _embeddings(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
+    is_mark = part.shape[-1] == MARK_BYTES
+    return part if is_mark else part.view(dtype).unsqueeze(-2)
+
+
+def _two_means(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
+    is_mark = part.shape[-1] == MARK_BYTES
+    return part if is_mark else part.view(dtype).unflatten(-1, (2, head_dim))
+
+
+def _and_mark(build: Callable[..., None]) -> Callable[..., None]:
+    """``build`` of embeddings, then the marks that they were written."""
+
+    def both(
+        source: LayerPages,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        marks: torch.Tensor,
+        rows: torch.Tensor | None,
+        *weights: torch.Tensor,
+    ) -> None:
+        build(source, ids, embeddings, *weights, rows)
+        marks.index_fill_(1, ids, 0)
+
+    return both
+
+
+def _build_marks(
+    source: LayerPages,
+    ids: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    rows: torch.Tensor | None,
+) -> None:
+    """For policies without page selection."""
+    for marks in (first, second):
+        marks.index_fill_(1, ids, 0)
+
+
+def _score_nothing(*args: object) -> torch.Tensor:
+    raise NotImplementedError("pages without digests cannot be scored")
+
+
+KINDS = {
+    "none": DigestKind(_build_marks, _score_nothing, None, lambda part, dtype, head_dim: part),
+    "minmax": DigestKind(build_layer_digests, score_pages, None, _bounds),
+    "mean16": DigestKind(
+        _and_mark(build_layer_means), score_embeddings, None, _two_means, per_head=True
+    ),
+    "pilot": DigestKind(
+        _and_mark(build_layer_pilots),
+        score_embeddings,
+        None,
+        _embeddings,
+        per_head=True,
+        trained=("w_k", "w_q"),
+    ),
+    "rotated-2": DigestKind(build_layer_rotated, score_rotated, mass_change_rotated, _rotated),
+    "calibrated": DigestKind(
+        build_layer_rotated,
+        score_rotated,
+        mass_change_rotated,
+        _rotated,
+        trained=Coordinates._fields,
+    ),
+}
+
+
+def trained_arrays(
+    kind: DigestKind, weights: PageWeights | None, device: torch.device | str
+) -> tuple[torch.Tensor, ...]:
+    """The arrays of a trained kind on ``device``, nothing for others.
+
+    Raises:
+        ValueError: weights are missing.
+    """
+    if not kind.trained:
+        return ()
+    if weights is None:
+        raise ValueError("this kind of digest needs the weights of a pilot_file or a digest_file")
+    return tuple(torch.tensor(weights.arrays[name], device=device) for name in kind.trained)
+
+
+def mark_of(weights: PageWeights) -> int:
+    """The last word of digests made with these weights, so that those made with others are told apart."""
+    sums = [zlib.crc32(np.ascontiguousarray(x)) for _, x in sorted(weights.arrays.items())]
+    return 1 + sum(sums) % (_UNSET - 1)
+
+
+def score_heads(
+    query: torch.Tensor,
+    embeddings: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    w_q: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``[B * H, N]`` scores per KV head, row b * H + h; see :func:`score_embeddings`.
+
+    Args:
+        query: ``[B, H, D]``, one vector per KV head; with ``w_q`` ``[H, r, G * D]`` the real queries ``[B, HQ, D]``.
+    """
+    query = query.reshape(len(table), embeddings.shape[1], -1)
+    if w_q is not None:
+        query = torch.einsum("bhx,hrx->bhr", query.float(), w_q)
+    return score_embeddings(query.flatten(0, 1).contiguous(), embeddings, table, n_full)
+
+
+def _marks(parts: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    """``[L, P]`` int16 each: the first word of a page's digest and the last one."""
+    first, second = (part.view(torch.int16) for part in parts)
+    return [first[:, :, 0, 0], second[:, :, -1, -1]]
+
+
+def unset(parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor) -> None:
+    """Mark rows ``ids`` of all layers as not written."""
+    for mark in _marks(parts):
+        # Not an assignment, which would copy the number from host memory and synchronize the stream.
+        mark.index_fill_(1, ids, _UNSET)
+
+
+def set_mark(parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor, mark: int) -> None:
+    """The last word of rows ``ids`` of all layers."""
+    _marks(parts)[1].index_fill_(1, ids, mark)
+
+
+def is_set(
+    parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor, mark: int | None
+) -> torch.Tensor:
+    """``[n]`` bool: pages whose rows of all layers were written since :func:`unset`, with ``mark`` as the last word if
+    that is given.
+
+    A real page has the word of an unset one with probability 1/65,536; its digest is then rebuilt.
+    """
+    first, last = (words[:, ids] for words in _marks(parts))
+    wrong = (first == _UNSET) | (last == _UNSET if mark is None else last != mark)
+    return ~wrong.any(0)
 
 
 class DigestPool:
@@ -157,8 +339,14 @@ class DigestPool:
         parts = self._of_lists(layer, offered.lists)
         pages = offered.digest_rows, offered.list_n_scored
         return self._of_kind.score(
-            query, *parts, *pages, scale, head_reduce, arrivals=offered.arrivals, **self._of_layer[layer]
-        )  # fmt: skip
+            query,
+            *parts,
+            *pages,
+            scale,
+            head_reduce,
+            arrivals=offered.arrivals,
+            **self._of_layer[layer],
+        )
 
     def _of_lists(self, layer: int, lists: int) -> list[torch.Tensor]:
         """The parts of a layer; with one list per KV head, each head's digests as separate pages."""
@@ -196,3 +384,44 @@ class DigestPool:
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)
+
+
+def choose_hint(
+    digests: DigestPool,
+    queries: torch.Tensor,
+    pages: npt.NDArray[np.integer],
+    digest: Digest,
+    scale: float,
+) -> npt.NDArray[np.int32] | None:
+    """``[L, k]`` positions of the pages that a decode step with these ``queries`` would select.
+
+    With tensor parallelism only this rank's heads count.
+
+    Args:
+        digests: valid ones, of ``pages`` ``[N]``, the prompt's full pages.
+        queries: ``[L, HQ, D]`` fp32 real queries of its last token, after RoPE.
+    Returns:
+        None for a prompt without a full page, or too long for 16 bits.
+    """
+    if not 0 < len(pages) <= _MOST_HINT_PAGES:
+        return None
+    layers, device = len(queries), digests.device
+    table = upload(np.ascontiguousarray(pages[None], np.int32), device)
+    n_full = torch.full((layers,), len(pages), dtype=torch.int32, device=device)
+    offered = Offered.of(table, n_full[:1], 1)
+    scores = [
+        digests.score(layer, queries[layer : layer + 1], offered, scale, digest.head_reduce)
+        for layer in range(layers)
+    ]
+    places = torch.arange(len(pages), dtype=torch.int32, device=device)
+    chosen = select_pages(
+        torch.cat(scores),
+        places.repeat(layers, 1),
+        n_full,
+        torch.zeros_like(places),
+        HINT_PAGES,
+        digest.sink_pages,
+        digest.recent_pages,
+        digest.mass,
+    )
+    return chosen.pages.cpu().numpy()

@@ -10,25 +10,15 @@ A hint only controls prefetching, never what is attended to: a wrong or missing 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.engine.device import upload
-from sglang_scout.engine.offered import Offered
-from sglang_scout.ops.select import select_pages
-from sglang_scout.policy.base import Digest
-
-if TYPE_CHECKING:
-    from sglang_scout.engine.digest_pool import DigestPool
 
 HINT_PAGES = 64
 """Pages per layer in a hint, best first. Independent of the budget, which the prefill server need not know."""
-
-_MOST_PAGES = 2**16 - 2  # a position takes 16 bits
 
 
 class PageHints:
@@ -80,38 +70,3 @@ def hint_bytes(config: OffloadConfig, num_layers: int) -> int:
 def has_hint(address: int, row_bytes: int, page: int) -> bool:
     """Whether ``page`` has a hint, by the first layer of the first part at ``address``."""
     return ctypes.c_uint16.from_address(address + page * row_bytes).value > 0
-
-
-def choose_hint(
-    digests: DigestPool,
-    queries: torch.Tensor,
-    pages: npt.NDArray[np.integer],
-    digest: Digest,
-    scale: float,
-) -> npt.NDArray[np.int32] | None:
-    """``[L, k]`` positions of the pages that a decode step with these ``queries`` would select.
-
-    With tensor parallelism only this rank's heads count.
-
-    Args:
-        digests: valid ones, of ``pages`` ``[N]``, the prompt's full pages.
-        queries: ``[L, HQ, D]`` fp32 real queries of its last token, after RoPE.
-    Returns:
-        None for a prompt without a full page, or too long for 16 bits.
-    """
-    if not 0 < len(pages) <= _MOST_PAGES:
-        return None
-    layers, device = len(queries), digests.device
-    table = upload(np.ascontiguousarray(pages[None], np.int32), device)
-    n_full = torch.full((layers,), len(pages), dtype=torch.int32, device=device)
-    offered = Offered.of(table, n_full[:1], 1)
-    scores = [
-        digests.score(layer, queries[layer : layer + 1], offered, scale, digest.head_reduce)
-        for layer in range(layers)
-    ]
-    places = torch.arange(len(pages), dtype=torch.int32, device=device)
-    chosen = select_pages(
-        torch.cat(scores), places.repeat(layers, 1), n_full, torch.zeros_like(places),
-        HINT_PAGES, digest.sink_pages, digest.recent_pages, digest.mass,
-    )  # fmt: skip
-    return chosen.pages.cpu().numpy()

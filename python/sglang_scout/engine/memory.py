@@ -10,9 +10,9 @@ from typing import Any
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import PILOT_RANK, digest_bytes, input_bytes
-from sglang_scout.engine.fetch import staging_bytes
 from sglang_scout.engine.hints import hint_bytes
 from sglang_scout.engine.stores import ModelShape
+from sglang_scout.engine.transport import staging_bytes
 from sglang_scout.policy.base import Route
 from sglang_scout.worker.arena import ArenaSpec
 from sglang_scout.worker.host_memory import LAST_RESORT, flag_gib

@@ -26,8 +26,7 @@ from sglang_scout.engine.context_cache import ContextCache, Ids, Kept
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import Fetching, Staging, upload
 from sglang_scout.engine.evaluation import Evaluation, Evaluator
-from sglang_scout.engine.offered import Offered
-from sglang_scout.engine.step_inputs import Batch
+from sglang_scout.engine.step_inputs import Batch, Offered
 from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier

@@ -30,11 +30,10 @@ from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import ForkedStream, SideStream, upload
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.lifecycle import PageLifecycle
-from sglang_scout.engine.offered import of_lists
 from sglang_scout.engine.older_tokens import older_tokens
 from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Recall
-from sglang_scout.engine.step_inputs import StepInputs
+from sglang_scout.engine.step_inputs import StepInputs, of_lists
 from sglang_scout.engine.step_results import StepResults
 from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.trace import Tracer
@@ -94,12 +93,20 @@ class StepEngine:
         self.older = older_tokens(policy, transport, shape, sizes, host, counters, device, verify)
         self.has_dense_steps, self.is_dense = has_dense_steps, False
         predicts = policy.query.targets(0, 2)
-        ahead_bytes = max(p.weight_bytes for p in projectors) if predicts else 0
+        ahead_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
         dense_pages = ahead_bytes // (2 * shape.page_bytes)
         self.boundary = StepBoundary(
-            policy, sizes, shape.page_size, table, self.pages, self.recall, self._results, counters, self.older,
+            policy,
+            sizes,
+            shape.page_size,
+            table,
+            self.pages,
+            self.recall,
+            self._results,
+            counters,
+            self.older,
             dense_pages if has_dense_steps else None,
-        )  # fmt: skip
+        )
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
         self._shared = SharedChoice(ranks, policy.digest) if ranks else None
@@ -214,10 +221,16 @@ class StepEngine:
         scores = self._shared.scores(scores) if self._shared is not None else scores
         start_ns = self._clock.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(
-            scores, offered.list_table, offered.list_n_full, self._slot_of[layer],
-            self.sizes.budget_pages, digest.sink_pages, digest.recent_pages, digest.mass,
+            scores,
+            offered.list_table,
+            offered.list_n_full,
+            self._slot_of[layer],
+            self.sizes.budget_pages,
+            digest.sink_pages,
+            digest.recent_pages,
+            digest.mass,
             out=self._results.of(layer, len(by_list)),
-        )  # fmt: skip
+        )
         if self._shared is not None and self._verifier is not None:
             self.counters.verify_unequal_selections += not self._shared.is_same(selection.pages)
         self._clock.cut("ahead", "select", start_ns, layer=layer)
@@ -237,17 +250,19 @@ class StepEngine:
         rows, inputs, shape = len(q), self._inputs, self.shape
         tail_slot, tail_len = inputs.tail_slot[layer, :rows], inputs.tail_len[:rows]
         append_tokens(
-            k, v, tail_len,
+            k,
+            v,
+            tail_len,
             Pool(self.resident.k[layer], self.resident.v[layer], tail_slot),
             mirror=Pool(self.host.k[layer], self.host.v[layer], inputs.tail_page[:rows]),
-        )  # fmt: skip
+        )
         query = q.contiguous()
         offered = inputs.offered.first(rows)
         if self.older is not None:
             slots = self._slot_of[layer], tail_slot, tail_len
             return self.older.attend(layer, query, self.resident, offered, *slots)
         if self.is_dense:
-            return self._attend_to_all(layer, query, tail_slot, tail_len)
+            return self._attend_to_all(layer, query)
         if layer not in self._chosen:  # not computed ahead
             self._beside.join()  # the ring needs posts in single-stream order
             self._look_ahead(layer, query)
@@ -259,12 +274,7 @@ class StepEngine:
         pages, n_pages = selection.pages, None
         if not self.policy.digest.only_selected:
             pages, n_pages = offered.table, offered.n_full
-        start_ns = self._clock.now()
-        out, lse = attend_pages(
-            query, self.resident.k[layer], self.resident.v[layer], pages,
-            tail_slot, tail_len, shape.scale, slot_of=self._slot_of[layer], n_pages=n_pages,
-        )  # fmt: skip
-        self._clock.cut("attention", "attend", start_ns, layer=layer)
+        out, lse = self._attend_here(layer, query, pages, n_pages)
         compares = self.boundary.step_log is not None and self.policy.query.attends
         if compares and query_ahead is not query:
             self._results.compare(layer, query, query_ahead, tail_len > 0)
@@ -282,17 +292,29 @@ class StepEngine:
             self.tracer.cut("attention", "verify", start_ns, layer=layer)
         return out
 
-    def _attend_to_all(
-        self, layer: int, query: torch.Tensor, tail_slot: torch.Tensor, tail_len: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend_here(
+        self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention on the device, over those of ``pages`` that are resident and the page being filled."""
+        rows, inputs, start_ns = len(query), self._inputs, self._clock.now()
+        result = attend_pages(
+            query,
+            self.resident.k[layer],
+            self.resident.v[layer],
+            pages,
+            inputs.tail_slot[layer, :rows],
+            inputs.tail_len[:rows],
+            self.shape.scale,
+            slot_of=self._slot_of[layer],
+            n_pages=n_pages,
+        )
+        self._clock.cut("attention", "attend", start_ns, layer=layer)
+        return result
+
+    def _attend_to_all(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Full attention of a dense step; all its pages are resident."""
         offered, slot_of = self._inputs.offered.first(len(query)), self._slot_of[layer]
-        start_ns = self._clock.now()
-        out, _ = attend_pages(
-            query, self.resident.k[layer], self.resident.v[layer], offered.table,
-            tail_slot, tail_len, self.shape.scale, slot_of=slot_of, n_pages=offered.n_full,
-        )  # fmt: skip
-        self._clock.cut("attention", "attend", start_ns, layer=layer)
+        out, _ = self._attend_here(layer, query, offered.table, offered.n_full)
         if self._verifier is not None:
             missing = torch.full_like(offered.list_table[:, :1], -1)
             batch = self._results.running.batch

@@ -49,12 +49,19 @@ class Verifier:
                 attended = torch.cat([attended, on_cpu], dim=1)
             on_cpu, q_ahead = torch.full_like(on_cpu, -1), q
         error = relative_error(
-            out.cpu(), q.cpu(), q_ahead.cpu(), attended.numpy(), on_cpu.numpy(),
-            batch.tail_page.numpy(), batch.tail_len.numpy(), self._host.k[layer], self._host.v[layer],
+            out.cpu(),
+            q.cpu(),
+            q_ahead.cpu(),
+            attended.numpy(),
+            on_cpu.numpy(),
+            batch.tail_page.numpy(),
+            batch.tail_len.numpy(),
+            self._host.k[layer],
+            self._host.v[layer],
             self._shape.scale,
             torch.zeros(q.shape[:2]) if mass_change is None else mass_change.cpu(),
             None if (kept := self._host.context) is None else (kept.k[layer], kept.v[layer]),
-        )  # fmt: skip
+        )
         self._counters.verify_checks += 1
         self._counters.verify_max_rel_error = max(self._counters.verify_max_rel_error, error)
 
@@ -113,7 +120,7 @@ def relative_error(
         out, q, q_ahead: ``[B, HQ, D]``.
         on_device, on_cpu: ``[B * C, any]`` full host pages of each part and list, -1 entries ignored; for the CPU also
             ids of kept tokens.
-        tail_page, tail_len: ``[B]`` the page being filled, and its valid tokens.
+        tail_page, tail_len: of each request the page being filled, and its valid tokens; other rows are padding.
         k, v: ``[P, S, H, D]`` host pages of the layer.
         mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.
         context: ``[C, S, D]`` K and V of kept tokens.
@@ -121,10 +128,13 @@ def relative_error(
     worst = 0.0
     requests = out.shape[0]
     lists = len(on_cpu) // requests
+    in_use = len(tail_len) * lists  # behind them padding
     of_list = [
         x.reshape(requests * lists, -1, *x.shape[2:]) for x in (out, q, q_ahead, mass_change)
     ]
-    for row, (found, real, ahead, change) in enumerate(zip(*of_list, strict=True)):
+    for row, (found, real, ahead, change) in enumerate(
+        zip(*(x[:in_use] for x in of_list), strict=True)
+    ):
         device = torch.from_numpy(on_device[row][on_device[row] >= 0]).long()
         cpu = torch.from_numpy(on_cpu[row][on_cpu[row] >= 0]).long()
         request, head = divmod(row, lists)
@@ -132,12 +142,15 @@ def relative_error(
         keys, values = ((x if lists == 1 else x[:, :, head : head + 1]) for x in (k, v))
         kept_k, kept_v = context or (None, None)
         reference = co_attention_reference(
-            real, ahead,
+            real,
+            ahead,
             torch.cat([keys[device].flatten(0, 1), keys[tail, :length]]),
             torch.cat([values[device].flatten(0, 1), values[tail, :length]]),
-            _listed(cpu, keys, kept_k), _listed(cpu, values, kept_v),
-            scale, change,
-        )  # fmt: skip
+            _listed(cpu, keys, kept_k),
+            _listed(cpu, values, kept_v),
+            scale,
+            change,
+        )
         gap = float((found - reference).abs().max() / reference.abs().max().clamp_min(1e-20))
         worst = max(worst, gap if math.isfinite(gap) else NOT_FINITE)
     return worst

@@ -12,7 +12,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.forecast import pilot_rank
-from sglang_scout.engine.hints import choose_hint, has_hint, hint_bytes
+from sglang_scout.engine.digest_pool import choose_hint
+from sglang_scout.engine.hints import has_hint, hint_bytes
 from sglang_scout.engine.memory import bytes_beside_digests
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import DigestListener

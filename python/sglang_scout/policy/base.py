@@ -32,7 +32,7 @@ class Digest:
     """How a page is summarised and scored.
 
     Attributes:
-        kind: name of the digest's layout (``engine/digest_kinds.py``).
+        kind: name of the digest's layout (``engine/digest_pool.py``).
         head_reduce: how query heads' scores become one score per page (``ops/score.py``).
         sink_pages, recent_pages: leading and newest full pages that are always selected.
         mass: select no more pages than hold this share of the attention (``ops/select.py``).

@@ -17,6 +17,7 @@ from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.core.split import Split
 from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.messages import Configure
 from sglang_scout.worker.ring import EVENT_DTYPE, most_threads
 from sglang_scout.worker.settings import WorkerConfig, WorkerStatus, check_cpus, check_nodes
 from sglang_scout.worker.supervisor import Supervisor
@@ -103,16 +104,17 @@ class WorkerClient:
         self._own_epoch = 0
         self._next_event = [0] * len(self._cpus)
         self._event_buffer = np.zeros(arena.layout().event_entries, EVENT_DTYPE)
-        self._supervisor = Supervisor(
-            self._producer,
-            arena,
-            self._cpus,
-            self._cpu_nodes,
-            background_cpus,
-            most,
-            self._config,
-            log or logging.getLogger(__name__),
+        configure = Configure(
+            cpus=list(self._cpus),
+            background_cpus=list(background_cpus),
+            cpu_nodes=list(self._cpu_nodes),
+            threads_per_group=most,
+            spin_us=self._config.spin_us,
+            populate=self._config.populate,
+            heartbeat_interval_s=self._config.heartbeat_interval_s,
         )
+        log = log or logging.getLogger(__name__)
+        self._supervisor = Supervisor(self._producer, arena, configure, self._config, log)
 
     def start(self) -> None:
         """Starts the worker and returns when it is ready.

@@ -24,11 +24,11 @@ from sglang_scout import _native
 from sglang_scout.core.errors import ScoutError, WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.die_with_parent import die_with_parent
 from sglang_scout.worker.numa import use_own_node
 from sglang_scout.worker.populate import PopulateThread
 from sglang_scout.worker.ring import LAYOUT_VERSION
-from sglang_scout.worker.transport import Channel
 
 logger = logging.getLogger("sglang_scout.worker")
 

@@ -1,7 +1,7 @@
 """Control messages between the decode server and its CPU attention process: small, typed, bounded.
 
 msgspec structs in MessagePack; no pickle, no tensor bytes. Every message carries the protocol version, and takes at
-most :data:`MAX_MESSAGE_BYTES`. How they travel: ``transport.py``.
+most :data:`MAX_MESSAGE_BYTES`. How they travel: ``channel.py``.
 
 Lifecycle of a process::
 

@@ -14,7 +14,7 @@ import zmq
 
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
-from sglang_scout.worker.transport import Channel, ZmqContext
+from sglang_scout.worker.channel import Channel, ZmqContext
 
 _KILL_LOG_S = 5.0
 # It computes in its own threads; numpy's BLAS must not start any.

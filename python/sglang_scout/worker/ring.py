@@ -21,8 +21,20 @@ BELL_DTYPE = np.dtype(_native.RING_STRUCTS["Bell"])
 EVENT_DTYPE = np.dtype(_native.RING_STRUCTS["Event"])
 MOST_THREADS_PER_GROUP = 8  # if their number is not configured
 
-_SIZES = ("num_pages", "num_layers", "page_size", "num_kv_heads", "num_q_heads", "head_dim",
-          "max_batch", "max_pages", "scale", "num_nodes", "lists", "context_pages")  # fmt: skip
+_SIZES = (
+    "num_pages",
+    "num_layers",
+    "page_size",
+    "num_kv_heads",
+    "num_q_heads",
+    "head_dim",
+    "max_batch",
+    "max_pages",
+    "scale",
+    "num_nodes",
+    "lists",
+    "context_pages",
+)
 
 
 class Layout(NamedTuple):

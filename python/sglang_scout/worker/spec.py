@@ -63,11 +63,18 @@ class ArenaSpec:
 
     def __post_init__(self) -> None:
         limits = {
-            "num_layers": 1 << 16, "num_pages": (1 << 31) - 1, "page_size": 2048,
-            "num_kv_heads": 1024, "num_q_heads": 1 << 14, "head_dim": 512,
-            "max_batch": MAX_BATCH, "max_pages": 1 << 20, "num_nodes": MAX_NODES,
-            "lists": 1024, "context_pages": (1 << 31) - 1,
-        }  # fmt: skip
+            "num_layers": 1 << 16,
+            "num_pages": (1 << 31) - 1,
+            "page_size": 2048,
+            "num_kv_heads": 1024,
+            "num_q_heads": 1 << 14,
+            "head_dim": 512,
+            "max_batch": MAX_BATCH,
+            "max_pages": 1 << 20,
+            "num_nodes": MAX_NODES,
+            "lists": 1024,
+            "context_pages": (1 << 31) - 1,
+        }
         for name, limit in limits.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer):

@@ -14,16 +14,15 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
 
 from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.channel import ZmqContext, open_context
 from sglang_scout.worker.process import WorkerProcess
 from sglang_scout.worker.ring import LAYOUT_VERSION
 from sglang_scout.worker.settings import WorkerConfig, check_machine
-from sglang_scout.worker.transport import ZmqContext, open_context
 
 _STOPPED = ""  # exit reason of a worker that was told to stop
 
@@ -39,19 +38,13 @@ class Supervisor:
         self,
         producer: _native.RingProducer,
         arena: Arena,
-        cpus: tuple[int, ...],
-        cpu_nodes: tuple[int, ...],
-        background_cpus: Sequence[int],
-        threads_per_group: int,
+        configure: m.Configure,
         config: WorkerConfig,
         log: logging.Logger,
     ) -> None:
         self._producer = producer
         self._arena = arena
-        self._cpus = cpus
-        self._cpu_nodes = cpu_nodes
-        self._background_cpus = background_cpus
-        self._threads_per_group = threads_per_group
+        self._configure = configure
         self._config = config
         self._log = log
         self._lock = threading.Lock()  # of a start's beginning, and a stop
@@ -219,28 +212,16 @@ class Supervisor:
             process.channel.send(
                 m.Register(arena_bytes=self._arena.nbytes, layout_version=LAYOUT_VERSION)
             )
-            process.channel.send(self._configure())
+            process.channel.send(self._configure)
         elif isinstance(message, m.Ready):
             self.isa = message.isa
             self._ready_s = time.monotonic()
             self._producer.set_live_epoch(process.epoch)
             self.state = "ready"
             self._first_outcome.set()
-            self._log.info(
-                "CPU attention process %d ready: %d threads, %s, control socket %s",
-                process.pid, message.threads, message.isa, process.channel.endpoint,
-            )  # fmt: skip
-
-    def _configure(self) -> m.Configure:
-        return m.Configure(
-            cpus=list(self._cpus),
-            background_cpus=list(self._background_cpus),
-            cpu_nodes=list(self._cpu_nodes),
-            threads_per_group=self._threads_per_group,
-            spin_us=self._config.spin_us,
-            populate=self._config.populate,
-            heartbeat_interval_s=self._config.heartbeat_interval_s,
-        )
+            what = "CPU attention process %d ready: %d threads, %s, control socket %s"
+            facts = process.pid, message.threads, message.isa, process.channel.endpoint
+            self._log.info(what, *facts)
 
     def _stop_gently(self, process: WorkerProcess) -> None:
         """What is posted is finished first, if that takes no longer than a stop may."""

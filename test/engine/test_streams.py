@@ -1,4 +1,4 @@
-"""What a forked stream waits for, and what waits for it: events on streams that only record."""
+"""What a step's streams wait for: events on streams that only record."""
 
 import contextlib
 import weakref
@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_scout.engine.device import ForkedStream
+from sglang_scout.engine.device import ForkedStream, StreamCopy
 
 
 class Streams:
@@ -63,13 +63,15 @@ def test_a_part_is_behind_what_came_before_and_before_what_joins_it(cuda):
     beside.join()
     assert cuda.seen == [
         "norm on step",
-        "beside waits for step", "part 0 on beside",
-        "beside waits for step", "part 1 on beside",
+        "beside waits for step",
+        "part 0 on beside",
+        "beside waits for step",
+        "part 1 on beside",
         "model on step",
         "step waits for part 0 on beside",
         "attention on step",
         "step waits for part 1 on beside",
-    ]  # fmt: skip
+    ]
 
 
 def test_what_a_part_reads_lives_until_it_is_joined():
@@ -83,9 +85,29 @@ def test_what_a_part_reads_lives_until_it_is_joined():
     assert alive() is None
 
 
-def test_without_a_device_everything_is_in_order(cuda):
-    beside = ForkedStream(torch.device("cpu"))
-    with beside.fork(0):
-        cuda.launch("part 0")
-    beside.join()
-    assert cuda.seen == ["part 0 on step"]
+class Event:
+    """A stream's event, at ``ms`` milliseconds."""
+
+    def __init__(self, ms, known=True):
+        self.ms, self.known = ms, known
+
+    def query(self):
+        return self.known
+
+    def elapsed_time(self, other):
+        return other.ms - self.ms
+
+
+def test_what_a_stream_waited_for_copies_is_counted_once_it_is_known(make):
+    worker = make()
+    recall, counters = worker.engine.recall, worker.engine.counters
+    copy = StreamCopy(Event(1.0), Event(3.0))
+    late = Event(5.25, known=False)
+    copy._wait = Event(5.0), late
+    recall._untimed.append((4, copy))
+    recall.commit(1)
+    assert counters.recall_wait_us == 0 and recall.link_pages_per_us == 0.0
+    late.known = True
+    recall.commit(2)
+    assert counters.recall_wait_us == 250 and not recall._untimed
+    assert recall.link_pages_per_us == 4 / 2000.0

@@ -89,9 +89,14 @@ class Channel:
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes], endpoint: str, token: str, receives: UnionType, peer_pid: int,
+        self,
+        socket: zmq.Socket[bytes],
+        endpoint: str,
+        token: str,
+        receives: UnionType,
+        peer_pid: int,
         log: logging.Logger,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.endpoint, self.peer_pid, self.refused = endpoint, peer_pid, 0
         self._socket, self._token, self._receives, self._log = socket, token.encode(), receives, log
         self._is_router = socket.type == zmq.ROUTER
