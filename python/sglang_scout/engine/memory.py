@@ -224,7 +224,7 @@ class ServerSize:
         Raises:
             ConfigError: they do not fit; with the numbers.
         """
-        config, page_bytes = self.config, self.page_bytes
+        config, page_bytes, arena = self.config, self.page_bytes, self.arena(num_pages)
         on_digests = num_pages * self.digest_bytes
         on_inputs = num_pages * input_bytes(self.shape.page_size)
         left = 0 if device_bytes is None else device_bytes - self.step_bytes
@@ -244,7 +244,7 @@ class ServerSize:
             input_bytes=on_inputs,
             resident_bytes=num_slots * page_bytes,
             worker=self.worker,
-            arena=self.arena(num_pages),
+            arena=arena,
             step_bytes=self.step_bytes,
             context_bytes=int(num_pages * config.context_share) * page_bytes,
             hint_bytes=num_pages * hint_bytes(config, self.shape.num_layers),
