@@ -27,9 +27,11 @@ def machine(tmp_path, monkeypatch):
             for root, folder, kind, options in mounts
         )
         proc = {
-            "meminfo": MEMINFO.format(*kib), "sys/vm/overcommit_memory": f"{overcommit}\n",
-            "self/cgroup": cgroup, "self/mountinfo": "22 1 254:0 / / rw - ext4 /dev/vda rw\n" + mounts,
-        }  # fmt: skip
+            "meminfo": MEMINFO.format(*kib),
+            "sys/vm/overcommit_memory": f"{overcommit}\n",
+            "self/cgroup": cgroup,
+            "self/mountinfo": "22 1 254:0 / / rw - ext4 /dev/vda rw\n" + mounts,
+        }
         for name, text in ({f"proc/{k}": text for k, text in proc.items()} | files).items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(str(text))
@@ -50,13 +52,6 @@ def group(folder, used, version=2, cache=0, **limits):
 V2 = [("/", "cg", "cgroup2", "rw,nsdelegate")]
 
 
-def test_without_limits_it_is_the_system_s(machine):
-    assert machine({}) == 64
-    assert machine(group("cg/a", 3, max="max", high="max"), "0::/a\n", V2) == 64
-    # No such directory, as in a namespace that the process was moved out of.
-    assert machine({}, "0::/../gone\n", V2) == 64
-
-
 @pytest.mark.parametrize("kind", ["max", "high"])
 @pytest.mark.parametrize("where", ["cg/slurm", "cg/slurm/job", "cg/slurm/job/step"])
 def test_a_limit_of_any_group_above_counts(machine, where, kind):
@@ -67,11 +62,18 @@ def test_a_limit_of_any_group_above_counts(machine, where, kind):
     assert machine(files, "0::/slurm/job/step\n", V2) == 12 - (5 - 2)
 
 
-def test_of_several_limits_the_one_that_leaves_least(machine):
-    files = group("cg/a", 30, max=40, high="max") | group("cg/a/b", 1, max=20, high=18)
-    assert machine(files, "0::/a/b\n", V2) == 10
-    files = group("cg/a", 50, max=40, high=45)  # above its limit already
-    assert machine(files, "0::/a\n", V2) == 0
+@pytest.mark.parametrize(
+    ("files", "path", "left"),
+    [
+        ({}, "/", 64),
+        ({}, "/../gone", 64),  # as in a namespace that the process was moved out of
+        (group("cg/a", 3, max="max", high="max"), "/a", 64),
+        (group("cg/a", 30, max=40, high="max") | group("cg/a/b", 1, max=20, high=18), "/a/b", 10),
+        (group("cg/a", 50, max=40, high=45), "/a", 0),  # above its limit already
+    ],
+)
+def test_of_several_limits_the_one_that_leaves_least(machine, files, path, left):
+    assert machine(files, f"0::{path}\n", V2) == left
 
 
 def test_version_1_and_a_container_that_sees_the_host_s_paths(machine):
@@ -91,10 +93,11 @@ def test_version_1_and_a_container_that_sees_the_host_s_paths(machine):
 def zones(*present):
     """/proc/zoneinfo of nodes with two zones, and so many GiB in the second."""
     zone = "Node {}, zone {:>8}\n  pages free     5\n        present  {}\n        managed  7\n      nr_free 4\n"
-    pages = [gib * GIB // mmap.PAGESIZE for gib in present]
-    return {
-        "proc/zoneinfo": "".join(zone.format(i, "DMA32", 0) + zone.format(i, "Normal", n) for i, n in enumerate(pages))
-    }  # fmt: skip
+    text = ""
+    for node, gib in enumerate(present):
+        text += zone.format(node, "DMA32", 0)
+        text += zone.format(node, "Normal", gib * GIB // mmap.PAGESIZE)
+    return {"proc/zoneinfo": text}
 
 
 def test_a_machine_that_grows_has_what_is_present_but_not_yet_in_its_total(machine):
@@ -113,10 +116,10 @@ def test_a_node_grows_by_its_own(machine, tmp_path, monkeypatch):
         (tmp_path / f"node{node}").mkdir()
         text = f"Node {node} MemTotal: 65011712 kB\nNode {node} MemFree: 1048576 kB\n"
         (tmp_path / f"node{node}/meminfo").write_text(text)
-    assert [numa.bytes_now(node) // GIB for node in range(2)] == [1, 1]
-    assert [numa.available_bytes(node) // GIB for node in range(2)] == [1, 1 + 62]
+    assert [host_memory.bytes_now(node) // GIB for node in range(2)] == [1, 1]
+    assert [host_memory.available_bytes(node) // GIB for node in range(2)] == [1, 1 + 62]
     monkeypatch.setenv(host_memory.OVERRIDE, "100")
-    assert numa.available_bytes(1) is None
+    assert host_memory.available_bytes(1) == 100 * GIB
 
 
 def test_what_the_user_promises_is_taken(machine, monkeypatch):

@@ -14,7 +14,7 @@ from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import arena as arena_module
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.arena_fits import pool_fits, pool_lacks
+from sglang_scout.worker.arena_fits import pool, pool_lacks
 from sglang_scout.worker.ring import layout_of
 
 HUGE = 2 << 20
@@ -28,16 +28,14 @@ def machine(tmp_path, monkeypatch):
     """
 
     def make(*free):
-        of_nodes = {f"node{node}": pages for node, pages in enumerate(free)}
-        for folder, pages in (of_nodes | {"mm": sum(free)}).items():
-            pool = tmp_path / folder / host_memory.POOL
-            pool.mkdir(parents=True)
-            used = 3 * len(free) if folder == "mm" else 3
-            for name, count in (("free", pages), ("nr", pages + used)):
-                (pool / f"{name}_hugepages").write_text(f"{count}\n")
         monkeypatch.setattr(host_memory, "_SYS_MM", tmp_path / "mm")
         monkeypatch.setattr(numa, "_NODES", tmp_path)
-        monkeypatch.setattr(numa, "available_bytes", lambda node: None)
+        for node, pages in {None: sum(free), **dict(enumerate(free))}.items():
+            folder = host_memory.pool_folder(node)
+            folder.mkdir(parents=True)
+            used = 3 * len(free) if node is None else 3
+            for name, count in (("free", pages), ("nr", pages + used)):
+                (folder / f"{name}_hugepages").write_text(f"{count}\n")
         monkeypatch.setattr(numa, "_mbind", lambda *call: 0)
         monkeypatch.setattr(arena_module, "_MFD_HUGE_2MB", 0)
         monkeypatch.setattr(os, "MFD_HUGETLB", 0)
@@ -96,18 +94,18 @@ def test_a_pool_that_lacks_some_pages_says_what_fits(make_spec, machine, arenas)
     assert f"sysctl vm.nr_hugepages={needed + 3}, or" in text
     page_bytes = 2 * spec.num_layers * spec.page_bytes
     pages = int(float(text.split("--kv-offload-host-gb ")[1]) * 2**30) // page_bytes // arenas + 1
-    assert pool_fits(replace(spec, num_pages=pages), arenas=arenas)
+    assert pool(arenas=arenas).has(replace(spec, num_pages=pages))
     beside = 10 * HUGE + arenas * (layout_of(spec).kv_offset + HUGE) + 2**21
     assert needed * HUGE - pages * arenas * page_bytes < beside, "it could not be much more"
 
 
-def test_a_node_s_pool_that_lacks_some_pages_is_named(make_spec, machine, tmp_path):
+def test_a_node_s_pool_that_lacks_some_pages_is_named(make_spec, machine):
     spec = make_spec(num_nodes=2, num_pages=200_000)
     half = huge_pages_of(spec) // 2
     machine(2 * half, half - 9)
     with pytest.raises(ArenaError, match=rf" on NUMA node 1, and {half - 9} are free") as caught:
         Arena.create(spec, numa_nodes=[0, 1])
-    assert f"to {tmp_path}/node1/{host_memory.POOL}/nr_hugepages, or" in str(caught.value)
+    assert f"to {host_memory.pool_folder(1)}/nr_hugepages, or" in str(caught.value)
 
 
 def test_a_small_pool_is_somebody_else_s(make_spec, machine, caplog):

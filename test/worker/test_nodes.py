@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ring_view import RingView
 from sglang_scout.core.errors import ArenaError, ConfigError
-from sglang_scout.worker import numa
+from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient
 from sglang_scout.worker.ring import layout_of, node_spans
@@ -47,7 +47,7 @@ def test_cpus_and_memory_are_found_on_their_nodes(two_nodes):
     assert numa.nodes() == [0, 1, 2]
     assert numa.cpus_by_node([32, 5, 1, 0]) == {0: [0, 1], 1: [5, 32]}
     assert numa.cpus_by_node([0, 9]) == numa.cpus_by_node([]) == {}, "9 is of no node"
-    assert numa.available_bytes(1) == 320 * 1024 and numa.available_bytes(0) is None
+    assert host_memory.available_bytes(1) == 320 * 1024
 
 
 # Placement of pages --------------------------------------------------------------------------------
@@ -64,9 +64,14 @@ def offsets_of(spec, page):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.integers(1, 3), st.integers(1, 3000), st.sampled_from([1, 4, 32]), st.integers(1, 8),
-    st.sampled_from([16, 48, 128]), st.integers(1, 16), st.sampled_from([4096, HUGE]),
-)  # fmt: skip
+    st.integers(1, 3),
+    st.integers(1, 3000),
+    st.sampled_from([1, 4, 32]),
+    st.integers(1, 8),
+    st.sampled_from([16, 48, 128]),
+    st.integers(1, 16),
+    st.sampled_from([4096, HUGE]),
+)
 def test_spans_cover_everything_once(layers, pages, size, heads, dim, num_nodes, align):
     spec = ArenaSpec(layers, pages, size, heads, heads, dim, "bfloat16", 1.0, 2, 4, 0.0, num_nodes)
     at = layout_of(spec)
@@ -86,7 +91,6 @@ def test_spans_cover_everything_once(layers, pages, size, heads, dim, num_nodes,
 def test_the_system_is_asked_for_each_span(make_spec, monkeypatch):
     calls = []
     monkeypatch.setattr(numa, "nodes", lambda: [2, 5])
-    monkeypatch.setattr(numa, "bytes_now", lambda *_, **__: None)
     monkeypatch.setattr(numa, "_mbind", lambda *call: calls.append(call) or 0)
     spec = make_spec(num_nodes=2, num_pages=4000)
     with Arena.create(spec, numa_nodes=[2, 5]) as arena:
@@ -102,7 +106,9 @@ def test_the_system_is_asked_for_each_span(make_spec, monkeypatch):
 
 def test_a_node_that_is_too_small_is_named(make_spec, monkeypatch):
     monkeypatch.setattr(numa, "nodes", lambda: [0, 1])
-    monkeypatch.setattr(numa, "available_bytes", lambda node: (1 << 40) >> (40 * node))
+    monkeypatch.setattr(
+        host_memory, "available_bytes", lambda node: (1 << 40) >> (40 * (node or 0))
+    )
     with pytest.raises(ArenaError, match=r"node 1 would hold .* and has 0\.000 GiB; lower"):
         Arena.create(make_spec(num_nodes=2), numa_nodes=[0, 1])
     with pytest.raises(ArenaError, match=r"is bound to NUMA nodes \[1\]: node 1 would hold"):

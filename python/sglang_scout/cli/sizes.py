@@ -18,8 +18,7 @@ from sglang_scout.cli.table import GIB
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, OffloadConfig
 from sglang_scout.core.errors import ArenaError, ConfigError
 from sglang_scout.core.forecast import pilot_rank
-from sglang_scout.core.page_bytes import digest_bytes
-from sglang_scout.engine.memory import MemoryPlan, plan_memory
+from sglang_scout.engine.memory import MemoryPlan, ServerSize
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Context, Policy, make_policy
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, available_bytes, free_pool_bytes
@@ -39,13 +38,27 @@ class Server:
     pilot_rank: int
     context_tokens: int
 
-    @property
-    def shape(self) -> ModelShape:
-        model, dtype, kv = self.model, self.model.dtype, self.model.kv_dtype
-        return ModelShape(
-            model.num_layers, model.num_q_heads, model.num_kv_heads, model.head_dim, self.config.page_size_tokens,
-            getattr(torch, dtype), 1.0, fp8=None if kv == dtype else getattr(torch, kv),
-        )  # fmt: skip
+    def size(self, requests: int) -> ServerSize:
+        model, kv = self.model, self.model.kv_dtype
+        shape = ModelShape(
+            model.num_layers,
+            model.num_q_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            self.config.page_size_tokens,
+            getattr(torch, model.dtype),
+            scale=1.0,
+            fp8=None if kv == model.dtype else getattr(torch, kv),
+        )
+        return ServerSize(
+            self.config,
+            shape,
+            requests,
+            self.context_tokens,
+            node_cpus=[max(requests * self.lists, MOST_THREADS_PER_GROUP)],
+            route=self.policy.route,
+            pilot_rank=self.pilot_rank,
+        )
 
     @property
     def lists(self) -> int:
@@ -55,7 +68,7 @@ class Server:
     @property
     def kv_bytes_per_page(self) -> int:
         """Over all layers, like the other sizes."""
-        return 2 * self.shape.page_bytes * self.model.num_layers
+        return self.size(1).page_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -63,8 +76,7 @@ class Server:
 
     @property
     def digest_bytes_per_page(self) -> int:
-        sizes = self.model.num_kv_heads, self.model.head_dim, self.model.value_bytes
-        return self.model.num_layers * digest_bytes(self.config.digest, *sizes, self.pilot_rank)
+        return self.size(1).digest_bytes
 
     @property
     def pages_per_request(self) -> int:
@@ -80,16 +92,7 @@ class Server:
 
     def memory(self, requests: int, num_pages: int | None = None) -> MemoryPlan:
         """The plan for ``requests`` concurrent requests, by default with only the pages that they need."""
-        return plan_memory(
-            self.config,
-            self.shape,
-            num_pages=num_pages or self.host_pages(requests),
-            max_batch=requests,
-            context_tokens=self.context_tokens,
-            node_cpus=[max(requests * self.lists, MOST_THREADS_PER_GROUP)],
-            route=self.policy.route,
-            pilot_rank=self.pilot_rank,
-        )
+        return self.size(requests).plan(num_pages or self.host_pages(requests))
 
     def fitting(self, device_bytes: int) -> int:
         """The most requests whose plan fits in ``device_bytes``."""

@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from sglang.srt.managers.io_struct import AbortReq
 
-from sglang_scout.core.forecast import pilot_rank
-from sglang_scout.engine.memory import arena_sizes, check_memory, plan_memory
+from sglang_scout.engine.memory import check_memory
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import parse
 from sglang_scout.plugin.backend import current_backend
 from sglang_scout.plugin.damage import fail_owners, forget_cached
-from sglang_scout.plugin.host_size import host_bytes
+from sglang_scout.plugin.host_size import host_bytes, size_of
 from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.pool import HostKVPool, build_pools
-from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
+from sglang_scout.plugin.ranks import AttentionRanks
 from sglang_scout.plugin.support import model_shape, rank_weights
-from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.arena_fits import pool_lacks
 from sglang_scout.worker.host_memory import available_bytes, gib
 
@@ -53,30 +51,16 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
     config, shape, ranks = parse(runner.server_args), model_shape(runner), AttentionRanks()
     tokens, max_batch = adapter.pool_sizes(runner, **given)
     num_pages, context = tokens // shape.page_size + 1, runner.model_config.context_len
-    nodes, node_cpus = nodes_of_worker(runner, config)
-    policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes))
-    plan_of = functools.partial(
-        plan_memory,
-        config,
-        shape,
-        max_batch=max_batch,
-        context_tokens=context,
-        node_cpus=node_cpus,
-        device_bytes=_device_bytes,
-        route=policy.route,
-        pilot_rank=pilot_rank(config),
-    )
-    on_cpu = torch.device(runner.device).type == "cpu"
+    size, nodes = size_of(runner, config, shape, max_batch)
     # Every rank reads both before any allocates.
-    in_pool = not pool_lacks(plan_of(num_pages=num_pages).arena, arenas=ranks.size)
-    available = ranks.least(available_bytes())
+    in_pool = not pool_lacks(size.arena(num_pages), arenas=ranks.size)
     plan = check_memory(
-        lambda pages: plan_of(num_pages=pages),
+        size,
         num_pages,
-        config,
-        available,
+        ranks.least(available_bytes()),
+        device_bytes=_device_bytes,
         in_pool=in_pool,
-        shared=on_cpu,
+        shared=torch.device(runner.device).type == "cpu",
         ranks=ranks.size,
     )
     if tokens < context:
@@ -86,12 +70,14 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
             tokens,
             context,
         )
-    spec = arena_sizes(config, shape, max_batch, context, len(node_cpus))
     result, pool, _ = build_pools(
         functools.partial(original, runner, **given),
         runner,
         functools.partial(
-            HostKVPool, arena_spec=spec, numa_nodes=nodes, context_share=config.context_share
+            HostKVPool,
+            arena_spec=size.arena_fields,
+            numa_nodes=nodes,
+            context_share=config.context_share,
         ),
         HostKVPool,
     )

@@ -21,13 +21,7 @@ import numpy as np
 
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory, numa
-from sglang_scout.worker.arena_fits import (
-    bytes_now,
-    check_fits,
-    check_nodes_fit,
-    describe,
-    pool_lacks,
-)
+from sglang_scout.worker.arena_fits import bytes_now, check_fits, describe, pool_lacks
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
 from sglang_scout.worker.ring import Layout, layout_of, node_spans, read_header, write_header
 from sglang_scout.worker.spec import ArenaSpec
@@ -91,12 +85,11 @@ class Arena:
         layout = layout_of(spec)
         made = _take_from_pool(spec, layout, numa_nodes) if hugepages else None
         if made is None:
-            check_fits(spec, layout)
-            check_nodes_fit(spec, layout, numa_nodes)
+            check_fits(spec, numa_nodes)
             try:
                 made = _make(layout.total_bytes, False, hugepages)
             except OSError as e:
-                raise ArenaError(f"cannot make {describe(spec, layout)}: {e.strerror}") from e
+                raise ArenaError(f"cannot make {describe(spec)}: {e.strerror}") from e
             with _closed_on_error(made[0]):
                 _bind(made[1], spec, numa_nodes, mmap.PAGESIZE)
                 now = functools.partial(bytes_now, numa_nodes)
@@ -105,7 +98,7 @@ class Arena:
         fd, memory, backing = made
         with _closed_on_error(fd):
             write_header(memory, spec)
-        logger.info("arena: %s, %s pages", describe(spec, layout), backing)
+        logger.info("arena: %s, %s pages", describe(spec), backing)
         return cls(fd, memory, spec, backing)
 
     @classmethod

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sglang_scout.core.errors import ArenaError, ConfigError
+from sglang_scout.worker import numa
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ PIECE_BYTES = 32 * 2**20
 # Since Linux 5.14, not in the mmap module.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
-POOL = "hugepages/hugepages-2048kB"
+_ANY_NODE = r"\d+"
 _PROC, _SYS_MM = Path("/proc"), Path("/sys/kernel/mm")
 _SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
 # For cgroup v2 and v1: file names of limits and usage, and the memory.stat key of reclaimable cache. Above
@@ -51,10 +52,10 @@ for _call in (_libc.madvise, _libc.mprotect):
     _call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def available_bytes() -> int:
-    """Memory that a new arena can have outside of the hugetlb pool: what ``OVERRIDE`` promises if it is set, otherwise
-    :func:`bytes_now` and what the machine can grow by, within the same limits."""
-    return promised_bytes() or bytes_now(grown=True)
+def available_bytes(node: int | None = None) -> int:
+    """Memory that a new arena can have outside of the hugetlb pool, on the machine or on a NUMA node: what ``OVERRIDE``
+    promises if it is set, otherwise :func:`bytes_now` and what there is room to grow by, within the same limits."""
+    return promised_bytes() or bytes_now(node, grown=True)
 
 
 def promised_bytes() -> int:
@@ -70,28 +71,31 @@ def promised_bytes() -> int:
     )
 
 
-def growth_bytes(total_bytes: int, node: str = r"\d+") -> int:
-    """Memory that the machine, or a node, has beyond its MemTotal and gets when it is used: its ``present`` pages, less
-    a share for what the kernel keeps to itself (page structs alone are 1/64)."""
-    found = rf"^Node {node}, zone.*?^ +present +(\d+)$"
-    zones = re.findall(found, _text(_PROC / "zoneinfo"), re.MULTILINE | re.DOTALL)
-    return max(sum(map(int, zones)) * mmap.PAGESIZE * 31 // 32 - total_bytes, 0)
-
-
-def bytes_now(grown: bool = False) -> int:
-    """MemAvailable, capped by the limits of this process's cgroup and all its ancestors, and by the commit limit with
-    ``vm.overcommit_memory=2``: beyond that a first write to shared memory raises SIGBUS.
+def bytes_now(node: int | None = None, grown: bool = False) -> int:
+    """Of the machine MemAvailable, capped by the limits of this process's cgroup and all its ancestors, and by the
+    commit limit with ``vm.overcommit_memory=2``: beyond that a first write to shared memory raises SIGBUS. Of a node
+    what is free or reclaimable file cache.
 
     Args:
-        grown: as if the machine had grown.
+        grown: as if the machine had grown to its ``present`` pages beyond MemTotal, less a share for what the kernel
+            keeps to itself (page structs alone are 1/64).
     """
-    kib = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (_PROC / "meminfo").read_text(), re.MULTILINE))
-    if "MemAvailable" not in kib:
+    memory = {} if node is None else numa.read_meminfo(numa.folder(node) / "meminfo")
+    # Also of a node of which the kernel does not tell.
+    memory = memory or numa.read_meminfo(_PROC / "meminfo")
+    growth = 0
+    if grown:
+        zones = rf"^Node {_ANY_NODE if node is None else node}, zone.*?^ +present +(\d+)$"
+        present = re.findall(zones, _text(_PROC / "zoneinfo"), re.MULTILINE | re.DOTALL)
+        most = sum(map(int, present)) * mmap.PAGESIZE * 31 // 32
+        growth = max(most - memory["MemTotal"], 0)
+    if node is not None:
+        return memory["MemFree"] + memory.get("Inactive(file)", 0) + growth
+    if "MemAvailable" not in memory:
         raise ArenaError("/proc/meminfo has no MemAvailable")
-    growth = growth_bytes(int(kib["MemTotal"]) * 1024) if grown else 0
-    left = [int(kib["MemAvailable"]) * 1024 + growth]
+    left = [memory["MemAvailable"] + growth]
     if _text(_PROC / "sys/vm/overcommit_memory").strip() == "2":
-        left.append((int(kib["CommitLimit"]) - int(kib["Committed_AS"])) * 1024)
+        left.append(memory["CommitLimit"] - memory["Committed_AS"])
     for kind, folder in _memory_groups():
         limits, used_name, cache_name = _GROUP_FILES[kind]
         with contextlib.suppress(OSError, ValueError):  # the root cgroup lacks these files
@@ -134,18 +138,22 @@ def _text(file: Path) -> str:
         return ""
 
 
-def pool_pages(folder: Path | None = None) -> tuple[int, int]:
-    """Pages of 2 MiB in the hugetlb pool: (free and unreserved, all); ``folder``: of a node."""
-    pool = folder or _SYS_MM / POOL
+def pool_folder(node: int | None = None) -> Path:
+    """Of the hugetlb pool of 2 MiB pages, on all nodes or on one."""
+    return (_SYS_MM if node is None else numa.folder(node)) / "hugepages/hugepages-2048kB"
+
+
+def pool_pages(node: int | None = None) -> tuple[int, int]:
+    """Pages in the hugetlb pool: (free and unreserved, all). Of a node's some may be reserved."""
     free, reserved, total = (
-        int(_text(pool / f"{name}_hugepages") or 0) for name in ("free", "resv", "nr")
+        int(_text(pool_folder(node) / f"{name}_hugepages") or 0) for name in ("free", "resv", "nr")
     )
     return free - reserved, total
 
 
-def free_pool_bytes() -> int:
-    """Free and unreserved bytes in the hugetlb pool, on all nodes."""
-    return pool_pages()[0] * HUGE_PAGE_BYTES
+def free_pool_bytes(node: int | None = None) -> int:
+    """Free and unreserved bytes in the hugetlb pool."""
+    return pool_pages(node)[0] * HUGE_PAGE_BYTES
 
 
 def shmem_mode() -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker import host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,10 @@ def nodes() -> list[int]:
     """NUMA nodes of this machine, ascending; empty without NUMA support in the kernel."""
     found = (p.name[4:] for p in (SYS / _NODES).glob("node*"))
     return sorted(int(name) for name in found if name.isdigit())
+
+
+def folder(node: int) -> Path:
+    return SYS / _NODES / f"node{node}"
 
 
 def read_cpus(path: str) -> list[int]:
@@ -53,7 +56,7 @@ def cpus_by_node(cpus: Collection[int]) -> dict[int, list[int]]:
     """
     found = {}
     for node in nodes():
-        if members := sorted(set(cpus).intersection(read_cpus(f"{_NODES}/node{node}/cpulist"))):
+        if members := sorted(set(cpus).intersection(read_cpus(f"{folder(node)}/cpulist"))):
             found[node] = members
     return found if sum(map(len, found.values())) == len(cpus) else {}
 
@@ -65,12 +68,12 @@ def hardware() -> list[dict[str, Any]]:
     """
     found = []
     for node in nodes():
-        memory, distance = _meminfo(node), SYS / _NODES / f"node{node}" / "distance"
+        memory, distance = read_meminfo(folder(node) / "meminfo"), folder(node) / "distance"
         text = distance.read_text() if distance.exists() else ""
         found.append(
             {
                 "node": node,
-                "cpus": read_cpus(f"{_NODES}/node{node}/cpulist"),
+                "cpus": read_cpus(f"{folder(node)}/cpulist"),
                 "total_bytes": memory.get("MemTotal"),
                 "free_bytes": memory.get("MemFree"),
                 "distances": list(map(int, text.split())),
@@ -79,41 +82,13 @@ def hardware() -> list[dict[str, Any]]:
     return found
 
 
-def available_bytes(node: int) -> int | None:
-    """:func:`bytes_now` and what the node can grow by; None if the kernel does not tell, and where the user does."""
-    return None if host_memory.promised_bytes() else bytes_now(node, grown=True)
-
-
-def bytes_now(node: int, grown: bool = False) -> int | None:
-    """Memory of a node that is free or reclaimable file cache; None if the kernel does not tell.
-
-    Args:
-        grown: as if the machine had grown.
-    """
-    memory = _meminfo(node)
-    if "MemFree" not in memory:
-        return None
-    growth = host_memory.growth_bytes(memory["MemTotal"], str(node)) if grown else 0
-    return memory["MemFree"] + memory.get("Inactive(file)", 0) + growth
-
-
-def _meminfo(node: int) -> dict[str, int]:
-    """Bytes by name; empty if the kernel does not tell."""
+def read_meminfo(file: Path) -> dict[str, int]:
+    """Bytes by name, of the machine or of a node; empty if the kernel does not tell."""
     try:
-        text = (SYS / _NODES / f"node{node}" / "meminfo").read_text()
+        text = file.read_text()
     except OSError:
         return {}
-    kib = re.findall(r"^Node \d+ (\S+):\s+(\d+) kB$", text, re.MULTILINE)
-    return {name: 1024 * int(value) for name, value in kib}
-
-
-def pool_pages(node: int | None) -> tuple[int, int]:
-    """Pages of 2 MiB in a node's hugetlb pool, or on all nodes: (free, all). Of a node's some may be reserved."""
-    return host_memory.pool_pages(None if node is None else pool_folder(node))
-
-
-def pool_folder(node: int) -> Path:
-    return SYS / _NODES / f"node{node}" / host_memory.POOL
+    return {k: 1024 * int(n) for k, n in re.findall(r"(\S+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
 def bind_memory(address: int, spans: Iterable[tuple[int, int, int]]) -> bool:
