@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,39 @@ sys.path.insert(0, str(ROOT))  # for benchmark, which adds test/ with the server
 
 import benchmark  # noqa: E402, F401
 from demo_bench import print_report, run_bench  # noqa: E402
-from demo_jobs import JOBS, OWN, RECALL, SMOLLM2, TEXT_TOKENS, DemoFailed  # noqa: E402
-from demo_questions import ask_about_text, ask_facts, converse  # noqa: E402
+from demo_questions import (  # noqa: E402
+    TEXT_TOKENS,
+    DemoFailed,
+    ask_about_text,
+    ask_facts,
+    converse,
+)
 from servers import placement  # noqa: E402
 from servers.pd_cluster import PDCluster, flags  # noqa: E402
 from servers.server_process import ServerFailed  # noqa: E402
 from servers.sglang_http import RequestFailed  # noqa: E402
 
 BEGIN = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a model is asked: defaults of the flags, and keys of ``--kv-offload-config``."""
+
+    budget: int
+    prompts: int
+    input_len: int
+    config: dict[str, Any] = field(default_factory=dict)
+    cpu_dtype: str = "bfloat16"
+    output_len: int = 64
+
+
+# Layer 1 of the recall model queries what layer 0 has just written, which prediction misses.
+RECALL = Job(512, 16, 4096, {"exact_layers": [1]})
+OWN = Job(512, 16, 4096)
+# Without AMX, CPUs are several times slower in bfloat16.
+SMOLLM2 = Job(512, 4, 512, {}, "float32", output_len=16)
+JOBS = {"smollm2": SMOLLM2, "recall": RECALL}
 
 
 def say(text: str) -> None:

@@ -7,42 +7,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmark.accuracy import tasks
-from demo_jobs import OWN, RECALL, SEED, TEXT_TOKENS, DemoFailed, text_of_tokens
+from demo_questions import DemoFailed
 from servers.pd_cluster import PDCluster, flags
-
-
-def bench_texts(args: argparse.Namespace, model: Path) -> Iterator[tuple[str, str]]:
-    """Prompts and answers for bench_serving, from the recall model's tasks, or from the text."""
-    for index in range(args.prompts):
-        if args.job is RECALL:
-            task = tasks.TASKS[index % len(tasks.TASKS)]
-            sample = tasks.make_sample(task, args.input_len, SEED + index)
-            yield sample.prompt_text, sample.answer_text
-        else:
-            begin = TEXT_TOKENS + index * args.input_len
-            yield text_of_tokens(model, args.input_len, begin), "."
-
-
-def bench_prompts(cluster: PDCluster, model: Path, args: argparse.Namespace) -> list[str]:
-    """Flags of bench_serving that select its prompts."""
-    if args.job is OWN:
-        return flags(
-            dataset_name="random-ids",
-            tokenize_prompt=True,  # token ids: exact prompt lengths
-            random_range_ratio=1,
-            random_input_len=args.input_len,
-            random_output_len=args.output_len,
-        )
-    path = cluster.log_dir / "prompts.jsonl"
-    with path.open("w") as file:
-        for turns in bench_texts(args, model):
-            file.write(json.dumps({"conversations": [{"content": x} for x in turns]}) + "\n")
-    return flags(dataset_name="custom", dataset_path=path, sharegpt_output_len=args.output_len)
 
 
 def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -62,7 +31,12 @@ def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict
         warmup_requests=0,  # the questions were the warm-up
         disable_tqdm=True,
         output_file=result_file,
-    ) + bench_prompts(cluster, model, args)
+        dataset_name="random-ids",
+        tokenize_prompt=True,  # token ids: exact prompt lengths
+        random_range_ratio=1,
+        random_input_len=args.input_len,
+        random_output_len=args.output_len,
+    )
     with open(log, "wb") as sink:
         code = subprocess.run(
             command,

@@ -1,4 +1,4 @@
-"""The demo's questions: chats through the router, with streamed answers."""
+"""The demo's text and its questions: chats through the router, with streamed answers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from benchmark.accuracy import tasks, vocabulary
-from demo_jobs import SEED, TEXT_TOKENS, DemoFailed, text_of_tokens
 from servers.pd_cluster import PDCluster
 from servers.sglang_http import sse_events
+from texts import load_text
 
+SEED = 4242
+TEXT_TOKENS = 5800
 QUESTION_TASKS = ("needle", "multi_key", "variables")
 QUESTION = "Read the text below and say in a few words what it is about."
 CHAT_TOKENS = 32
@@ -23,6 +27,21 @@ QUESTIONS = (
     "What is this text about? Answer in one sentence.",
     "Who built the ark, and why?",
 )
+
+
+class DemoFailed(RuntimeError):
+    """The demo did not meet one of its guarantees."""
+
+
+def text_of_tokens(model: Path, tokens: int) -> str:
+    """The first ``tokens`` tokens of a text. Without tokenizer.json a token counts as 4 characters."""
+    text = load_text("prose")
+    if not (model / "tokenizer.json").is_file():
+        return text[: 4 * tokens]
+    # No token is shorter than a byte: an upper bound of the characters needed.
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    offsets = tokenizer.encode(text[: 8 * tokens], add_special_tokens=False).offsets
+    return text[: offsets[tokens - 1][1]]
 
 
 def chat_payload(model: Path, content: str, max_tokens: int) -> dict[str, Any]:

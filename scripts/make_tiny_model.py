@@ -33,6 +33,19 @@ SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>")
 LOGIT_STD = 2.5
 FORMAT_VERSION = 1  # part of the cache key: increment if the same arguments give other bytes
 
+# Every matrix reads a normalised input (root mean square about 1), so the output of one with weights of standard
+# deviation gain / sqrt(inputs) has the standard deviation gain.
+GAINS = {
+    "q_proj": math.sqrt(LOGIT_STD),  # q.k / sqrt(D) over D products has the product of both
+    "k_proj": math.sqrt(LOGIT_STD),
+    "v_proj": 1.0,
+    "o_proj": 3.0,
+    "gate": 1.0,
+    "up_proj": 1.0,
+    "down_proj": 1.0,
+    "lm_head": 2.0,
+}
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -88,11 +101,7 @@ class TinyModelSpec:
 
 
 def build_tokenizer(vocab: int) -> Any:
-    """Byte-level BPE with at most ``vocab`` entries, special tokens included.
-
-    Every byte string can be encoded and round-trips. Returns a transformers
-    ``PreTrainedTokenizerFast``.
-    """
+    """Byte-level BPE with at most ``vocab`` entries, special tokens included, for transformers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -140,31 +149,6 @@ def build_config(spec: TinyModelSpec, eos_token_id: int, pad_token_id: int) -> A
     return AutoConfig.for_model(spec.arch, **common)
 
 
-def weight_std(name: str, spec: TinyModelSpec) -> float:
-    """Standard deviation of the weights of the matrix called ``name``; see the module's docstring.
-
-    Every matrix reads a normalised input (root mean square about 1), so the output of one with
-    fan-in ``n`` and weights of std ``g / sqrt(n)`` has std ``g``.
-    """
-    per_hidden = 1.0 / math.sqrt(spec.hidden)
-    if "embed_tokens" in name:
-        return 1.0
-    if "q_proj" in name or "k_proj" in name:
-        # q.k / sqrt(D) over D products of std g_q * g_k: std g_q * g_k.
-        return math.sqrt(LOGIT_STD) * per_hidden
-    if "v_proj" in name:
-        return per_hidden
-    if "o_proj" in name:
-        return 3.0 / math.sqrt(spec.heads * spec.head_dim)
-    if "gate" in name or "up_proj" in name:
-        return per_hidden
-    if "down_proj" in name:
-        return 1.0 / math.sqrt(spec.intermediate)
-    if "lm_head" in name:
-        return 2.0 * per_hidden
-    raise ValueError(f"no scale known for the weight {name!r}")
-
-
 def fill_weights(model: Any, spec: TinyModelSpec, printable: list[bool]) -> None:
     """Overwrite all parameters of ``model``, a transformers causal LM, with seeded values (in float32).
 
@@ -181,8 +165,11 @@ def fill_weights(model: Any, spec: TinyModelSpec, printable: list[bool]) -> None
             value = 1.0 + 0.1 * noise
         elif name.endswith(".bias"):
             value = 0.1 * noise
+        elif "embed_tokens" in name:
+            value = noise
         else:
-            value = weight_std(name, spec) * noise
+            gain = next(gain for part, gain in GAINS.items() if part in name)
+            value = gain * (1.0 / math.sqrt(parameter.shape[-1])) * noise
         if "lm_head" in name:
             value[~torch.tensor(printable)] = 0.0
         parameter.data.copy_(value)

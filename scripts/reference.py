@@ -1,4 +1,4 @@
-"""Writes what is generated in docs: blocks between `<!-- generated: NAME -->` and `<!-- end -->`, and monitoring files.
+"""Writes what is generated in docs: blocks between `<!-- generated: NAME -->` and `<!-- end -->`.
 
 .venv/bin/python scripts/reference.py
 """
@@ -10,7 +10,8 @@ import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import monitoring
+import yaml
+
 from sglang_scout.core.config import KEYS, PUBLIC_KEYS, Key
 from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import HOOKS, Hook
@@ -60,9 +61,11 @@ def keys(head: str, names: Iterable[str]) -> str:
 
 
 def metrics() -> str:
-    end = {"counter": "_total"}
-    rows = ((f"`{x}{end.get(kind, '')}`", kind, text[:-1]) for x, (kind, text) in METRICS.items())
-    return table("name, kind, meaning", rows)
+    rows = (
+        (f"`{name}{'_total' * (kind == 'counter')}`", kind, unit, text)
+        for name, (kind, unit, text) in METRICS.items()
+    )
+    return table("name, kind, unit, meaning", rows)
 
 
 def target(hook: Hook) -> str:
@@ -80,21 +83,24 @@ def hooks() -> str:
 
 
 def alerts() -> str:
-    lines = []
-    for alert in monitoring.ALERTS:
-        lines.append(f"### {alert.name}\n")
-        for title, text in (
-            ("When", f"{alert.when} ({alert.severity})."),
-            ("Meaning", f"{alert.says} {alert.means}"),
-            ("What to do", alert.todo),
-        ):
-            lines.append(
-                textwrap.fill(
-                    f"- {title}: {text}", 120, subsequent_indent="  ", break_on_hyphens=False
-                )
-            )
-        lines[-1] += "\n"
-    return "\n".join(lines)[:-1]
+    """The runbook."""
+    found = []
+    for rule in yaml.safe_load((DOCS / "monitoring" / "alerts.yml").read_text())["groups"][0][
+        "rules"
+    ]:
+        notes, severity = rule["annotations"], rule["labels"]["severity"]
+        meaning, action = notes["description"].split("\n")
+        lines = (
+            f"When: {notes['when']} ({severity}).",
+            f"Meaning: {notes['summary']} {meaning}",
+            f"What to do: {action}",
+        )
+        filled = [
+            textwrap.fill(f"- {line}", 120, subsequent_indent="  ", break_on_hyphens=False)
+            for line in lines
+        ]
+        found.append("\n".join([f"### {rule['alert']}", "", *filled]))
+    return "\n\n".join(found)
 
 
 ABOUT = "default, values, what it does and when to change it"
@@ -118,10 +124,7 @@ def generated() -> dict[Path, str]:
             no page, in several, or unknown.
     """
     names: list[str] = []
-    files = {
-        DOCS / "monitoring" / "alerts.yml": monitoring.rules(),
-        DOCS / "monitoring" / "grafana.json": monitoring.dashboard(),
-    }
+    files = {}
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text()
         here = [block[1] for block in BLOCK.findall(text)]

@@ -5,32 +5,32 @@
 #   scripts/setup.sh            installs what is missing; about a second when nothing is
 #   scripts/setup.sh --force    reinstalls everything
 #
-# Variables: PYTHON (interpreter for a new .venv, 3.11 or later), SGLANG_VERSION (one of those in
-# python/sglang_scout/core/sglang_versions.py; default: the one in .venv, else the first), CXX and
-# CMAKE_BUILD_PARALLEL_LEVEL as usual.
-# Packages come from the indexes that the machine's pip or uv is configured for.
+# Variables: PYTHON (interpreter for a new .venv, 3.11 or later; default: one that is installed, else uv downloads
+# one), SGLANG_VERSION (one of those in python/sglang_scout/core/sglang_versions.py; default: the one in .venv, else
+# the first), CXX and CMAKE_BUILD_PARALLEL_LEVEL as usual.
+# Packages come from the indexes that the machine's pip or uv is configured for, so there is no lock file: it would
+# name one index.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 STAMP=.venv/.sglang-scout-setup
-BOOTSTRAP=.cache/uv-bootstrap
+UV=.cache/uv-bootstrap/bin/uv
+VERSIONS=python/sglang_scout/core/sglang_versions.py
 TRANSFER=cpu # which mooncake: an extra of pyproject.toml
 [ ! -e /dev/nvidiactl ] || TRANSFER=cuda
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-first_sglang() { sed -n 's/^ADAPTERS = {"\([^"]*\)".*/\1/p' python/sglang_scout/core/sglang_versions.py; }
+FIRST_SGLANG="$(sed -n 's/^ADAPTERS = {"\([^"]*\)".*/\1/p' "$VERSIONS")"
 
 # The requested version, else the installed one, else the first supported one.
 sglang_version() {
-    local versions=python/sglang_scout/core/sglang_versions.py wanted
-    wanted="$(echo .venv/lib/python*/site-packages/sglang-[0-9]*.dist-info)"
-    wanted="${wanted##*/sglang-}" wanted="${wanted%.dist-info}"
-    grep -qF "\"$wanted\":" "$versions" || wanted="$(first_sglang)"
-    wanted="${SGLANG_VERSION:-$wanted}"
-    grep -qF "\"$wanted\":" "$versions" || die "SGLANG_VERSION=$wanted is not supported; choose one of those in $versions"
-    echo "$wanted"
+    local installed
+    installed="$(echo .venv/lib/python*/site-packages/sglang-[0-9]*.dist-info)"
+    installed="${installed##*/sglang-}" installed="${installed%.dist-info}"
+    grep -qF "\"$installed\":" "$VERSIONS" || installed="$FIRST_SGLANG"
+    echo "${SGLANG_VERSION:-$installed}"
 }
 
 # Everything that the installation depends on. Not Python files: the installation is editable.
@@ -45,8 +45,6 @@ fingerprint() {
 
 up_to_date() { [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
 
-# -- system libraries ---------------------------------------------------------------------------------------
-
 # ldconfig is not on the PATH of an ordinary user. Its output is read completely first, because grep -q
 # would close the pipe early, which pipefail treats as a failure.
 has_library() {
@@ -55,7 +53,6 @@ has_library() {
     grep -q "$1" <<<"$known"
 }
 
-APT_UPDATED=0
 apt_install() {
     local -a as_root=()
     command -v apt-get >/dev/null || die "there is no apt-get; install the equivalent of these Debian packages: $*"
@@ -64,10 +61,7 @@ apt_install() {
         as_root=(sudo -n)
     fi
     say "apt-get install $*"
-    if [ "$APT_UPDATED" = 0 ]; then
-        "${as_root[@]}" apt-get update -qq || say "apt-get update failed; continuing with the present package lists"
-        APT_UPDATED=1
-    fi
+    "${as_root[@]}" apt-get update -qq || say "apt-get update failed; continuing with the present package lists"
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null \
         || die "apt-get install $* failed"
 }
@@ -86,107 +80,65 @@ system_packages() {
     [ "${#missing[@]}" = 0 ] || apt_install "${missing[@]}"
 }
 
-# -- Python -------------------------------------------------------------------------------------------------
+# Any Python 3 can install uv. Debian ships python3 without venv support.
+find_uv() {
+    if uv --version >/dev/null 2>&1; then UV=uv; return; fi
+    if [ ! -x "$UV" ]; then
+        python3 -c 'import ensurepip, venv' 2>/dev/null || apt_install python3-venv
+        python3 -m venv --clear "${UV%/bin/uv}"
+        "${UV%uv}python" -m pip install -q uv || die "cannot install uv; install it yourself"
+    fi
+}
 
-python_version() { "$1" -c 'import sys; print(sys.version_info[0] * 100 + sys.version_info[1])' 2>/dev/null; }
+# If the machine is only configured for pip, uv gets the same index.
+pip_index() {
+    local index
+    [ -z "${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-}" ] || return 0
+    index="$(python3 -m pip config get global.index-url 2>/dev/null || "${UV%uv}pip" config get global.index-url 2>/dev/null || true)"
+    [ -z "$index" ] || export UV_DEFAULT_INDEX="$index"
+}
 
 # 3.11 and 3.12 first: all of SGLang's requirements have wheels there.
-find_python() {
-    local candidate version
-    if [ -n "${PYTHON:-}" ]; then
-        version="$(python_version "$PYTHON")" || die "PYTHON=$PYTHON cannot be run"
-        [ "$version" -ge 311 ] || die "PYTHON=$PYTHON is older than 3.11"
-        echo "$PYTHON"
-        return
-    fi
-    for candidate in python3 python3.12 python3.11; do
-        version="$(python_version "$candidate")" || continue
-        if [ "$version" = 311 ] || [ "$version" = 312 ]; then echo "$candidate"; return; fi
-    done
-    for candidate in python3 python3.13; do
-        version="$(python_version "$candidate")" || continue
-        if [ "$version" = 313 ]; then echo "$candidate"; return; fi
-    done
-    die "found no Python 3.11, 3.12 or 3.13; install one, or set PYTHON=/path/to/python3.12"
-}
-
-# Prints a uv command, or nothing.
-find_uv() {
-    if uv --version >/dev/null 2>&1; then echo uv; return; fi
-    if [ -x "$BOOTSTRAP/bin/uv" ]; then echo "$BOOTSTRAP/bin/uv"; return; fi
-    mkdir -p .cache
-    if make_venv "$1" "$BOOTSTRAP" && "$BOOTSTRAP/bin/python" -m pip install -q uv >&2; then
-        echo "$BOOTSTRAP/bin/uv"
-    fi
-}
-
-# Debian ships python3 without venv support.
 make_venv() {
-    "$1" -c 'import ensurepip, venv' 2>/dev/null || apt_install "python$("$1" -c \
-        'import sys; print("%d.%d" % sys.version_info[:2])')-venv" >&2
-    "$1" -m venv "$2" >&2
+    local new_enough='import sys; sys.exit(sys.version_info < (3, 11))' include
+    if ! .venv/bin/python -c "$new_enough" 2>/dev/null; then
+        rm -rf .venv
+        if [ -n "${PYTHON:-}" ]; then
+            "$PYTHON" -c "$new_enough" || die "PYTHON=$PYTHON cannot be run, or is older than 3.11"
+        fi
+        "$UV" venv -q --python "${PYTHON:->=3.11,<3.13}" .venv || "$UV" venv -q --python "${PYTHON:-3.13}" .venv \
+            || die "found no Python 3.11, 3.12 or 3.13; install one, or set PYTHON=/path/to/python3.12"
+    fi
+    include="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+    [ -e "$include/Python.h" ] || apt_install "${include##*/}-dev"
 }
-
-python_headers() {
-    "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
-        || apt_install "python$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-dev"
-}
-
-# Runs a command that is silent for minutes, with progress output. Without the lock, which a last sleep would keep.
-patiently() {
-    local status=0 ticker
-    (while sleep 20 >&- 2>&- && kill -0 $$ 2>/dev/null; do say "still running after $SECONDS s"; done) 9>&- &
-    ticker=$!
-    "$@" || status=$?
-    kill "$ticker"
-    return "$status"
-}
-
-# -- the project --------------------------------------------------------------------------------------------
 
 # The builds of mooncake share files: if the other one is installed, because a GPU was added or removed, both are
 # removed, and ours is reinstalled.
 drop_other_mooncake() {
-    local name other=cpu remove=("$1" pip uninstall -q --python .venv/bin/python)
+    local name other=cpu
     [ "$TRANSFER" = cuda ] || other=cuda
-    [ -n "$1" ] || remove=(.venv/bin/python -m pip uninstall -q -y)
     name="$(sed -n "s/^$other = \[\"\(.*\)==.*/\1/p" pyproject.toml)"
     if compgen -G ".venv/lib/python*/site-packages/${name//-/_}-*.dist-info" >/dev/null; then
         say "removing $name"
-        "${remove[@]}" "$name" "$(sed -n "s/^$TRANSFER = \[\"\(.*\)==.*/\1/p" pyproject.toml)"
+        "$UV" pip uninstall -q --python .venv/bin/python "$name" "$(sed -n "s/^$TRANSFER = \[\"\(.*\)==.*/\1/p" pyproject.toml)"
     fi
 }
 
 install_project() {
-    local uv="$1" sglang ours=".[test,docs,$TRANSFER]"
-    sglang="sglang==$(sglang_version)"
-    local -a extra=()
-    if [ -z "${SGLANG_VERSION:-}" ] && [ "$(sglang_version)" != "$(first_sglang)" ]; then
-        say ".venv keeps its $sglang; for the default, run SGLANG_VERSION=$(first_sglang) scripts/setup.sh"
+    local sglang
+    sglang="$(sglang_version)"
+    if [ -z "${SGLANG_VERSION:-}" ] && [ "$sglang" != "$FIRST_SGLANG" ]; then
+        say ".venv keeps its sglang==$sglang; for the default, run SGLANG_VERSION=$FIRST_SGLANG scripts/setup.sh"
     fi
-    drop_other_mooncake "$uv"
+    drop_other_mooncake
+    pip_index
     export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
-    if [ "$(python_version .venv/bin/python)" -ge 313 ]; then
-        # SGLang requires a release of outlines that has no wheels for Python 3.13. It is a grammar back-end,
-        # imported only if selected (the default is xgrammar).
-        printf '%s ; python_version < "3.13"\n' outlines outlines-core >.cache/overrides.txt
-        extra=(--override .cache/overrides.txt)
-    fi
-    if [ -n "$uv" ]; then
-        # If the machine is only configured for pip, pass the same settings to uv.
-        if [ -z "${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-}" ]; then
-            local index
-            index="$(.venv/bin/python -m pip config get global.index-url 2>/dev/null \
-                || pip config get global.index-url 2>/dev/null || true)"
-            [ -z "$index" ] || export UV_DEFAULT_INDEX="$index"
-        fi
-        say "installing $sglang into .venv (about 9 GB the first time)"
-        if patiently "$uv" pip install -q --python .venv/bin/python "${extra[@]}" "$sglang" -e "$ours"; then return; fi
-        say "uv failed; trying with pip"
-    fi
-    [ "${#extra[@]}" = 0 ] || die "Python 3.13 needs uv, which could not be used; set PYTHON to a Python 3.11 or 3.12"
-    .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip -q
-    patiently .venv/bin/python -m pip install -q "$sglang" -e "$ours"
+    # SGLang requires a release of outlines that has no wheels for Python 3.13. It is a grammar back-end,
+    # imported only if selected (the default is xgrammar).
+    printf '%s ; python_version < "3.13"\n' outlines outlines-core >.cache/overrides.txt
+    say "installing sglang==$sglang into .venv (about 9 GB the first time)"
+    "$UV" pip install --python .venv/bin/python --override .cache/overrides.txt "sglang==$sglang" -e ".[test,docs,$TRANSFER]"
 }
 
 stand_in_for_the_driver() {
@@ -203,45 +155,24 @@ for module in ("sglang_scout._native", "torch", "mooncake.engine", "sglang_route
 PY
 }
 
-main() {
-    if [ "${1:-}" = --force ]; then
-        rm -f "$STAMP"
-    elif [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
-        sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' scripts/setup.sh
-        return
-    elif [ -n "${1:-}" ]; then
-        die "unknown argument $1; see scripts/setup.sh --help"
-    fi
-    if up_to_date; then return; fi
-    mkdir -p .cache
-    exec 9>.cache/setup.lock
-    flock 9 # of two concurrent callers the second waits and finds the work done
-    if up_to_date; then return; fi
-
-    system_packages
-    local python uv
-    if [ -x .venv/bin/python ] && [ "$(python_version .venv/bin/python)" -ge 311 ]; then
-        python=.venv/bin/python
-    else
-        python="$(find_python)"
-    fi
-    say "Python $("$python" -c 'import platform; print(platform.python_version())')"
-    python_headers "$python"
-    uv="$(find_uv "$python")"
-    if [ "$python" != .venv/bin/python ]; then
-        rm -rf .venv
-        if [ -n "$uv" ]; then
-            "$uv" venv -q --python "$(command -v "$python")" .venv
-        else
-            say "uv could not be installed; using pip, which takes some minutes longer"
-            make_venv "$python" .venv
-        fi
-    fi
-    install_project "$uv"
-    stand_in_for_the_driver
-    verify
-    fingerprint >"$STAMP"
-    say "done"
-}
-
-main "$@"
+case "${1:-}" in
+    "") ;;
+    --force) rm -f "$STAMP" ;;
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' scripts/setup.sh; exit ;;
+    *) die "unknown argument $1; see scripts/setup.sh --help" ;;
+esac
+grep -qF "\"$(sglang_version)\":" "$VERSIONS" \
+    || die "SGLANG_VERSION=$SGLANG_VERSION is not supported; choose one of those in $VERSIONS"
+if up_to_date; then exit; fi
+mkdir -p .cache
+exec 9>.cache/setup.lock
+flock 9 # of two concurrent callers the second waits and finds the work done
+if up_to_date; then exit; fi
+system_packages
+find_uv
+make_venv
+install_project
+stand_in_for_the_driver
+verify
+fingerprint >"$STAMP"
+say "done"

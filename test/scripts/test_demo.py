@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 import demo
-import demo_jobs
 import demo_questions
 from packages import Unavailable
 
@@ -16,13 +15,13 @@ from packages import Unavailable
 def text(monkeypatch):
     """A text of which 4 characters make a token, in a model without tokenizer."""
     text = "Some words. " * 10_000
-    monkeypatch.setattr(demo_jobs, "load_text", lambda kind: text)
+    monkeypatch.setattr(demo_questions, "load_text", lambda kind: text)
     return text
 
 
 @pytest.mark.parametrize(
     ("model", "job"),
-    [("smollm2", demo_jobs.SMOLLM2), ("recall", demo_jobs.RECALL), ("a/b", demo_jobs.OWN)],
+    [("smollm2", demo.SMOLLM2), ("recall", demo.RECALL), ("a/b", demo.OWN)],
 )
 def test_a_flag_wins_over_what_a_model_comes_with(model, job):
     args = demo.parse_arguments(["--model", model])
@@ -56,7 +55,7 @@ def test_the_hidden_fact_must_be_found(monkeypatch, tmp_path, capsys, answer):
             demo_questions.QUESTIONS
         )
     else:
-        with pytest.raises(demo_jobs.DemoFailed, match=demo_questions.NUMBER):
+        with pytest.raises(demo_questions.DemoFailed, match=demo_questions.NUMBER):
             demo_questions.converse(cluster, tmp_path)
     half = len(asked[0]) // 2
     assert half - 100 < asked[0].index(demo_questions.FACT) < half + 100

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import json
+import math
+import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse
 
 from sglang_scout.cli.live_state import view
 from sglang_scout.core.errors import ConfigError
@@ -26,7 +25,8 @@ DESCRIPTION = (
 )
 PAGE = Path(__file__).with_name("dashboard.html")
 HOST = "127.0.0.1"
-INTERVAL_S = 1.0
+SHARED_FOR_S = 0.5
+"""A view serves all that ask so soon after; a page asks once a second."""
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
 
 
@@ -48,35 +48,27 @@ def run(args: argparse.Namespace) -> int:
     print(
         json.dumps({"url": url}) if args.json else f"dashboard of {args.decode}: {url}", flush=True
     )
-    # An open event stream would keep it from exiting.
-    uvicorn.run(
-        app(args.decode),
-        host=HOST,
-        port=args.port,
-        loop="uvloop",
-        log_level="warning",
-        timeout_graceful_shutdown=1,
-    )
+    uvicorn.run(app(args.decode), host=HOST, port=args.port, loop="uvloop", log_level="warning")
     return 0
 
 
 class Poller:
-    """Polls the server once a second, for any number of viewers, and keeps the last event."""
+    """Polls the server when a page asks, for any number of them."""
 
     def __init__(self, decode_url: str) -> None:
         self._url = decode_url.rstrip("/") + "/server_info"
+        self._lock = threading.Lock()
+        self._polled_at = -math.inf
         self._before: tuple[float, dict[str, Any]] | None = None
-        self._event: dict[str, Any] = {"error": "waiting for the decode server"}
-        self._changed = asyncio.Condition()
+        self._shown: dict[str, Any] = {}
 
-    async def run(self) -> None:
-        while True:
-            begin = time.monotonic()
-            event = await asyncio.to_thread(self._poll)
-            async with self._changed:
-                self._event = event
-                self._changed.notify_all()
-            await asyncio.sleep(max(0.0, INTERVAL_S - (time.monotonic() - begin)))
+    def view(self) -> dict[str, Any]:
+        """What the page shows, or an error."""
+        with self._lock:
+            if time.monotonic() - self._polled_at >= SHARED_FOR_S:
+                self._polled_at = time.monotonic()
+                self._shown = self._poll()
+            return self._shown
 
     def _poll(self) -> dict[str, Any]:
         try:
@@ -87,36 +79,14 @@ class Poller:
         if state is None or "worker" not in state:
             return {"error": f"{self._url}: not a decode server with --kv-offload"}
         now = time.monotonic()
-        at, before = self._before or (now - INTERVAL_S, state)
+        at, before = self._before or (now - 1.0, state)
         self._before = now, state
         return view(before, state, now - at)
 
-    async def events(self) -> AsyncIterator[str]:
-        """Server-sent events, each with a view."""
-        while True:
-            yield f"data: {json.dumps(self._event)}\n\n"
-            async with self._changed:
-                await self._changed.wait()
-
 
 def app(decode_url: str) -> FastAPI:
-    """The page at ``/``, its events at ``/events``."""
-    poller = Poller(decode_url)
-
-    @contextlib.asynccontextmanager
-    async def polling(_: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(poller.run())
-        yield
-        task.cancel()
-
-    made = FastAPI(lifespan=polling, docs_url=None, redoc_url=None, openapi_url=None)
-
-    @made.get("/")
-    def page() -> FileResponse:
-        return FileResponse(PAGE)
-
-    @made.get("/events")
-    def events() -> StreamingResponse:
-        return StreamingResponse(poller.events(), media_type="text/event-stream")
-
+    """The page at ``/``, its numbers at ``/view``."""
+    made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    made.get("/")(lambda: FileResponse(PAGE))
+    made.get("/view")(Poller(decode_url).view)
     return made

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import InitVar, dataclass, field, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,36 +22,58 @@ MOST_TIMES = 4096
 """Most step times kept until they are read."""
 
 
+class Stat(NamedTuple):
+    """What ``/metrics`` and the documents say of a number. ``kind``: counter, gauge or histogram."""
+
+    kind: str
+    unit: str
+    help: str
+
+
+def _counter(unit: str, help: str) -> Any:
+    return field(default=0, metadata={"stat": Stat("counter", unit, help)})
+
+
 @dataclass
 class Counters:
-    """Totals since start. The CPU compute ratio follows the paper's Figure 6: pages computed on the
-    CPU over the budget, mean over requests, layers and steps."""
+    """Totals since start; those without help are in ``/server_info`` only. The CPU compute ratio follows the paper's
+    Figure 6: pages computed on the CPU over the budget, mean over requests, layers and steps."""
 
-    num_layers: int
-    steps: int = 0
-    dense_steps: int = 0
-    selected_pages: int = 0
-    cpu_pages: int = 0
-    fetched_pages: int = 0
+    num_layers: InitVar[int]
+    steps: int = _counter("steps", "Decode steps")
+    dense_steps: int = _counter(
+        "steps", "Steps with full attention: all pages resident, few beyond the budget"
+    )
+    selected_pages: int = _counter("pages", "Selected, summed over requests, layers and steps")
+    cpu_pages: int = _counter("pages", "Computed by CPU attention because they were not resident")
+    fetched_pages: int = _counter(
+        "pages", "Copied to the device before the layer that selected them"
+    )
     budget_pages: int = 0
-    recalled_pages: int = 0
-    recall_bytes: int = 0
+    recalled_pages: int = _counter("pages", "Copied to the device by recalls")
+    recall_bytes: int = _counter("bytes", "Copied to the device by recalls")
     warmed_pages: int = 0
     recall_wait_us: int = 0
     gpu_wait_us: int = 0
-    raised_thresholds: int = 0
+    raised_thresholds: int = _counter(
+        "heads", "Heads without room for all tokens that they would keep"
+    )
     verify_checks: int = 0
     verify_max_rel_error: float = 0.0
     verify_unequal_selections: int = 0
     cpu_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
     budget_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
     gpu_wait_us_by_layer: npt.NDArray[np.int64] = field(init=False)
-    times: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))
+    times: deque[StepTimes] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.cpu_pages_by_layer = np.zeros(self.num_layers, np.int64)
-        self.budget_pages_by_layer = np.zeros(self.num_layers, np.int64)
-        self.gpu_wait_us_by_layer = np.zeros(self.num_layers, np.int64)
+    def __post_init__(self, num_layers: int) -> None:
+        self.cpu_pages_by_layer = np.zeros(num_layers, np.int64)
+        self.budget_pages_by_layer = np.zeros(num_layers, np.int64)
+        self.gpu_wait_us_by_layer = np.zeros(num_layers, np.int64)
+        self.times = deque(maxlen=MOST_TIMES)
+
+    def totals(self) -> dict[str, float]:
+        return {x.name: getattr(self, x.name) for x in fields(self) if x.init}
 
     @property
     def cpu_compute_ratio(self) -> float:
@@ -62,7 +84,7 @@ class Counters:
     ) -> None:
         """A step's selections: pages selected over all layers, ``missing`` ``[L]`` of them, ``budget`` of a layer."""
         self.selected_pages += selected
-        self.budget_pages += budget * self.num_layers
+        self.budget_pages += budget * len(missing)
         self.budget_pages_by_layer += budget
         if route == "cpu":
             self.cpu_pages += int(missing.sum())

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sglang_scout.engine.counters import Counters, Stat
 from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.status import decode_state
 
@@ -16,33 +19,44 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_INTERVAL_S = 1.0
 
-# state key -> (kind, help). A counter's name gets the suffix _total from prometheus-client.
 METRICS = {
-    "budget_tokens": ("gauge", "Tokens that a request attends to in full pages, per layer and step."),
-    "page_size": ("gauge", "Tokens in a page."),
-    "host_pages_total": ("gauge", "Capacity of host memory for KV, in pages."),
-    "host_pages_used": ("gauge", "Host pages that requests or the radix cache hold."),
-    "resident_pages": ("gauge", "Pages in the device's cache, summed over layers."),
-    "cpu_compute_ratio": ("gauge", "CPU compute ratio since start: pages computed on the CPU divided by the budget."),
-    "steps": ("counter", "Decode steps."),
-    "dense_steps": ("counter", "Decode steps with full attention: all pages were resident, few beyond the budget."),
-    "selected_pages": ("counter", "Pages selected, summed over requests, layers and steps."),
-    "cpu_pages": ("counter", "Pages that CPU attention computed because they were not resident."),
-    "fetched_pages": ("counter", "Pages copied to the device before the layer that selected them."),
-    "recalled_pages": ("counter", "Pages copied to the device by recalls."),
-    "recall_bytes": ("counter", "Bytes copied to the device by recalls."),
-    "recall_wait_seconds": ("counter", "Time that steps waited for recalls."),
-    "fallback_pages": ("counter", "Pages that the decode server computed in place of the CPU attention process."),
-    "checksum_failures": ("counter", "Pages of a layer that were found changed in host memory."),
-    "context_pages_total": ("gauge", "Capacity for tokens that heads keep, in pages, summed over layers."),
-    "context_pages_used": ("gauge", "Pages in use for tokens that heads keep, summed over layers."),
-    "raised_thresholds": ("counter", "Heads without room for all tokens that they would keep."),
-    "worker_restarts": ("counter", "Starts of the CPU attention process after the first, failed ones included."),
-    "worker_up": ("gauge", "1 while the CPU attention process serves, otherwise 0."),
-    "step_seconds": ("histogram", "Duration of a step, from its boundary or, if later, the end of the step before."),
-    "boundary_seconds": ("histogram", "Time that the host works before it launches a step."),
-    "gpu_wait_seconds": ("histogram", "Time that a step waited for CPU attention, summed over layers."),
-}  # fmt: skip
+    "budget_tokens": Stat(
+        "gauge", "tokens", "Attended to in full pages, per request, layer and step"
+    ),
+    "page_size": Stat("gauge", "tokens", "Size of a page"),
+    "host_pages_total": Stat("gauge", "pages", "Capacity of host memory for KV"),
+    "host_pages_used": Stat("gauge", "pages", "In host memory for requests or the radix cache"),
+    "resident_pages": Stat("gauge", "pages", "In the device's cache, summed over layers"),
+    "cpu_compute_ratio": Stat(
+        "gauge", "ratio", "Pages computed on the CPU divided by the budget, since start"
+    ),
+    **{x.name: x.metadata["stat"] for x in fields(Counters) if x.metadata},
+    "recall_wait_seconds": Stat("counter", "seconds", "Time that steps waited for recalls"),
+    "fallback_pages": Stat(
+        "counter", "pages", "Computed by the server in place of the CPU attention process"
+    ),
+    "checksum_failures": Stat("counter", "pages", "Of a layer, found changed in host memory"),
+    "context_pages_total": Stat(
+        "gauge", "pages", "Capacity for tokens that heads keep, over all layers"
+    ),
+    "context_pages_used": Stat(
+        "gauge", "pages", "In use for tokens that heads keep, over all layers"
+    ),
+    "worker_restarts": Stat(
+        "counter",
+        "starts",
+        "Starts of the CPU attention process but the first, failed ones included",
+    ),
+    "worker_up": Stat("gauge", "1 or 0", "1 while the CPU attention process serves, otherwise 0"),
+    "step_seconds": Stat(
+        "histogram", "seconds", "A step, from its boundary or, if later, the last step's end"
+    ),
+    "boundary_seconds": Stat("histogram", "seconds", "Work of the host before it launches a step"),
+    "gpu_wait_seconds": Stat(
+        "histogram", "seconds", "Wait of a step for CPU attention, over all layers"
+    ),
+}
+"""By key of the state, or field of :class:`StepTimes`. prometheus-client adds ``_total`` to a counter's name."""
 _BUCKETS_S = tuple(x * 10.0**power for power in range(-4, 1) for x in (1, 2, 5))
 
 
@@ -55,14 +69,11 @@ class Metrics:
         self._backend = backend
         self._last: dict[str, float] = {}
         self._series: dict[str, Any] = {}
-        names = list(labels)
-        for key, (kind, text) in METRICS.items():
-            name = f"sglang:kv_offload_{key}"
-            made = {
-                "counter": lambda *about: Counter(*about),
-                "gauge": lambda *about: Gauge(*about, multiprocess_mode="mostrecent"),
-                "histogram": lambda *about: Histogram(*about, buckets=_BUCKETS_S),
-            }[kind](name, text, names)
+        kinds = {"counter": Counter, "gauge": partial(Gauge, multiprocess_mode="mostrecent")}
+        kinds["histogram"] = partial(Histogram, buckets=_BUCKETS_S)
+        for key, stat in METRICS.items():
+            name, text = f"sglang:kv_offload_{key}", f"{stat.help} ({stat.unit})."
+            made = kinds[stat.kind](name, text, list(labels))
             self._series[key] = made.labels(**labels)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scout-metrics", daemon=True)
@@ -71,22 +82,18 @@ class Metrics:
     def publish(self) -> None:
         state = decode_state(self._backend)
         worker = state["worker"]
-        state["worker_restarts"] = worker["restarts"]
-        state["worker_up"] = int(worker["state"] == "ready")
+        state |= {"worker_restarts": worker["restarts"], "worker_up": worker["state"] == "ready"}
         state["recall_wait_seconds"] = state["recall_wait_us"] / 1e6
         times = self._backend.engine.counters.times
         while times:
             for key, seconds in times.popleft()._asdict().items():
                 self._series[key].observe(seconds)
-        for key, (kind, _) in METRICS.items():
-            if kind == "histogram":
-                continue
-            value = float(state[key])
-            if kind == "gauge":
-                self._series[key].set(value)
-            else:
-                self._series[key].inc(value - self._last.get(key, 0.0))
-                self._last[key] = value
+        for key, stat in METRICS.items():
+            if stat.kind == "gauge":
+                self._series[key].set(state[key])
+            elif stat.kind == "counter":
+                self._series[key].inc(state[key] - self._last.get(key, 0))
+                self._last[key] = state[key]
 
     def _run(self) -> None:
         while not self._stop.wait(PUBLISH_INTERVAL_S):

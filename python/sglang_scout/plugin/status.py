@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import selection_of
@@ -17,19 +19,16 @@ from sglang_scout.plugin.support import model_identity
 if TYPE_CHECKING:
     from sglang_scout.plugin.backend import ScoutAttnBackend
 
-_FACTS = (
-    "policy", "budget_tokens", "digest", "mass", "precompute", "exact_layers",
-    "recall",
-)  # fmt: skip
-_TOTALS = (
-    "steps", "dense_steps", "selected_pages", "cpu_pages", "fetched_pages", "budget_pages", "cpu_compute_ratio",
-    "warmed_pages", "recalled_pages", "recall_bytes", "recall_wait_us", "gpu_wait_us",
-    "raised_thresholds", "verify_checks", "verify_max_rel_error", "verify_unequal_selections",
-)  # fmt: skip
+_FACTS = "policy budget_tokens digest mass precompute exact_layers recall".split()
 _OF_WORKER = (
-    "pid", "state", "restarts", "cpus", "cpu_nodes", "pages", "remote_pages", "refused", "refused_messages",
-    "local_tickets", "late_tickets", "last_error",
-)  # fmt: skip
+    "pid state restarts cpus cpu_nodes pages remote_pages refused refused_messages local_tickets late_tickets "
+    "last_error"
+).split()
+_OF_EACH_RANK = (
+    "resident_pages selected_pages cpu_pages cpu_compute_ratio recalled_pages gpu_wait_us fallback_pages "
+    "checksum_failures digests_received digests_computed verify_checks verify_max_rel_error "
+    "verify_unequal_selections worker cpus"
+).split()
 
 
 def facts(config: OffloadConfig, num_layers: int, cpus: list[int]) -> dict[str, Any]:
@@ -65,6 +64,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     digests, older = backend.pool.digests, backend.engine.older
     checksums, table = backend.pool.host_pages.checksums, backend.engine.table
     context_used, context_total = (0, 0) if older is None else older.context_pages
+    ratios = counters.cpu_pages_by_layer / np.maximum(1, counters.budget_pages_by_layer)
     return {
         "policy": backend.policy.name,
         "sglang": VERSION,
@@ -86,13 +86,9 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "resident_slots": backend.plan.num_slots * backend.engine.shape.num_layers,
         "context_pages_total": context_total,
         "context_pages_used": context_used,
-        **{name: getattr(counters, name) for name in _TOTALS},
-        "cpu_compute_ratio_by_layer": [
-            float(c / b) if b else 0.0
-            for c, b in zip(
-                counters.cpu_pages_by_layer, counters.budget_pages_by_layer, strict=True
-            )
-        ],
+        **counters.totals(),
+        "cpu_compute_ratio": counters.cpu_compute_ratio,
+        "cpu_compute_ratio_by_layer": ratios.tolist(),
         "recall": {"mode": backend.config.recall} | backend.policy.residency.describe(),
         "gpu_wait_us_by_layer": counters.gpu_wait_us_by_layer.tolist(),
         "fallback_pages": worker.fallback_pages,
@@ -101,13 +97,6 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "digests_computed": digests.computed,
         "worker": {name: getattr(worker, name) for name in _OF_WORKER},
     }
-
-
-_OF_EACH_RANK = (
-    "resident_pages", "selected_pages", "cpu_pages", "cpu_compute_ratio", "recalled_pages",
-    "gpu_wait_us", "fallback_pages", "checksum_failures", "digests_received", "digests_computed", "verify_checks",
-    "verify_max_rel_error", "verify_unequal_selections", "worker", "cpus",
-)  # fmt: skip
 
 
 def decode_state_of_ranks(backend: ScoutAttnBackend) -> dict[str, Any]:
