@@ -2,10 +2,9 @@
 
     python -m benchmark.plot FILE.jsonl [--out docs/results] [--name NAME]
 
-Rows of recall_modes give recall_modes.png: CPU compute ratio by step, copies, and time per token with and
-without recall and pre-computation. Rows of accuracy give accuracy.png: correct answers by budget, one panel per length.
-Rows of study give study.png: loss by bytes read, or without rows of plain text facts found by budget. Rows of
-predictions give predictions.png: speed-up by context.
+Rows of accuracy give accuracy.png: correct answers by budget, one panel per length.
+Rows of study --set budgets give study.png: facts found by budget. Rows of predictions give predictions.png: speed-up
+by context.
 Captions contain command, commit and machine.
 """
 
@@ -23,10 +22,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmark.accuracy.planted import CUTS
 from benchmark.accuracy.policies import FULL, PLAIN, Setting
-from benchmark.accuracy.study.figure import draw_budgets, draw_study
+from benchmark.accuracy.study.table import interval, paired
 from benchmark.accuracy.table import Scores
-from benchmark.rows import ROOT, Row, percentile, read_rows
+from benchmark.rows import ROOT, Row, read_rows
 
 FULL_COLOR = "#404040"
 STYLES = {  # colour and marker
@@ -88,72 +88,47 @@ def _line(ax: Any, scores: Scores, policy: str, length: int) -> None:
     )  # fmt: skip
 
 
-def draw_recall_modes(rows: list[Row]) -> Any:
-    """Ratio by step, copies, and the four corners of Figure 12."""
-    rows = [r for r in rows if r["status"] == "ok"]
-    names = list(dict.fromkeys(r["impl"] for r in rows))
-    runs = {name: [r for r in rows if r["impl"] == name] for name in names}
-    ahead = [name for name in names if runs[name][0]["precompute"]]
-    colors = {name: plt.get_cmap("tab10")(i) for i, name in enumerate(names)}
-    first = rows[0]
-    fig, (by_step, copies, corners) = plt.subplots(1, 3, figsize=(19, 5))
-    for name in ahead:
-        curve = [
-            sum(values) / len(values)
-            for values in zip(*(r["ratio_curve"] for r in runs[name]), strict=True)
-        ]
-        after = sum(r["ratio"] for r in runs[name]) / len(runs[name])
-        by_step.plot(
-            range(1, len(curve) + 1), curve, color=colors[name], linewidth=1.2,
-            label=f"recall {name}: {after:.3f} after step {first['skipped_steps']}",
-        )  # fmt: skip
-    by_step.axvline(first["skipped_steps"], color="#b0b0b0", linewidth=0.8)
-    by_step.set_xlabel("steps of a request")
-    by_step.set_title("Mean of the layers", fontsize=10)
-    by_step.axhline(
-        first["threshold"], color="#b03030", linewidth=1, linestyle="--", label="threshold"
-    )
-    by_step.set_ylim(bottom=0)
-    by_step.set_ylabel("CPU compute ratio")
-    by_step.legend(fontsize=8)
-    mib = [
-        sum(r["recall_bytes_per_step"] for r in runs[name]) / len(runs[name]) / 2**20
-        for name in ahead
-    ]
-    copies.bar(ahead, mib, color=[colors[name] for name in ahead])
-    for i, name in enumerate(ahead):
-        pages = sum(r["recalled_pages_per_step"] for r in runs[name]) / len(runs[name])
-        copies.text(i, mib[i], f"{pages:.1f} pages", ha="center", va="bottom", fontsize=9)
-    copies.set_ylabel("MiB recalled per step, all layers")
-    copies.set_title("Copies", fontsize=10)
-    _corners(corners, runs, colors)
-    fig.suptitle(
-        f"{first['model']}: {first['requests']} requests of {first['input_tokens']} tokens, budget "
-        f"{first['budget_tokens']}, device cache {first['resident_tokens']} tokens in all",
-        fontsize=11,
-    )
+PANELS = {
+    "prompt": "the question is in the prompt",
+    "facts": "the question is decoded, token by token",
+}
+SYSTEMS = {
+    "reweighed-missing": ("--kv-offload scout, default digest", "tab:green", "o"),
+    "real": ("Quest's min/max bounds, pages of 32, a selection per KV head", "tab:orange", "^"),
+}
+"""By the attending query: label, colour and marker."""
+
+
+def found(rows: list[Row], field: str = "right") -> float:
+    """Percent of the numbers asked for that were answered correctly."""
+    return 100 * sum(sum(map(sum, row[field])) for row in rows) / sum(
+        len(x) for row in rows for x in row[field]
+    )  # fmt: skip
+
+
+def draw_budgets(rows: list[Row]) -> Any:
+    """Planted numbers found, by budget: a panel for each form of the question, full attention as a line."""
+    fig, axes = plt.subplots(1, len(PANELS), figsize=(10, 3.9), sharey=True)
+    for (part, title), ax in zip(PANELS.items(), axes, strict=True):
+        by_setting = paired(rows, part)
+        full = next(iter(by_setting.values()))
+        ax.axhline(found(full, "full_right"), color="k", linestyle=":", label="full attention")
+        for attends, (label, color, marker) in SYSTEMS.items():
+            own = [x for x in by_setting.values() if x[0]["attends"] == attends]
+            budgets, means = [x[0]["budget_tokens"] for x in own], [found(x) for x in own]
+            ax.plot(budgets, means, color=color, marker=marker, label=label)
+            low, high = zip(*(interval(x, found) for x in own), strict=True)
+            ax.fill_between(budgets, low, high, color=color, alpha=0.15, linewidth=0)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(budgets, [f"{x:,}" for x in budgets])
+        ax.minorticks_off()
+        ax.set(xlabel="budget, tokens", title=title, ylim=(0, 100))
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("planted numbers found, %")
+    axes[0].legend(fontsize=8, loc="upper left")
+    texts = f"{len(full)} texts, questions after {CUTS[0]:,} to {CUTS[-1]:,} tokens"
+    fig.suptitle(f"{rows[0]['model']}, {texts}; bands: 95 % intervals over texts", fontsize=11)
     return fig
-
-
-def _corners(ax: Any, runs: dict[str, list[Row]], colors: dict[str, Any]) -> None:
-    """Time per token of every mode; the share spent waiting is dark."""
-    for i, (name, mine) in enumerate(runs.items()):
-        medians = sorted(r["median_us"] / 1e3 for r in mine)
-        middle = percentile(medians, 50)
-        waits = sum(r["gpu_wait_us_per_step"] for r in mine) / len(mine) / 1e3
-        ax.bar(i, middle, color=colors[name], alpha=0.6)
-        ax.bar(i, waits, color=colors[name])
-        ax.plot([i, i], [medians[0], medians[-1]], color="black", linewidth=0.9)
-        ax.text(i, medians[-1], f"{middle:.2f}", ha="center", va="bottom", fontsize=9)
-    labels = [
-        f"recall {r[0]['recall']}\n{'pre-computed' if r[0]['precompute'] else 'in its layer'}"
-        for r in runs.values()
-    ]
-    ax.set_xticks(range(len(runs)), labels, fontsize=7)
-    ax.set_ylabel("ms per token")
-    ax.set_title(
-        "Median of each round's median, lines: all rounds; dark: waiting for the CPU", fontsize=10
-    )
 
 
 def draw_predictions(rows: list[Row]) -> Any:
@@ -189,9 +164,8 @@ def draw_predictions(rows: list[Row]) -> Any:
 
 
 PLOTS = {
-    "recall_modes": draw_recall_modes,
     "accuracy": draw_accuracy,
-    "study": draw_study,
+    "study": draw_budgets,
     "predictions": draw_predictions,
 }
 
@@ -219,8 +193,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{args.file}: no measured rows of {' or '.join(PLOTS)}", file=sys.stderr)
         return 1
     benchmark = rows[0]["benchmark"]
-    is_of_facts = benchmark == "study" and all(row["part"] != "text" for row in rows)
-    fig = draw_budgets(rows) if is_of_facts else PLOTS[benchmark](rows)
+    fig = PLOTS[benchmark](rows)
     fig.tight_layout(rect=(0, 0.6 / fig.get_figheight(), 1, 1))  # room for the caption
     fig.text(0.01, 0.008, caption(rows[0]), fontsize=7, va="bottom", family="monospace")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from benchmark.accuracy.policies import FULL, NAMES, Setting, plain
+from benchmark.accuracy.policies import FULL, PLAIN, Setting, plain
 from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.scoring import Loss, paired_loss, wilson_interval
 from benchmark.rows import Row, markdown_table, read_rows
@@ -44,7 +44,7 @@ class Scores:
                 self._found[key] = row
         settings = {key[0] for key in self._found}
         self.settings = sorted(
-            settings, key=lambda s: (NAMES.index(s.base), s.policy, s.budget_tokens or 0)
+            settings, key=lambda s: (list(PLAIN).index(s.base), s.policy, s.budget_tokens or 0)
         )
         self.policies = list(dict.fromkeys(s.policy for s in self.settings))
         self.budgets = sorted({s.budget_tokens for s in settings if s.budget_tokens})

@@ -1,8 +1,6 @@
-"""Collects the statements and questions of one text of tasks.py."""
+"""Collects the statements and the question of one text of tasks.py."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,24 +20,14 @@ MULTI_VALUES = 3  # values of one key in multi_value
 MAX_COUNT = 5  # marks of one key in count
 
 
-@dataclass(frozen=True)
-class Question:
-    """The token ids of a question and of its answer, which ends with ``;``."""
-
-    task: str
-    ask: list[int]
-    answer: list[int]
-
-
 class Writer:
-    """Collects the statements and questions of one text; keys are unambiguous within it."""
+    """Keys are unambiguous within a text."""
 
-    def __init__(self, rng: np.random.Generator, max_count: int = MAX_COUNT) -> None:
+    def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
-        self.max_count = max_count
         self.used: set[int] = set()
         self.statements: list[list[int]] = []
-        self.questions: list[Question] = []
+        self.question: tuple[list[int], list[int]] | None = None  # and its answer, token ids
         self.room_tokens = 0
         self._fresh = rng.permutation(_KEYS).tolist()
 
@@ -85,10 +73,14 @@ class Writer:
         self.statements.extend(statements)
         return True
 
-    def fact(self, key: list[int], ask: str | None = None) -> bool:
+    def ask(self, question: list[int], answer: list[int]) -> None:
+        """The first question of a text is the one that is asked; its answer ends with ``;``."""
+        self.question = self.question or (question, answer)
+
+    def fact(self, key: list[int], is_asked: bool = False) -> bool:
         value = [*self.numbers(2), END]
         if not self.state([*key, IS, *value]):
             return False
-        if ask:
-            self.questions.append(Question(ask, [ASK, *key, IS], value))
+        if is_asked:
+            self.ask([ASK, *key, IS], value)
         return True

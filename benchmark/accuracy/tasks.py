@@ -23,12 +23,12 @@ the same seed gives the same text on every machine. numpy and the standard libra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from benchmark.accuracy.task_writer import MAX_COUNT, MULTI_VALUES, Question, Writer
+from benchmark.accuracy.task_writer import MAX_COUNT, MULTI_VALUES, Writer
 from benchmark.accuracy.vocabulary import (
     ADJECTIVES,
     ALL,
@@ -74,17 +74,6 @@ class Sample:
         return to_text(self.answer)
 
 
-@dataclass(frozen=True)
-class Document:
-    """A text with many questions, each followed by its answer (for training).
-
-    ``tokens`` [T] int64; ``answers``: (task, begin, end) of each answer in ``tokens``.
-    """
-
-    tokens: np.ndarray
-    answers: list[tuple[str, int, int]]
-
-
 def is_correct(task: str, answer: Sequence[int], given: Sequence[int]) -> bool:
     """Exact match of the tokens up to the first ``;``; the values of multi_value in any order."""
     given = list(given)
@@ -96,83 +85,80 @@ def is_correct(task: str, answer: Sequence[int], given: Sequence[int]) -> bool:
     return given == list(answer)
 
 
-def _write_recall(w: Writer, questions: int) -> None:
-    asked = 0
+def _write_recall(w: Writer) -> None:
+    w.fact(w.key(), is_asked=True)
     while w.room_tokens >= 6:
-        w.fact(w.key(), "recall" if asked < questions else None)
-        asked += 1
+        w.fact(w.key())
 
 
-def _write_needle(w: Writer, questions: int) -> None:
-    for _ in range(questions):
-        w.fact(w.key(), "needle")
+def _write_needle(w: Writer) -> None:
+    w.fact(w.key(), is_asked=True)
 
 
-def _write_multi_key(w: Writer, questions: int) -> None:
+def _write_multi_key(w: Writer) -> None:
     room_at_end = w.room_tokens // 2
-    asked: list[list[int]] = []
-    for _ in range(questions):
-        key = w.key()
-        if w.fact(key, "multi_key"):
-            asked.append(key)
-    while asked and w.room_tokens > room_at_end:
-        if not w.fact(w.near_key(asked[int(w.rng.integers(len(asked)))])):
+    key = w.key()
+    w.fact(key, is_asked=True)
+    while w.room_tokens > room_at_end:
+        if not w.fact(w.near_key(key)):
             break
 
 
-def _write_multi_value(w: Writer, questions: int) -> None:
+def _write_multi_value(w: Writer) -> None:
     room_at_end = w.room_tokens // 2
-    for _ in range(questions):
-        key, values = w.key(), w.numbers(MULTI_VALUES)
-        if not w.state(*([*key, IS, value, END] for value in values)):
-            break
-        answer = [token for value in values for token in (value, COMMA)]
-        answer[-1] = END
-        w.questions.append(Question("multi_value", [ALL, *key, COLON], answer))
+    key, values = w.key(), w.numbers(MULTI_VALUES)
+    w.state(*([*key, IS, value, END] for value in values))
+    answer = [token for value in values for token in (value, COMMA)]
+    answer[-1] = END
+    w.ask([ALL, *key, COLON], answer)
     while w.room_tokens > room_at_end:
         if not w.state([*w.key(), IS, *w.numbers(1), END]):
             break
 
 
-def _write_variables(w: Writer, questions: int) -> None:
-    room_at_end = w.room_tokens // 2
-    asked = 0
-    while asked < questions or w.room_tokens > room_at_end:
+def _write_variables(w: Writer) -> None:
+    def chain() -> bool:
         names = [w.key() for _ in range(int(w.rng.integers(2, 5)))]
         value = w.numbers(2)
         links = [[*a, IS, *b, END] for a, b in zip(names, [*names[1:], value], strict=True)]
         if not w.state(*links):
-            break
-        if asked < questions:
-            answer = [token for name in names[1:] for token in (*name, IS)] + [*value, END]
-            w.questions.append(Question("variables", [TRACE, *names[0], IS], answer))
-        asked += 1
+            return False
+        answer = [token for name in names[1:] for token in (*name, IS)] + [*value, END]
+        w.ask([TRACE, *names[0], IS], answer)
+        return True
+
+    _fill_half(w, chain)
 
 
-def _write_copy(w: Writer, questions: int) -> None:
-    room_at_end = w.room_tokens // 2
-    asked = 0
-    while asked < questions or w.room_tokens > room_at_end:
+def _write_copy(w: Writer) -> None:
+    def span() -> bool:
         key, n = w.key(), int(w.rng.integers(8, 17))
         # Numbers, adjectives and nouns are contiguous in the vocabulary.
-        span = (NUMBER0 + 10 + w.rng.integers(90 + len(ADJECTIVES) + len(NOUNS), size=n)).tolist()
-        if not w.state([*key, IS, *span, END]):
-            break
-        if asked < questions:
-            w.questions.append(Question("copy", [COPY, *key, IS], [*span, END]))
-        asked += 1
+        words = (NUMBER0 + 10 + w.rng.integers(90 + len(ADJECTIVES) + len(NOUNS), size=n)).tolist()
+        if not w.state([*key, IS, *words, END]):
+            return False
+        w.ask([COPY, *key, IS], [*words, END])
+        return True
+
+    _fill_half(w, span)
 
 
-def _write_count(w: Writer, questions: int) -> None:
-    room_at_end = w.room_tokens // 2
-    asked = 0
-    while asked < questions or w.room_tokens > room_at_end:
-        key, n = w.key(), int(w.rng.integers(1, w.max_count + 1))
+def _write_count(w: Writer) -> None:
+    def tally() -> bool:
+        key, n = w.key(), int(w.rng.integers(1, MAX_COUNT + 1))
         if not w.state(*([*key, TALLY, END] for _ in range(n))):
-            break
-        if asked < questions:
-            w.questions.append(Question("count", [COUNT, *key, COLON], [NUMBER0 + n, END]))
-        asked += 1
+            return False
+        w.ask([COUNT, *key, COLON], [NUMBER0 + n, END])
+        return True
+
+    _fill_half(w, tally)
+
+
+def _fill_half(w: Writer, state: Callable[[], bool]) -> None:
+    """Calls ``state`` until half of the room is filled or what it states does not fit."""
+    room_at_end = w.room_tokens // 2
+    while w.room_tokens > room_at_end and state():
+        pass
 
 
 _WRITERS = {
@@ -211,47 +197,7 @@ def make_sample(task: str, length_tokens: int, seed: int) -> Sample:
         raise ValueError(f"length_tokens={length_tokens}: use at least {MIN_LENGTH_TOKENS}")
     w = Writer(np.random.default_rng([seed, length_tokens, TASKS.index(task)]))
     w.room_tokens = length_tokens - 5  # the start mark and a question of four tokens
-    _WRITERS[task](w, 1)
-    (question,) = w.questions
-    return Sample(task, _body(w, length_tokens - 4) + question.ask, question.answer)
-
-
-def make_document(
-    weights: dict[str, float],
-    length_tokens: int,
-    seed: int | Sequence[int],
-    question_share: float = 0.5,
-    mixed_tasks: int = 2,
-    max_count: int = MAX_COUNT,
-) -> Document:
-    """A text of exactly ``length_tokens`` tokens; about ``question_share`` of it are questions.
-
-    ``mixed_tasks`` tasks are drawn with the probabilities ``weights`` (not normalised) and share
-    the text; keys of count have up to ``max_count`` marks. Raises ValueError if no question fits.
-    """
-    rng = np.random.default_rng(seed)
-    names = [name for name in TASKS if weights.get(name, 0) > 0]
-    p = np.array([weights[name] for name in names])
-    drawn = rng.choice(len(names), min(mixed_tasks, len(names)), replace=False, p=p / p.sum())
-    w = Writer(rng, max_count)
-    body_tokens = max(64, int(length_tokens * (1 - question_share)))
-    question_tokens = length_tokens - body_tokens
-    for order, index in enumerate(drawn):
-        share = (body_tokens - 1 - sum(map(len, w.statements))) // (len(drawn) - order)
-        w.room_tokens = share
-        # An over-long list of questions is cut below; 7 tokens is the shortest question.
-        _WRITERS[names[index]](w, max(1, min(question_tokens // 7, share // 12)))
-    tail: list[int] = []
-    answers = []
-    for index in rng.permutation(len(w.questions)):
-        question = w.questions[index]
-        if len(tail) + len(question.ask) + len(question.answer) <= question_tokens:
-            tail += question.ask
-            answers.append((question.task, len(tail), len(tail) + len(question.answer)))
-            tail += question.answer
-    if not answers:
-        raise ValueError(f"length_tokens={length_tokens}: no question fits; use a longer text")
-    body = _body(w, length_tokens - len(tail))
-    shift = len(body)
-    tokens = np.array(body + tail, dtype=np.int64)
-    return Document(tokens, [(task, a + shift, b + shift) for task, a, b in answers])
+    _WRITERS[task](w)
+    assert w.question is not None
+    question, answer = w.question
+    return Sample(task, _body(w, length_tokens - 4) + question, answer)

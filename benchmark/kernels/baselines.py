@@ -1,21 +1,14 @@
-"""Baselines of cpu_attention.py: paged decode attention of IPEX and of vLLM, each over the same pool in its own cache
-layout.
+"""The baseline of cpu_attention.py: paged decode attention of vLLM (scripts/setup_baseline_kernels.sh).
 
-    ipex    [P, H, S, D], in a separate process with its own torch (scripts/setup_ipex.sh)
-    vllm    blocks of 128 tokens: per head K [D, 128], then V [128, D] (scripts/setup_baseline_kernels.sh)
-
-The same bytes are interpreted differently, so each has its own reference.
+It reads the same pool in its own cache layout, blocks of 128 tokens with K [D, 128] and then V [128, D] of each head,
+so it has its own reference. IPEX 2.8, 4 to 6 times slower than ours, was a baseline up to commit 56dce02.
 """
 
 from __future__ import annotations
 
 import json
-import select
-import subprocess
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,11 +16,9 @@ from benchmark.kernels.kv_pool import Inputs, PageStream, Shape
 from benchmark.rows import ROOT
 from sglang_scout.ops.attend import attend_pages
 
-IPEX_PYTHON = ROOT / ".cache" / "ipex-venv" / "bin" / "python"
 VLLM = ROOT / ".cache" / "baseline-kernels" / "vllm"
 VLLM_BLOCK = 128  # tokens
 VLLM_ISA = "vec"  # vLLM's choice for such blocks on a CPU without AMX
-TIMEOUT_S = 120.0
 
 
 class Implementation:
@@ -48,9 +39,6 @@ class Implementation:
     def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
         return reference(inputs, inputs.pages(at), inputs.k, inputs.v)
 
-    def close(self) -> None:
-        """Stops whatever it has started."""
-
 
 def reference(
     inputs: Inputs, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -64,73 +52,13 @@ def reference(
     return torch.cat(parts)
 
 
-class Ipex(Implementation):
-    """Paged attention of Intel Extension for PyTorch: the process of ipex_server.py, which makes the same inputs from
-    the same seeds.
-
-    Raises:
-        RuntimeError: from every method, where the process failed or is silent.
-    """
-
-    name = "ipex-2.8"
-    tolerance = 2e-2
-
-    def __init__(self, pool_bytes: int) -> None:
-        self._shape: Shape | None = None
-        self._log = ROOT / ".cache" / "benchmark" / "ipex.log"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                [str(IPEX_PYTHON), "-m", "benchmark.kernels.ipex_server", str(pool_bytes)],
-                cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-                bufsize=1,
-            )  # fmt: skip
-
-    @staticmethod
-    def absent() -> str:
-        """Why it cannot be measured, "" if it can."""
-        return "" if IPEX_PYTHON.exists() else "no .cache/ipex-venv; scripts/setup_ipex.sh makes it"
-
-    def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
-        if inputs.shape is not self._shape:
-            self._shape = inputs.shape
-            self._ask(op="shape", **asdict(inputs.shape))
-        return int(self._ask(op="run", threads=threads, starts=starts))
-
-    def output(self) -> torch.Tensor:
-        return torch.tensor(self._ask(op="output"))
-
-    def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
-        s = inputs.shape
-        k, v = (x.view(-1, s.H, s.S, s.D).transpose(1, 2) for x in (inputs.k, inputs.v))
-        return reference(inputs, inputs.pages(at), k, v)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _ask(self, **request: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-        except OSError as error:
-            raise RuntimeError(f"the process has ended, see {self._log}") from error
-        if not select.select([self._process.stdout], [], [], TIMEOUT_S)[0]:
-            raise RuntimeError(f"{request['op']}: no answer within {TIMEOUT_S:.0f} s")
-        line = self._process.stdout.readline()
-        answer = json.loads(line) if line else {"error": f"the process ended, see {self._log}"}
-        if "error" in answer:
-            raise RuntimeError(f"{request['op']}: {answer['error']}")
-        return answer["result"]
-
-
 class Vllm(Implementation):
     """``cpu_attention_with_kv_cache`` of vLLM, with scheduler metadata built outside the timed region: vLLM builds it
     once per step, for all layers."""
 
     tolerance = 1e-2  # its output is bfloat16
 
-    def __init__(self, pool_bytes: int) -> None:
+    def __init__(self) -> None:
         torch.ops.load_library(VLLM / "attention.so")
         self.name = f"vllm-{json.loads((VLLM / 'about.json').read_text())['version']}"
         self._stream: tuple[Shape, PageStream] | None = None

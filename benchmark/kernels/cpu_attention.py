@@ -8,7 +8,6 @@ Rows (format: rows.py), per shape and thread count:
     fp8_<type>-<isa>     the same over as many fp8 pages
     read                 a read loop over the same pages in the same order
     read-sequential      the same loop over as many pages in address order
-    ipex-2.8             Intel Extension for PyTorch; scripts/setup_ipex.sh
     vllm-<commit>        vLLM's decode attention; scripts/setup_baseline_kernels.sh
 
 All pages come from one pool much larger than the caches, in shuffled order; a page is read again only after all
@@ -186,10 +185,10 @@ def run_shape(
 
 
 def run(args: argparse.Namespace, threads: list[int], cpus: list[int], writer: Writer) -> None:
-    without = set(filter(None, args.without.split(",")))
     wanted = QUICK_POOL_BYTES if args.quick else POOL_BYTES
-    pools = 2 if "ipex-2.8" in without else 3  # two fp8 pools are as large as one
-    room = max(0, int(available_bytes() * 0.8) - RESERVE_BYTES) // pools
+    room = (
+        max(0, int(available_bytes() * 0.8) - RESERVE_BYTES) // 2
+    )  # two fp8 pools are as large as one
     pool_bytes = min(wanted, room // (4 << 20) * (4 << 20))
     if pool_bytes < min(wanted, 8 * cache_bytes()):
         reason = f"the pool may have {pool_bytes >> 20} MiB, the cache has {cache_bytes() >> 20}"
@@ -197,25 +196,20 @@ def run(args: argparse.Namespace, threads: list[int], cpus: list[int], writer: W
         return
     loop = ReadLoop(cpus)
     implementations: list[Implementation] = [Native(), Read(loop, False), Read(loop, True)]
-    for name, kind in (("ipex-2.8", baselines.Ipex), ("vllm", baselines.Vllm)):
-        if why := "left out by --without" if name in without else kind.absent():
-            writer.add(name, "absent", why)
-        else:
-            implementations.append(kind(pool_bytes))
+    if why := "left out by --without-vllm" if args.without_vllm else baselines.Vllm.absent():
+        writer.add("vllm", "absent", why)
+    else:
+        implementations.append(baselines.Vllm())
     models, all_sizes = (MODELS[1:2], ((2, 4),)) if args.quick else (MODELS, SIZES)
-    try:
-        pool = KvPool(pool_bytes)
-        implementations += [
-            Native(kind, pool.rounded(getattr(torch, dtype))) for kind, dtype in FP8_KV.items()
-        ]
-        for name, H, G, D in models:
-            for B, R in all_sizes:
-                inputs = Inputs(pool, Shape(name, B, R, H, G, D))
-                rounds = QUICK_ROUNDS if args.quick else ROUNDS
-                run_shape(writer, inputs, implementations, threads, rounds)
-    finally:
-        for impl in implementations:
-            impl.close()
+    pool = KvPool(pool_bytes)
+    implementations += [
+        Native(kind, pool.rounded(getattr(torch, dtype))) for kind, dtype in FP8_KV.items()
+    ]
+    for name, H, G, D in models:
+        for B, R in all_sizes:
+            inputs = Inputs(pool, Shape(name, B, R, H, G, D))
+            rounds = QUICK_ROUNDS if args.quick else ROUNDS
+            run_shape(writer, inputs, implementations, threads, rounds)
 
 
 def thread_counts(cpus: int) -> list[int]:
@@ -238,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows to FILE")
     parser.add_argument("--quick", action="store_true", help="only one small size")
-    parser.add_argument("--without", default="", metavar="IMPL,...", help="leave these out")
+    parser.add_argument("--without-vllm", action="store_true", help="leave out the baseline")
     args = parser.parse_args(argv)
     cpus = sorted(os.sched_getaffinity(0))
     shared: Row = environment("cpu_attention", ("sglang-scout", "torch", "numpy"))

@@ -1,4 +1,4 @@
-"""The whole comparison of the papers' systems: weights, plain text, HGCA's tables, servers, a table.
+"""The whole comparison of the papers' systems: weights, plain text, servers, a table.
 
     python -m benchmark.systems [--documents 3]     hours; rerunning the command resumes where it stopped
 
@@ -34,7 +34,6 @@ def parts(documents: int) -> list[list[str]]:
             "--json",
             str(RESULTS / "study_systems.jsonl"),
         ],
-        ["-m", "benchmark.systems.hgca", "--json", str(RESULTS / "hgca.jsonl")],
         *(["-m", "benchmark.systems.run", "--model", m, "--json", f] for m, f in servers.items()),
         ["-m", "benchmark.systems.table", *servers.values()],
     ]

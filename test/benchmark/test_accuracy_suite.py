@@ -290,3 +290,10 @@ def test_the_table_and_the_figure_hold_the_rows(tmp_path):
     assert "| scout, 512 | 0.250 | 0.250 |" in lines
     assert plot.main([str(path), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+def test_rows_of_a_removed_policy_still_make_the_table_and_the_figure(tmp_path):
+    path, out = plot.ROOT / "docs" / "results" / "accuracy.jsonl", tmp_path / "accuracy.md"
+    assert table.main([str(path), "--out", str(out)]) == 0
+    assert "| scout, signs |" in out.read_text()
+    assert plot.main([str(path), "--out", str(tmp_path)]) == 0

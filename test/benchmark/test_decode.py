@@ -1,10 +1,7 @@
 """``benchmark/decode``: a step that makes the host wait for the device is detected; contents of its rows."""
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +12,6 @@ from benchmark import device, rows
 from benchmark.decode import check, gpu_decode, harness
 from benchmark.decode.launches import of_layer
 from benchmark.decode.model import SIZES
-from sglang_scout.cli.step_model import Device, Work, offload_step
 from sglang_scout.ops import triton
 from sglang_scout.ops.doorbell import DeviceRing
 
@@ -56,19 +52,6 @@ def test_a_check_ends_with_the_first_step_that_lacks_an_answer(monkeypatch):
     found = list(check.findings("cpu", 1, steps=3))
     assert [kind for kind, _ in found] == ["verified", "off"]
     assert all(len(wrong) == 1 and "no answer in time" in wrong[0] for _, wrong in found)
-
-
-def test_steps_of_the_cpu_device(tmp_path):
-    """In a separate process, which it pins to one CPU."""
-    pytest.importorskip("sglang_scout._native")
-    path = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "benchmark.decode.cpu_step", "--batch", "1", "--steps", "2"]
-    subprocess.run([*command, "--out", str(path)], check=True, timeout=240, capture_output=True)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(rows) == 4
-    for row in rows:
-        device, work = Device(**row["device"]), Work(**row["work"])
-        assert device.in_order and offload_step(work, device, 1, row["missing_share"]).us > 0
 
 
 def options_of(monkeypatch, **changes):

@@ -138,19 +138,19 @@ def test_page_scores_runs(tmp_path):
 
 def test_cpu_attention_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
-    done = run_benchmark(
-        "kernels.cpu_attention", "--quick", "--without", "ipex-2.8,vllm", "--json", str(path)
-    )
+    done = run_benchmark("kernels.cpu_attention", "--quick", "--without-vllm", "--json", str(path))
     assert done.returncode == 0, done.stderr
     found = rows.read_rows(path)
     by_impl = {row["impl"]: row for row in found}
-    assert {by_impl[name]["status"] for name in ("ipex-2.8", "vllm")} == {"absent"}
+    assert by_impl["vllm"]["status"] == "absent"
     native = f"native-{found[0]['native_best_isa']}"
     for impl in (native, "read", "read-sequential"):
         row = by_impl[impl]
         assert row["status"] == "ok", row["reason"]
         call_bytes = 2 * 2 * row["batch"] * row["pages"] * row["page_size"] * row["H"] * row["D"]
-        assert row["gb_per_s"] == pytest.approx(call_bytes / row["median_us"] / 1e3, rel=0.01)
+        assert row["gb_per_s"] == pytest.approx(
+            call_bytes / row["median_us"] / 1e3, rel=0.01, abs=1e-4
+        )
     assert all(row["max_abs_error"] <= 1e-4 for row in found if row["impl"] == native)
 
 
@@ -161,14 +161,6 @@ def test_a_baseline_that_was_not_built_or_for_another_torch_says_so(tmp_path, mo
     assert "scripts/setup_baseline_kernels.sh" in baselines.Vllm.absent()
     (tmp_path / "about.json").write_text(json.dumps({"version": "x", "torch": "1.0"}))
     assert "built for torch 1.0" in baselines.Vllm.absent()
-
-
-def test_control_runs(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    done = run_benchmark("ring.control", "--quick", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    found = {row["impl"]: row["median_us"] for row in rows.read_rows(path)}
-    assert found["start"] > found["python"] and {"stop", "heartbeat"} < set(found)
 
 
 def test_ring_latency_runs(tmp_path):

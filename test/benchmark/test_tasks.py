@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ PINNED_PROMPT = (
     "maple = lonely marble ; fragile fountain = polar beacon ; trace hollow bell ="
 )
 PINNED_ANSWER = "proud fountain = late marble = 61 52 ;"
-EVERY_TASK = dict.fromkeys(tasks.TASKS, 1.0)
 
 
 def statements(words: list[str]) -> tuple[dict[str, list[list[str]]], dict[str, int]]:
@@ -79,25 +77,6 @@ def test_texts_stay_as_they_are():
     assert sample.prompt_text == PINNED_PROMPT
     assert sample.answer_text == PINNED_ANSWER
     assert vocabulary.VOCAB_TOKENS == 576
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    length=st.integers(min_value=320, max_value=1500),
-    seed=SEEDS,
-    share=st.floats(0.1, 0.5),
-    mixed=st.integers(1, 3),
-)
-def test_every_answer_of_a_document_follows_from_its_body(length, seed, share, mixed):
-    document = tasks.make_document(EVERY_TASK, length, seed, share, mixed)
-    assert document.tokens.shape == (length,) and document.tokens.dtype == np.int64
-    words = vocabulary.to_text(document.tokens.tolist()).split()
-    body = " ".join(words[: document.answers[0][1] - 4])
-    for task, begin, end in document.answers:
-        found = vocabulary.to_ids(" ".join(solve(body, " ".join(words[begin - 4 : begin]))))
-        assert tasks.is_correct(task, document.tokens[begin:end].tolist(), found)
-    again = tasks.make_document(EVERY_TASK, length, seed, share, mixed)
-    assert (again.tokens == document.tokens).all() and again.answers == document.answers
 
 
 def test_scoring():

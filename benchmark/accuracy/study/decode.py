@@ -15,10 +15,8 @@ from torch import Tensor
 
 from benchmark.accuracy.study.model import KV, Model
 from benchmark.accuracy.study.selection import Digest, Setting, choose, page_scores
-from sglang_scout.ops.rotated import hadamard
 
 ROWS = 64  # queries per block
-CARRY = 0.5  # share of the previous token's change across the layer that extrapolation adds to the input
 
 
 class Text:
@@ -91,18 +89,14 @@ def decode_window(
         q = model.query(layer, x, position)
         k, v = model.keys_values(layer, x, position)
         keys, values = (torch.cat([a[:, :start], b], 1) for a, b in ((text_k, k), (text_v, v)))
-        if setting.kv:
-            keys, values = rounded(keys, values, setting.kv)
-        source = x if before is None and setting.query == "forecast" else before
-        predicted = q if source is None else predict(model, layer, setting, source, x, position)
+        predicted = q if before is None else model.query(layer, before, position)
+        if setting.query == "forecast":
+            predicted = model.forecast(layer, x if before is None else before, position)
         digest = digests[layer] if sparse and layer not in setting.dense_layers else None
         is_real = setting.query == "real" or layer in setting.exact_layers
         ahead = q if is_real else predicted
-        if setting.exact_steps:
-            ahead = torch.cat([q[: setting.exact_steps], ahead[setting.exact_steps :]])
-        out, mass, chosen = attend(
-            setting, layer, digest, q * model.scale, ahead * model.scale, keys, values, start, prefilled
-        )  # fmt: skip
+        scaled = q * model.scale, ahead * model.scale
+        out, mass, chosen = attend(setting, digest, *scaled, keys, values, start, prefilled)
         window.mass[layer] = mass
         if digest is not None:
             window.pages[layer] = chosen[:, prefilled:].sum(-1).float().mean()
@@ -115,22 +109,8 @@ def decode_window(
     return window
 
 
-def predict(
-    model: Model, layer: int, setting: Setting, before: Tensor, x: Tensor, position: Tensor
-) -> Tensor:
-    """The query [W, HQ, D] of ``layer``, predicted from the input ``before`` [W, d] of the previous layer."""
-    if setting.query == "forecast":
-        return model.forecast(layer, before, position)
-    if setting.query != "extrapolated":
-        return model.query(layer, before, position)
-    change = torch.zeros_like(x)
-    change[1:] = x[:-1] - before[:-1]  # of the previous token, already known
-    return model.query(layer, before + CARRY * change, position)
-
-
 def attend(
     setting: Setting,
-    layer: int,
     digest: Digest | None,
     q: Tensor,
     ahead: Tensor,
@@ -154,10 +134,7 @@ def attend(
     old, N = start // S, T // S
     new_pages = keys[:, start : N * S].unflatten(1, (N - old, S))
     out, mass, kept = torch.empty_like(q), 0.0, []
-    draw = torch.Generator().manual_seed(T)
-    # Of the token before a block: its selection, and the scores behind it.
-    previous: Tensor | None = None
-    last_score: Tensor | None = None
+    previous: Tensor | None = None  # selection of the token before a block
     for rows in _blocks(W):
         at = torch.arange(start, T)[rows]
         of_prompt = (at < start + prefilled)[:, None]
@@ -177,16 +154,6 @@ def attend(
                 norms = digest.log_norms(values[:, : N * S].unflatten(1, (N, S)))
                 of_values = digest.scores(chooser, old, new_pages, norms).view(H, -1, G, N)
             score = page_scores(setting, estimate, full, of_values)
-            if setting.score_every > 1:
-                token = torch.arange(W)[rows]
-                anew = (token + layer) % setting.score_every == 0
-                anew |= (token == 0) | (token == prefilled)
-                # [w] of each row, itself or an earlier one; 0 is the last block's.
-                at_score = (torch.arange(1, len(token) + 1) * anew).cummax(0).values
-                if last_score is None:
-                    last_score = score[:, :1]
-                score = torch.cat([last_score, score], 1)[:, at_score]
-                last_score = score[:, -1:]
             chosen = choose(setting, score, full)  # [H or 1, w, N]
             # The partially filled page always counts, and is not one of the full ones.
             in_full = torch.arange(T) < (full * S)[:, None]
@@ -200,13 +167,8 @@ def attend(
                 remote = _remote(setting, chosen, full, previous) & ~of_prompt
                 previous = chosen[:, -1:]
                 theirs = (chooser @ keys[:, : N * S].mT).view(H, -1, G, N * S)
-                if setting.far < 1:
-                    remote &= torch.rand(remote.shape, generator=draw) < setting.far
-                if setting.attends.startswith(("corrected", "reweighed")):
+                if setting.attends.startswith("reweighed"):
                     exact = digest.scores(real, old, new_pages).view(H, -1, G, N)
-                if setting.attends.startswith("corrected"):
-                    theirs += (exact - estimate).repeat_interleave(S, -1)
-                elif setting.attends.startswith("reweighed"):
                     of_remote = [
                         u.masked_fill(~remote[:, :, None], -torch.inf).logsumexp(-1, keepdim=True)
                         for u in (exact, estimate)
@@ -238,16 +200,6 @@ def _remote(setting: Setting, chosen: Tensor, full: Tensor, previous: Tensor | N
 def _blocks(rows: int) -> Iterator[slice]:
     for begin in range(0, rows, ROWS):
         yield slice(begin, min(begin + ROWS, rows))
-
-
-def rounded(keys: Tensor, values: Tensor, kv: str) -> tuple[Tensor, Tensor]:
-    """Both ``[H, T, D]`` as stored with ``Setting.kv``; D is a power of two if rotated."""
-    dtype = getattr(torch, kv.removeprefix("rotated "))
-    values = values.to(dtype).float()
-    if dtype == getattr(torch, kv, None):
-        return keys.to(dtype).float(), values
-    turn = hadamard(keys.shape[-1])
-    return (keys @ turn).to(dtype).float() @ turn, values
 
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:

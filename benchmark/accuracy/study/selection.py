@@ -5,11 +5,9 @@ Shapes: W queries of a window, N pages of S tokens, H key-value heads, G query h
 A digest estimates the attention logits q.k (with queries pre-scaled by 1/sqrt(D)) of a page's tokens, and from them
 the page's log mass, log sum exp(q.k):
     keys          the keys themselves: the true page mass, the oracle
-    mean-R        means of R consecutive tokens; mean-S is the page's mean key
-    rotated-B     for rotated keys, the mean in int8, and each token's difference from it with B = 1 or 2 bits per
-                  channel and a scale: ops/rotated.py, for any page size
+    rotated-2     for rotated keys, the mean in int8, and each token's difference from it with two bits per channel and
+                  a scale: ops/rotated.py, for any page size
     calibrated    the same with one bit per channel on average in calibrated coordinates: ops/rotated.py
-    pca-C         the C leading principal components of all keys in four bits (calibrated on the text)
     minmax-R      bounds over R consecutive tokens; minmax-S is that of Quest, the paper and ops/score.py
     window        the mean key of the best window of a page, stride half a page, from halves of 16 tokens: SparDA
     pilot         a trained page embedding times a trained embedding of a group's queries: RheoServe; both ops/embed.py
@@ -36,21 +34,12 @@ from sglang_scout.ops.rotated import (
     rotate,
 )
 
-KINDS = ("keys", "mean", "rotated", "calibrated", "pca", "minmax", "window", "pilot")
+KINDS = ("keys", "rotated", "calibrated", "minmax", "window", "pilot")
 FILES = {"pilot": "pilot", "calibrated": "digest"}
 """Kinds of files that digests need."""
-ONE_BIT = 0.79788  # the level of a sign, of a normal variable
-REDUCTIONS = ("mass", "value", "max", "sum")
-QUERIES = ("real", "predicted", "extrapolated", "forecast")
-ATTENDS = (
-    "real",
-    "predicted",
-    "predicted-missing",
-    "corrected",
-    "corrected-missing",
-    "reweighed",
-    "reweighed-missing",
-)
+REDUCTIONS = ("mass", "value")
+QUERIES = ("real", "predicted", "forecast")
+ATTENDS = ("real", "predicted-missing", "reweighed", "reweighed-missing")
 
 
 @dataclass(frozen=True)
@@ -61,21 +50,16 @@ class Setting:
         budget_tokens: in full pages, including the first page and the newest; None: all, full attention.
         digest, reduce: see above and `reduced`.
         grain: "layer": one selection for all heads; "head": one per key-value head.
-        query: which query selects: the layer's own, the next layer's projection of this layer's input, the same with
-            the input extrapolated by half of the previous token's change; or one trained vector per key-value head.
-        exact_layers, exact_steps: layers, and first tokens of a window, that select and attend with the real query.
+        query: which query selects: the layer's own, the next layer's projection of this layer's input, or one trained
+            vector per key-value head.
+        exact_layers: layers that select and attend with the real query.
         dense_layers: layers that attend to everything.
         stop_mass: if the budget does not cover all pages, select only until they hold this share of the mass estimated
             by the digest.
         attends: whose query attends to the selected pages, except the first and the newest, which are always on the
             device: the real one; the predicted one for all of them, or for those that the previous token had not
-            selected ("-missing"); "corrected": with each page's log mass corrected by the digest, + est(q) -
-            est(predicted q); "reweighed": the same correction for their joint mass.
-        score_every: a token ranks pages by the scores of an earlier one, computed anew every so many tokens, in a
-            different one of them in each layer; the first token of a window, and after a prompt, computes its own.
-        far: share, 0 to 1, of the pages that ``attends`` names, sampled for each token.
-        kv: torch dtype that keys and values are rounded to for attention; none: "". Digests are not rounded. With
-            "rotated " before it, keys are rounded after a Hadamard transform, queries taking the same.
+            selected ("-missing"); "reweighed": with their joint log mass corrected by the digest, + est(q) -
+            est(predicted q).
     """
 
     budget_tokens: int | None = None
@@ -85,13 +69,9 @@ class Setting:
     page_tokens: int = 32
     query: str = "real"
     exact_layers: tuple[int, ...] = ()
-    exact_steps: int = 0
     dense_layers: tuple[int, ...] = ()
     stop_mass: float = 1.0
     attends: str = "real"
-    score_every: int = 1
-    far: float = 1.0
-    kv: str = ""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -106,10 +86,6 @@ class Setting:
                 )
         if self.attends != "real" and self.query in ("real", "forecast"):
             raise ValueError(f"attends = {self.attends!r} needs a predicted query")
-        if self.stop_mass < 1 and self.reduce not in ("mass", "value"):
-            raise ValueError(
-                f"stop_mass = {self.stop_mass} needs reduce = 'mass' or 'value', not {self.reduce!r}"
-            )
         if self.budget_tokens is not None and self.budget_tokens < 2 * self.page_tokens:
             raise ValueError(f"budget_tokens = {self.budget_tokens}: less than two pages")
 
@@ -117,7 +93,7 @@ class Setting:
     def name(self) -> str:
         """One-line description of the differences from plain selection by the real query."""
         if self.budget_tokens is None:
-            return f"full kv={self.kv}" if self.kv else "full"
+            return "full"
         more = {k: v for k, v in asdict(self).items() if v != getattr(Setting, k)}
         said = [f"{k}={v}" for k, v in more.items() if k not in ("budget_tokens", "digest")]
         return " ".join([self.digest, str(self.budget_tokens), *said])
@@ -126,19 +102,11 @@ class Setting:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
-def coded(x: Tensor, bits: int) -> Tensor:
-    """[..., D] quantized to ``bits`` per channel with one scale per vector, and dequantized."""
+def in_two_bits(x: Tensor) -> Tensor:
+    """[..., D] quantized to two bits per channel with one scale per vector."""
     scale = x.square().mean(-1, keepdim=True).sqrt()
     first = torch.where(x < 0, -scale, scale)
-    if bits == 1:
-        return ONE_BIT * first
     return FIRST * first + SECOND * torch.where(x.abs() > FIRST * scale, first, -first)
-
-
-def in_int4(x: Tensor) -> Tensor:
-    """[..., D] quantized to sixteen levels with one scale per vector."""
-    step = (x.abs().amax(-1, keepdim=True) / 7.5).clamp(min=torch.finfo().tiny)
-    return ((x / step - 0.5).round().clamp(-8, 7) + 0.5) * step
 
 
 def in_int8(x: Tensor) -> Tensor:
@@ -181,23 +149,17 @@ class Digest:
                 f"digest {name!r} needs a file: scripts/train_forecast.py --kind {FILES[name]}"
             )
         self._trained = trained
-        self._number = int(rest or 1)  # rows' tokens, bits, or components
-        if self.kind == "pca":
-            self._centre = pages.mean((1, 2), keepdim=True)
-            flat = (pages - self._centre).flatten(1, 2)
-            self._axes = torch.linalg.eigh(flat.mT @ flat).eigenvectors[..., -self._number :]
+        self._rows = int(rest or 1)  # tokens of a row of bounds
         self._text = self._summary(pages)
 
     def _summary(self, pages: Tensor) -> tuple[Tensor, ...]:
-        """For ``pages`` [H, N, S, D]: bounds, or R rows that represent S / R tokens each; [H, N, R, D]."""
-        kind, number = self.kind, self._number
+        """For ``pages`` [H, N, S, D]: bounds of R rows of S / R tokens each, or a row per token; [H, N, R, D]."""
+        kind = self.kind
         if kind == "keys":
             return (pages,)
         if kind == "minmax":
-            boxes = pages.unflatten(2, (-1, number))
+            boxes = pages.unflatten(2, (-1, self._rows))
             return boxes.amax(3), boxes.amin(3)
-        if kind == "mean":
-            return (pages.unflatten(2, (-1, number)).mean(3),)
         if kind == "window":
             return (pages.unflatten(2, (2, -1)).mean(3),)
         if kind == "pilot":
@@ -206,12 +168,9 @@ class Digest:
             )
         if kind == "calibrated":
             return (as_stored(pages, Coordinates(*self._trained)),)
-        if kind == "rotated":
-            x = rotate(pages)
-            mean = in_int8(x.mean(2, keepdim=True))
-            return (mean + coded(x - mean, number),)
-        parts = in_int4((pages - self._centre).flatten(1, 2) @ self._axes) @ self._axes.mT
-        return (self._centre + parts.view(pages.shape),)
+        x = rotate(pages)
+        mean = in_int8(x.mean(2, keepdim=True))
+        return (mean + in_two_bits(x - mean),)
 
     def log_norms(self, values: Tensor) -> Tensor:
         """[H, N, S] for ``values`` [H, N, S, D], as stored by this digest: rotated ones in a byte."""
@@ -256,24 +215,19 @@ class Digest:
         if tokens is not None:
             u += tokens[:, None]
         largest = u.amax(-1, keepdim=True)
-        tokens = self._number if self.kind == "mean" else 1
-        return (u.sub_(largest).exp_().sum(-1) * tokens).log_().add_(largest[..., 0])
+        return u.sub_(largest).exp_().sum(-1).log_().add_(largest[..., 0])
 
 
 def reduced(how: str, u: Tensor, heads: tuple[int, ...], of_values: Tensor | None = None) -> Tensor:
     """Reduces scores over the dimensions ``heads`` of u [..., N] to one per page; void pages are -inf.
 
     mass: sum of the heads' softmax over pages; value: the same with each token weighted by its value norm,
-    ``of_values`` like u (as in ops/rotated.py); max: largest log-softmax (as in ops/score.py); sum: of the scores.
+    ``of_values`` like u (as in ops/rotated.py).
     """
     if how == "value":
         assert of_values is not None
         return (of_values - u.logsumexp(-1, keepdim=True)).exp().sum(heads)
-    if how == "mass":
-        return u.softmax(-1).sum(heads)
-    if how == "max":
-        return (u - u.logsumexp(-1, keepdim=True)).amax(heads)
-    return u.sum(heads)
+    return u.softmax(-1).sum(heads)
 
 
 def page_scores(
