@@ -90,7 +90,7 @@ class Native(Implementation):
         tables = [inputs.pages(at) for at in starts]
         begin_ns = time.perf_counter_ns()
         for pages in tables:
-            self._attend(q, k, v, pages, None, None, scale, 0.0, out, None, None)
+            self._attend(q, k, v, pages, None, None, scale, out, None, None)
         ns = time.perf_counter_ns() - begin_ns
         self._out = out[0][inputs.shape.checked_rows]
         return ns
