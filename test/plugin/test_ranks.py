@@ -127,7 +127,7 @@ def test_a_gpu_on_the_second_of_two_nodes(
     by_node = numa.cpus_by_node(allowed)
     assert plan.background == background
 
-    spec = ArenaSpec(2, 4000, 32, 2, 4, 64, "bfloat16", 0.125, 4, 8, 0.0, len(nodes))
+    spec = ArenaSpec(2, 4000, 32, 2, 4, 64, "bfloat16", 0.125, 4, 8, len(nodes))
     with Arena.create(spec, numa_nodes=list(nodes), hugepages=False) as arena:
         begin = arena.address
         for address, nbytes, node in bound:

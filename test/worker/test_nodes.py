@@ -73,7 +73,7 @@ def offsets_of(spec, page):
     st.sampled_from([4096, HUGE]),
 )
 def test_spans_cover_everything_once(layers, pages, size, heads, dim, num_nodes, align):
-    spec = ArenaSpec(layers, pages, size, heads, heads, dim, "bfloat16", 1.0, 2, 4, 0.0, num_nodes)
+    spec = ArenaSpec(layers, pages, size, heads, heads, dim, "bfloat16", 1.0, 2, 4, num_nodes)
     at = layout_of(spec)
     assert spec.stripe_pages * num_nodes >= pages > 0
     spans = node_spans(spec, at, range(num_nodes), align)
