@@ -58,7 +58,7 @@ from benchmark.decode.model import (
 )
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.step_inputs import Offered
+from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.worker.cpus import plan_cpus
 from sglang_scout.worker.host_memory import available_bytes
 
@@ -314,7 +314,7 @@ def calibrated_rho(store: Store, context: int, budget_pages: int) -> float:
     pages, size = context // PAGE, store.size
     table = torch.arange(1, pages + 1, dtype=torch.int32, device=store.device)[None]
     n_full = torch.full((1,), pages, dtype=torch.int32, device=store.device)
-    offered = Offered.of(table, n_full, 1)
+    candidates = Candidates.of(table, n_full, 1)
     layers = range(0, size.layers, max(1, size.layers // 4))
     source = torch.Generator(store.device).manual_seed(1)
     shape = (2, len(layers), 1, size.q_heads, size.head_dim)
@@ -323,7 +323,7 @@ def calibrated_rho(store: Store, context: int, budget_pages: int) -> float:
     def chosen(queries: torch.Tensor) -> list[torch.Tensor]:
         found = []
         for layer, query in zip(layers, queries, strict=True):
-            scores = store.digests.score(layer, query, offered, store.shape.scale, "mass")
+            scores = store.digests.score(layer, query, candidates, store.shape.scale, "mass")
             found.append(scores[0].topk(min(budget_pages, pages)).indices)
         return found
 

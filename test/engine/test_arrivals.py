@@ -30,8 +30,8 @@ def arrive(worker, request, row):
     queries = torch.cat(
         [worker._projector(i)(worker.hidden[i, row : row + 1], None) for i in layers]
     )
-    digest, scale = worker.engine.policy.digest, worker.shape.scale
-    hint = choose_hint(worker.digests, queries, full, digest, scale)
+    rule, scale = worker.engine.policy.rule, worker.shape.scale
+    hint = choose_hint(worker.digests, queries, full, rule, scale)
     worker.engine.boundary.arrivals.add(request.slot, full, hint)
     return full if len(full) <= BUDGET else full[hint[:, :BUDGET]]
 

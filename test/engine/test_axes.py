@@ -64,8 +64,8 @@ def test_any_axes_attend_to_exactly_their_pages(
 
     def made(context):
         policy = make_policy(context)
-        rule = dataclasses.replace(policy.digest, kind=digest, only_selected=only_selected)
-        return dataclasses.replace(policy, digest=rule, query=QUERIES[query], route=route)
+        rule = dataclasses.replace(policy.rule, kind=digest, only_selected=only_selected)
+        return dataclasses.replace(policy, rule=rule, query=QUERIES[query], route=route)
 
     with mock.patch.object(mini_worker, "make_policy", made):
         worker = MiniWorker(

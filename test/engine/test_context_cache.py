@@ -7,7 +7,7 @@ import torch
 from sglang_scout.engine.context_cache import ContextCache
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.policy.base import KNOWN_AFTER
+from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 L, P, S, H, D = 2, 9, 32, 2, 16
 
@@ -70,7 +70,7 @@ def test_pages_of_a_request_that_ended_come_back_when_no_step_may_read_them():
     used = cache.used_pages
     cache.begin_step()
     cache.release(kept)
-    for _ in range(KNOWN_AFTER):
+    for _ in range(RESULT_DELAY_STEPS):
         assert cache.used_pages == used > 0
         cache.begin_step()
     assert cache.used_pages == 0

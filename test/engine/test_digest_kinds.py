@@ -9,7 +9,7 @@ import torch
 from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.core.page_bytes import EMBEDDINGS
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.step_inputs import Offered
+from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.embed import half_means, pooled
 
@@ -52,7 +52,7 @@ def test_a_pool_scores_each_head_by_its_keys(kind):
             of_query = torch.einsum("hrx,bhx->bhr", w_q, real.view(2, H, -1))
             expected = torch.einsum("bhr,bnhr->bhn", of_query, e[table])
         expected[1, :, 2:] = -torch.inf
-        got = pool.score(layer, query, Offered.of(table, n_full, 2), SHAPE.scale, "mass")
+        got = pool.score(layer, query, Candidates.of(table, n_full, 2), SHAPE.scale, "mass")
         torch.testing.assert_close(got.view(2, H, 4), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -59,8 +59,8 @@ def test_fixed_recall_waits_for_its_copies(make):
 def test_one_request_that_fits_is_resident_whole_and_exact(make):
     worker = make(budget_tokens=128, max_batch=4)
     policy = worker.engine.policy
-    attends_to_all = dataclasses.replace(policy.digest, only_selected=False)
-    worker.engine.policy = dataclasses.replace(policy, digest=attends_to_all)
+    attends_to_all = dataclasses.replace(policy.rule, only_selected=False)
+    worker.engine.policy = dataclasses.replace(policy, rule=attends_to_all)
     policy.residency.patience_us = None
     worker.admit(19 * SIZE + 5)  # far more than its budget of 4 pages, less than the 24 slots
     worker.step()

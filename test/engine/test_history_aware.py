@@ -190,4 +190,4 @@ def test_slots_are_held_back_for_what_comes_before_the_next_exchange():
         ([999, 15, 1, 1, 0, 2], 2),
     ):
         assert residency.reserve(lengths, np.array(max_new)) == expected
-    assert residency.warm_pages(np.array([0, 3, 9]), 4).tolist() == [0, 3, 4]
+    assert residency.loaded_pages(np.array([0, 3, 9]), 4).tolist() == [0, 3, 4]

@@ -23,10 +23,10 @@ def bytes_read(worker, monkeypatch):
         counted["kv"] += on_device * page_bytes + int(tail_len.sum()) * page_bytes // SIZE
         return attend(q, k, v, pages, tail_slot, tail_len, *args, slot_of=slot_of, **kwargs)
 
-    def scored(self, layer, query, offered, *args):
+    def scored(self, layer, query, candidates, *args):
         each = sum(part[0, 0].nbytes for part in self.parts)
-        counted["digests"] += int(offered.n_scored[: len(query)].sum()) * each
-        return score(self, layer, query, offered, *args)
+        counted["digests"] += int(candidates.n_scored[: len(query)].sum()) * each
+        return score(self, layer, query, candidates, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(step, "attend_pages", attended)

@@ -78,11 +78,11 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
 )
 def test_bytes_of_a_step_are_those_of_its_buffers(make, policy, keys):
     engine = (made := make(policy=policy, config=keys)).engine
-    offered, lists = engine._inputs.offered, made.config.lists(made.shape.num_kv_heads)
+    candidates, lists = engine._inputs.candidates, made.config.lists(made.shape.num_kv_heads)
     held = [engine.transport._staged] if engine.policy.route == "fetch" else []
     if lists > 1:
-        scores = torch.zeros(offered.list_table.shape)
-        held += [offered.list_table, offered.digest_rows, scores, engine._results._both]
+        scores = torch.zeros(candidates.list_table.shape)
+        held += [candidates.list_table, candidates.digest_rows, scores, engine._results._both]
     context, route = 32 * engine.sizes.max_pages, engine.policy.route
     planned = ServerSize(made.config, made.shape, made.max_batch, context, [1], route)
     assert planned.step_bytes == sum(x.nbytes for x in held)
@@ -95,7 +95,7 @@ def test_bytes_of_a_window_s_step_are_those_of_its_buffers(make):
     settings = dataclasses.replace(made.config, context_share=0.3)
     context = 32 * made.engine.sizes.max_pages
     assert ServerSize(settings, made.shape, made.max_batch, context, [1]).step_bytes == held
-    assert made.engine._results._both.numel() == 0 and made.engine._inputs.offered.lists == 1
+    assert made.engine._results._both.numel() == 0 and made.engine._inputs.candidates.lists == 1
 
 
 def test_no_more_slots_than_pages_and_no_more_budget_than_context():

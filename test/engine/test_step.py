@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mini_worker import SIZE, MiniWorker
-from sglang_scout.engine.step_inputs import Offered
-from sglang_scout.policy.base import KNOWN_AFTER
+from sglang_scout.engine.step_inputs import Candidates
+from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 FP32_TOLERANCE = 1e-5
 """Relative; two online softmaxes and a merge against one softmax, in fp32."""
@@ -104,7 +104,7 @@ def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
                 scores = worker.digests.score(
                     layer,
                     worker.queries[layer][row : row + 1].contiguous(),
-                    Offered.of(full, count, 1),
+                    Candidates.of(full, count, 1),
                     worker.shape.scale,
                     "mass",
                 )
@@ -196,8 +196,10 @@ def test_counters(make):
         worker.step()
         asked.append(sum((pages >= 0).sum() for _, pages in worker.missing.asked))
     counters = worker.engine.counters
-    assert counters.cpu_pages == sum(asked[:-KNOWN_AFTER]) == counters.cpu_pages_by_layer.sum()
-    assert counters.selected_pages == (5 - KNOWN_AFTER) * 3 * 2 * 4
+    assert (
+        counters.cpu_pages == sum(asked[:-RESULT_DELAY_STEPS]) == counters.cpu_pages_by_layer.sum()
+    )
+    assert counters.selected_pages == (5 - RESULT_DELAY_STEPS) * 3 * 2 * 4
     assert counters.budget_pages == counters.selected_pages
     assert counters.steps == 5
 

@@ -47,22 +47,22 @@ def test_the_device_has_what_was_sent_and_nothing_of_before(rows_of_steps, chang
             empty,
             strict=True,
         ):
-            there = getattr(inputs.offered if name.startswith("n_") else inputs, name).tolist()
+            there = getattr(inputs.candidates if name.startswith("n_") else inputs, name).tolist()
             assert there == [*map(int, expected), *[rest] * (ROWS - n)], name
         assert torch.equal(inputs.tail_slot[:, :n], sent.tail_slot)
         assert (inputs.tail_slot[:, n:] == -1).all()
         for row in range(ROWS):
             count = full[row] if row < n else 0
             if count:
-                assert torch.equal(inputs.offered.table[row, :count], sent.table[row, :count])
-            assert (inputs.offered.table[row, count:] == -1).all(), "full pages alone"
-        offered = inputs.offered
+                assert torch.equal(inputs.candidates.table[row, :count], sent.table[row, :count])
+            assert (inputs.candidates.table[row, count:] == -1).all(), "full pages alone"
+        candidates = inputs.candidates
         for each in range(lists):
-            assert torch.equal(offered.list_n_full[each::lists], offered.n_full)
-            assert torch.equal(offered.list_n_scored[each::lists], offered.n_scored)
-            assert torch.equal(offered.list_table[each::lists], offered.table)
-            places = offered.digest_rows[each::lists]
-            assert ((places < 0) == (offered.table < 0)).all()
+            assert torch.equal(candidates.list_n_full[each::lists], candidates.n_full)
+            assert torch.equal(candidates.list_n_scored[each::lists], candidates.n_scored)
+            assert torch.equal(candidates.list_table[each::lists], candidates.table)
+            places = candidates.digest_rows[each::lists]
+            assert ((places < 0) == (candidates.table < 0)).all()
             assert torch.equal(
-                places.clamp(min=-1), torch.where(places < 0, -1, offered.table * lists + each)
+                places.clamp(min=-1), torch.where(places < 0, -1, candidates.table * lists + each)
             )

@@ -13,7 +13,7 @@ import torch
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.hints import HINT_PAGES
 from sglang_scout.engine.stores import HostPages, ModelShape
-from sglang_scout.policy.base import Digest
+from sglang_scout.policy.base import SelectionRule
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
 hooks = pytest.importorskip("sglang_scout.plugin.prefill_hooks", reason="needs SGLang")
@@ -66,7 +66,7 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
     monkeypatch.setattr(hooks.adapter, "extend_end", lambda req: 7 * SIZE + 1)
     monkeypatch.setattr(hooks, "DigestKVPool", SimpleNamespace)
     kv = SimpleNamespace(
-        page_size=SIZE, device="cpu", digests=digests, digest=Digest(kind="minmax", head_reduce="max"),
+        page_size=SIZE, device="cpu", digests=digests, rule=SelectionRule(kind="minmax", head_reduce="max"),
         host_pages=HostPages(SHAPE, keys, keys), shape=SHAPE, last_queries=LastQueries(),
     )  # fmt: skip
     order = torch.tensor([3, 1, 8, 2, 7, 5, 4, 6])

@@ -14,7 +14,7 @@ import torch
 
 from page_weights import identity, pilot_weights
 from sglang_scout.engine.digest_pool import KINDS, DigestPool
-from sglang_scout.engine.step_inputs import Offered
+from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.score import score_pages
 
@@ -268,7 +268,7 @@ def test_a_pool_scores_by_the_bounds_of_its_keys(head_reduce):
     table = torch.arange(9, dtype=torch.int32).repeat(2, 1)
     n_full = torch.tensor([9, 5], dtype=torch.int32)
     for layer in range(3):
-        got = digests.score(layer, q, Offered.of(table, n_full, 1), 0.01, head_reduce)
+        got = digests.score(layer, q, Candidates.of(table, n_full, 1), 0.01, head_reduce)
         bounds = k[layer].aminmax(dim=1)
         exact = score_pages.reference(q, *bounds, table, n_full, 0.01, head_reduce)
         assert ((got == -torch.inf) == (exact == -torch.inf)).all()

@@ -46,8 +46,8 @@ def test_exact_layers_are_not_predicted_and_have_no_lead():
 def test_the_paper_s_choices():
     """Sections 2.2, 3.3 and 3.4."""
     policy = make(config(config='{"paper": true}'), 4)
-    digest, residency = policy.digest, policy.residency
-    assert (digest.kind, digest.reweigh, digest.only_selected) == ("minmax", False, True)
+    rule, residency = policy.rule, policy.residency
+    assert (rule.kind, rule.reweigh, rule.only_selected) == ("minmax", False, True)
     assert policy.query.targets(0, 4) == (0, 1) and policy.query.attends
     due = [[step for step in range(1, 17) if residency.due(layer, step)] for layer in range(4)]
     assert all(len(steps) == 2 and steps[1] - steps[0] == 8 for steps in due)

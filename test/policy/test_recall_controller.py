@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sglang_scout.policy.base import KNOWN_AFTER, StepReport
+from sglang_scout.policy.base import RESULT_DELAY_STEPS, StepReport
 from sglang_scout.policy.recall_controller import (
+    GRACE_STEPS,
     MAX_INTERVAL_STEPS,
-    WARM_UP_STEPS,
     RecallController,
 )
 
@@ -40,7 +40,9 @@ class World:
         self.link_pages = link_pages
         self.missing = np.zeros(self.layers)  # pages
         # Their values at each step whose results are not known yet.
-        self.measured = deque(np.zeros((KNOWN_AFTER, self.layers)), maxlen=KNOWN_AFTER)
+        self.measured = deque(
+            np.zeros((RESULT_DELAY_STEPS, self.layers)), maxlen=RESULT_DELAY_STEPS
+        )
         self.queued = np.zeros(self.layers)  # pages on the link
         self.started = np.zeros(self.layers, np.int64)
         self.landed = np.zeros(self.layers, np.int64)
@@ -148,7 +150,7 @@ def test_noise_alone_does_not_raise_the_copies():
         noisy.drift[:] = rng.choice([0.0, 0.012, 0.024])
         noisy.step()
     assert np.mean(np.array(noisy.ratios[100:]) > BETA) < 0.1
-    assert np.max(noisy.ratios[100:]) < BETA + 0.024 * KNOWN_AFTER
+    assert np.max(noisy.ratios[100:]) < BETA + 0.024 * RESULT_DELAY_STEPS
     assert len(noisy.gaps(0)) <= 1.4 * len(calm.gaps(0))
 
 
@@ -261,12 +263,12 @@ def report(*, late_pages=0, started=0, **kwargs):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("age", range(WARM_UP_STEPS + 1))
+@pytest.mark.parametrize("age", range(GRACE_STEPS + 1))
 def test_every_age_that_may_recall_is_granted_pages(age):
-    """Exactly what `RecallController.pick` takes for a row in warm-up."""
+    """Exactly what `RecallController.pick` takes for a row in its grace steps."""
     control = controller(1, intervals=[0])
     control.plan(replace(report(), ages=np.array([age]), absent=np.array([[10]])))
-    assert control.granted.tolist() == [10 if age < WARM_UP_STEPS else 0]
+    assert control.granted.tolist() == [10 if age < GRACE_STEPS else 0]
 
 
 def test_newcomers_come_first_and_do_not_look_like_drift():

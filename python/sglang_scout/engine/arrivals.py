@@ -31,7 +31,7 @@ class Arrival:
     pages: Pages  # [L, n] first host pages, -1 padded
     generations: Pages  # [L, n] of them, on arrival
     is_covered: bool  # these are all its pages: it needs them in its first step
-    most_copied: int  # pages, ignoring residency and hints, which may differ between ranks
+    max_copied: int  # pages, ignoring residency and hints, which may differ between ranks
     is_started: bool = False
 
 
@@ -64,8 +64,8 @@ class Arrivals:
             places = hint[:, : self._placement.budget_pages]
             pages = np.where(places >= 0, full_pages[places], -1)
         generations = self._lifecycle.generations(pages)
-        most_copied = len(pages) * min(pages.shape[1], len(full_pages))
-        self._waiting[request] = Arrival(pages, generations, is_covered, most_copied)
+        max_copied = len(pages) * min(pages.shape[1], len(full_pages))
+        self._waiting[request] = Arrival(pages, generations, is_covered, max_copied)
 
     def queue(self, requests: Iterable[Hashable], room: int) -> set[Hashable]:
         """All that wait to join, in order of arrival; ``room``: how many may join.
@@ -86,7 +86,7 @@ class Arrivals:
                 return
             if not arrival.is_started:
                 arrival.is_started = True
-                left -= arrival.most_copied
+                left -= arrival.max_copied
                 self._placement.copy_beside(self._held(arrival), step)
 
     def admit(self, request: Hashable, row: int) -> None:

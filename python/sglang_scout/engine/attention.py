@@ -32,7 +32,7 @@ def use_attention(
     Raises:
         ConfigError: the named one cannot run.
     """
-    chooses = policy.feedback is None and policy.digest.only_selected
+    chooses = policy.feedback is None and policy.rule.only_selected
     lists = sizes.lists if chooses else 1
     reasons = attend_pages.reasons(*_calls(shape, 1, lists, 1, 0, device)[0])
     if found := "; ".join(reasons.get(kernel, [])):

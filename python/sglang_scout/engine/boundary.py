@@ -145,8 +145,8 @@ class StepBoundary:
             self.arrivals.join(int(request_slots[row]), table[row, : full[row]])
             for row in np.flatnonzero(fresh)
         ]
-        warm = [pages for pages in joining if pages.size]
-        self._placement.load_forced(step, table, full, tail_page, tail_len, warm)
+        first_pages = [pages for pages in joining if pages.size]
+        self._placement.load_forced(step, table, full, tail_page, tail_len, first_pages)
         self.arrivals.start(step)
         residency.plan(self._report(step))
         self._placement.fill_free_slots(table, full)
@@ -211,7 +211,7 @@ class StepBoundary:
         )
         if len(pages):
             # Running steps may still read the slots that this takes; copies wait for these steps.
-            self._recall.swap(layers, pages, result.launched.step)
+            self._recall.start_recall(layers, pages, result.launched.step)
 
     def _is_dense(self, table: npt.NDArray[np.int32], full: Ids) -> bool:
         """Whether all pages are resident and so few that selecting among them would read more."""

@@ -11,9 +11,9 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine.attention import use_attention
 from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.ranks import Ranks
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
+from sglang_scout.engine.tensor_parallel import Ranks
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import Fetch, GraphTransport, HostTransport, Transport
 from sglang_scout.ops.doorbell import DeviceRing
@@ -78,16 +78,16 @@ def build_engine(
         ValueError: sizes that do not fit the policy, or an ``attend_kernel`` that cannot run.
     """
     device = torch.device(device)
-    forced = min(policy.digest.sink_pages + policy.digest.recent_pages, sizes.max_pages - 1)
+    forced = min(policy.rule.sink_pages + policy.rule.recent_pages, sizes.max_pages - 1)
     if sizes.num_slots < min(sizes.max_batch * (forced + 1), host.num_pages):
         raise ValueError(
             f"resident cache of {sizes.num_slots} slots cannot hold the sink, recent and tail "
             f"pages of {sizes.max_batch} requests ({forced + 1} each)"
         )
     use_attention(config.attend_kernel, policy, shape, sizes, device)
-    digests = digests or DigestPool(shape, host.num_pages, device, policy.digest.kind)
-    if digests.kind != policy.digest.kind:
-        raise ValueError(f"the digests are {digests.kind}, the policy scores {policy.digest.kind}")
+    digests = digests or DigestPool(shape, host.num_pages, device, policy.rule.kind)
+    if digests.kind != policy.rule.kind:
+        raise ValueError(f"the digests are {digests.kind}, the policy scores {policy.rule.kind}")
     tracer = tracer or Tracer(None, 0)
     if policy.feedback is not None:
         sizes = replace(sizes, budget_pages=0, lists=1)  # nothing is selected

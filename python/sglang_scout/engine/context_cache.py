@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.core.ranking import rank_within
+from sglang_scout.core.grouping import rank_within
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.salience import copy_tokens
-from sglang_scout.policy.base import KNOWN_AFTER
+from sglang_scout.policy.base import RESULT_DELAY_STEPS
 from sglang_scout.worker.arena import Arena
 
 Ids = npt.NDArray[np.int64]
@@ -119,9 +119,9 @@ class ContextCache:
         ids = np.stack([layers, rows, page * size + place % size])[:, fits]
         copy_tokens(self._source, torch.from_numpy(np.ascontiguousarray(ids)), self._pool)
         both = (np.bincount(x, minlength=num_layers * num_heads) for x in (lists[fits], lists))
-        added, offered = (x.reshape(num_layers, num_heads) for x in both)
+        added, given = (x.reshape(num_layers, num_heads) for x in both)
         kept.tokens[:] += added
-        return added < offered
+        return added < given
 
     def worker_ids(self, kept: Kept) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """``[L, H, R]`` ids as the ring takes them and ``[L, H]`` how many of each list.
@@ -139,8 +139,8 @@ class ContextCache:
         self._released[-1].append(kept)
 
     def begin_step(self) -> None:
-        """Step boundary: pages released ``KNOWN_AFTER`` boundaries ago become free."""
-        for kept in self._released.popleft() if len(self._released) == KNOWN_AFTER else ():
+        """Step boundary: pages released ``RESULT_DELAY_STEPS`` boundaries ago become free."""
+        for kept in self._released.popleft() if len(self._released) == RESULT_DELAY_STEPS else ():
             with self._lock:
                 for layer, pages in enumerate(kept.pages):
                     pages = pages[pages >= 0]

@@ -18,7 +18,7 @@ from sglang_scout.core.forecast import PageWeights
 from sglang_scout.core.page_bytes import MARK_BYTES, PILOT_RANK, digest_parts
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.hints import HINT_PAGES, PageHints
-from sglang_scout.engine.step_inputs import Offered
+from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
@@ -32,7 +32,7 @@ from sglang_scout.ops.rotated import (
 )
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
-from sglang_scout.policy.base import Digest
+from sglang_scout.policy.base import SelectionRule
 
 _MOST_HINT_PAGES = 2**16 - 2  # of a prompt: a position takes 16 bits
 _UNSET = 0x7FC0
@@ -265,7 +265,7 @@ class DigestPool:
     def device(self) -> torch.device:
         return self.parts[0].device
 
-    def warm_up(self, host: HostPages, resident: LayerPages) -> None:
+    def compile_kernels(self, host: HostPages, resident: LayerPages) -> None:
         """Compile and load kernels before the first request, using page 0, which is padding."""
         padding = np.zeros(1, np.int64)
         ids, slots = self._ids(padding), self._ids(np.zeros((len(resident.k), 1)))
@@ -328,23 +328,28 @@ class DigestPool:
         self.computed += len(pages)
 
     def score(
-        self, layer: int, query: torch.Tensor, offered: Offered, scale: float, head_reduce: str
+        self,
+        layer: int,
+        query: torch.Tensor,
+        candidates: Candidates,
+        scale: float,
+        head_reduce: str,
     ) -> torch.Tensor:
-        """``[B * C, N]`` fp32 scores of the pages offered to each list, for ``query`` ``[B * C, HQ / C, D]``; undefined
-        where the budget covers them all."""
+        """``[B * C, N]`` fp32 scores of each list's candidates, for ``query`` ``[B * C, HQ / C, D]``; undefined where
+        the budget covers them all."""
         if self._of_kind.per_head:
             w_q = (x[layer] for x in self._trained[1:])
-            pages = offered.table, offered.n_scored
+            pages = candidates.table, candidates.n_scored
             return score_heads(query, self._views[0][layer], *pages, *w_q)
-        parts = self._of_lists(layer, offered.lists)
-        pages = offered.digest_rows, offered.list_n_scored
+        parts = self._of_lists(layer, candidates.lists)
+        pages = candidates.digest_rows, candidates.list_n_scored
         return self._of_kind.score(
             query,
             *parts,
             *pages,
             scale,
             head_reduce,
-            arrivals=offered.arrivals,
+            arrivals=candidates.arrivals,
             **self._of_layer[layer],
         )
 
@@ -390,7 +395,7 @@ def choose_hint(
     digests: DigestPool,
     queries: torch.Tensor,
     pages: npt.NDArray[np.integer],
-    digest: Digest,
+    rule: SelectionRule,
     scale: float,
 ) -> npt.NDArray[np.int32] | None:
     """``[L, k]`` positions of the pages that a decode step with these ``queries`` would select.
@@ -408,9 +413,9 @@ def choose_hint(
     layers, device = len(queries), digests.device
     table = upload(np.ascontiguousarray(pages[None], np.int32), device)
     n_full = torch.full((layers,), len(pages), dtype=torch.int32, device=device)
-    offered = Offered.of(table, n_full[:1], 1)
+    candidates = Candidates.of(table, n_full[:1], 1)
     scores = [
-        digests.score(layer, queries[layer : layer + 1], offered, scale, digest.head_reduce)
+        digests.score(layer, queries[layer : layer + 1], candidates, scale, rule.head_reduce)
         for layer in range(layers)
     ]
     places = torch.arange(len(pages), dtype=torch.int32, device=device)
@@ -420,8 +425,8 @@ def choose_hint(
         n_full,
         torch.zeros_like(places),
         HINT_PAGES,
-        digest.sink_pages,
-        digest.recent_pages,
-        digest.mass,
+        rule.sink_pages,
+        rule.recent_pages,
+        rule.mass,
     )
     return chosen.pages.cpu().numpy()

@@ -7,12 +7,12 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.ranking import distinct
+from sglang_scout.core.grouping import distinct
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.stores import HostPages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.residency import ResidencyTable
-from sglang_scout.policy.base import KNOWN_AFTER
+from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 
 class PageLifecycle:
@@ -37,7 +37,7 @@ class PageLifecycle:
         self.freed_at = np.full(host.num_pages, -1, np.int64)
         self._last_freed = -1  # the maximum of them
         # By the steps that may still run.
-        self._written: deque[npt.NDArray[np.int64]] = deque(maxlen=KNOWN_AFTER)
+        self._written: deque[npt.NDArray[np.int64]] = deque(maxlen=RESULT_DELAY_STEPS)
         self._filled: npt.NDArray[np.int32] = np.zeros(0, np.int32)  # when the last step began
 
     def arrived(self, full_pages: npt.NDArray[np.integer]) -> None:
@@ -90,8 +90,8 @@ class PageLifecycle:
         one with them. Within a step, only ``append_tokens`` writes to host pages: one token to each row's tail page,
         fixed by the boundary; padding rows have none. The boundary launches the writes of missing digests. So a step
         writes to these pages, whoever owns them by then, and to no others. A boundary ends when the results of the step
-        ``KNOWN_AFTER`` before it have arrived, so only the last ``KNOWN_AFTER`` steps may be running. Pages that
-        already had digests, a request's or the radix cache's, are not affected.
+        ``RESULT_DELAY_STEPS`` before it have arrived, so only the last ``RESULT_DELAY_STEPS`` steps may be running.
+        Pages that already had digests, a request's or the radix cache's, are not affected.
         """
         return any(bool(np.isin(pages, written).any()) for written in self._written)
 

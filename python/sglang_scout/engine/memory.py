@@ -171,7 +171,7 @@ class ServerSize:
         return worker_memory(self.arena(1), self.config.worker_threads_per_group, self.node_cpus)
 
     @property
-    def least_slots(self) -> int:
+    def min_slots(self) -> int:
         return self._slots(0)
 
     @property
@@ -255,7 +255,7 @@ class ServerSize:
         return plan
 
     def _check_device(self, plan: MemoryPlan, device_bytes: int) -> None:
-        least = min(self.least_slots, plan.num_pages)
+        least = min(self.min_slots, plan.num_pages)
         slots = max(plan.num_slots, least)
         needed = plan.digest_bytes + plan.input_bytes + slots * self.page_bytes
         if needed <= device_bytes:
@@ -282,7 +282,7 @@ class ServerSize:
         tries = [self.wanted_slots]
         if self.config.resident_tokens is None:
             half = min(self.wanted_slots, left // 2 // page_bytes)
-            tries = [max(half, self.least_slots), self.least_slots]
+            tries = [max(half, self.min_slots), self.min_slots]
         for slots in tries:
             pages = (left - slots * page_bytes) // beside
             if pages >= slots:

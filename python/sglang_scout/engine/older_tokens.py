@@ -26,7 +26,7 @@ from sglang_scout.engine.context_cache import ContextCache, Ids, Kept
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import Fetching, Staging, upload
 from sglang_scout.engine.evaluation import Evaluation, Evaluator
-from sglang_scout.engine.step_inputs import Batch, Offered
+from sglang_scout.engine.step_inputs import Batch, Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier
@@ -78,7 +78,7 @@ class OlderTokens:
     ) -> None:
         assert policy.feedback is not None
         self._feedback: Feedback = policy.feedback
-        self._sinks, self._recent = policy.digest.sink_pages, policy.digest.recent_pages
+        self._sinks, self._recent = policy.rule.sink_pages, policy.rule.recent_pages
         self._transport, self._counters, self._device = transport, counters, device
         self._shape = shape
         self._verifier = Verifier(host, shape, policy.route, counters) if verify else None
@@ -254,7 +254,7 @@ class OlderTokens:
         layer: int,
         query: torch.Tensor,
         resident: ResidentCache,
-        offered: Offered,
+        candidates: Candidates,
         slot_of: torch.Tensor,
         tail_slot: torch.Tensor,
         tail_len: torch.Tensor,
@@ -263,7 +263,7 @@ class OlderTokens:
 
         Args:
             query: ``[B, HQ, D]``.
-            offered: pages that the device attends to, besides the tail of ``tail_len`` ``[B]`` tokens in ``tail_slot``.
+            candidates: pages that the device attends to besides the tail: ``tail_len`` ``[B]`` tokens in ``tail_slot``.
             slot_of: ``[P]`` slots of this layer.
         """
         rows = len(query)
@@ -273,15 +273,15 @@ class OlderTokens:
         ids, counts = (x[layer, :rows].flatten(0, 1) for x in (self._ids, self._counts))
         self._transport.post(layer, query, ids, counts)
         out, lse = attend_pages(
-            query, k, v, offered.table, *tail, scale, slot_of=slot_of, n_pages=offered.n_full
+            query, k, v, candidates.table, *tail, scale, slot_of=slot_of, n_pages=candidates.n_full
         )
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, :rows]
-        view = WindowView(k, offered.table, recent, slot_of, *tail, state, fresh, first_at)
+        view = WindowView(k, candidates.table, recent, slot_of, *tail, state, fresh, first_at)
         self._feedback.attended(layer, query, lse, view, scale)
         out = self._transport.merge(layer, query, out, lse)
         if self._verifier is not None:
             listed = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
-            parts = offered.table, slot_of, torch.where(listed, ids, -1)
+            parts = candidates.table, slot_of, torch.where(listed, ids, -1)
             self._verifier.check(layer, out, query, query, *parts, self._batch, None)
         return out
 

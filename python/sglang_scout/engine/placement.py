@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.ranking import rank_within
+from sglang_scout.core.grouping import rank_within
 from sglang_scout.engine.recall import Recall
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Policy
@@ -35,35 +35,35 @@ class Placement:
         full: npt.NDArray[np.int64],
         tail_page: npt.NDArray[np.int32],
         tail_len: npt.NDArray[np.int64],
-        warm: list[npt.NDArray[np.integer]],
+        joining: list[npt.NDArray[np.integer]],
     ) -> None:
         """Make sink, newest and tail pages of every request resident, and the first pages of new ones.
 
         Args:
             table: ``[B, N]`` host page ids; full, tail_page, tail_len: ``[B]`` full pages of each row, the
                 page being filled and the tokens in it.
-            warm: ``[L, n]`` pages of each request that joins with this step.
+            joining: ``[L, n]`` pages of each request that joins with this step.
         """
         self._step = step
-        digest = self._policy.digest
-        first, newest = np.arange(digest.sink_pages), np.arange(1, digest.recent_pages + 1)
+        rule = self._policy.rule
+        sinks, newest = np.arange(rule.sink_pages), np.arange(1, rule.recent_pages + 1)
         columns = np.concatenate(
-            [np.broadcast_to(first, (len(full), len(first))), full[:, None] - newest], axis=1
+            [np.broadcast_to(sinks, (len(full), len(sinks))), full[:, None] - newest], axis=1
         )
         rows, which = np.nonzero((columns >= 0) & (columns < full[:, None]))
         forced = np.concatenate([table[rows, columns[rows, which]], tail_page])
         absent = self._table.touch_all_layers(forced, step)
-        if not absent and not warm:
+        if not absent and not joining:
             return
         empty = tail_page[tail_len == 1]  # its first token comes with this step
-        mapped = self._recall.map_empty(*self._with_slots(empty, step), step)
-        if mapped == absent and not warm:
+        mapped = self._recall.map_without_copy(*self._with_slots(empty, step), step)
+        if mapped == absent and not joining:
             return  # the common case: no other page was absent
-        # Forced pages may evict any other page, warm ones only pages not just in use.
+        # Forced pages may evict any other page, those of joining requests only pages not just in use.
         self._load(forced, step)
-        if warm:
-            self._load(np.concatenate(warm, axis=1), step - 1, is_forced=False)
-        if (warm and self._recall.late_pages) or not self._table.are_resident(forced):
+        if joining:
+            self._load(np.concatenate(joining, axis=1), step - 1, is_forced=False)
+        if (joining and self._recall.late_pages) or not self._table.are_resident(forced):
             # No slot, or copies of these are in flight: wait for the copies, which hold slots.
             self._recall.commit(step)
             self._load(forced, step)
@@ -73,7 +73,7 @@ class Placement:
     def first_pages(self, full_pages: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
         """``[L, n]`` those of its ``full_pages`` ``[m]`` that the policy loads first for a new request."""
         total = len(full_pages)
-        count = self._policy.residency.warm_pages(np.array([total]), self.budget_pages)[0]
+        count = self._policy.residency.loaded_pages(np.array([total]), self.budget_pages)[0]
         return np.broadcast_to(full_pages[total - count :], (self.num_layers, count))
 
     def copy_beside(self, pages: npt.NDArray[np.integer], step: int) -> None:
@@ -81,7 +81,7 @@ class Placement:
         every, is_new = np.arange(self.num_layers), np.ones(1, bool)
         chosen = np.ascontiguousarray(pages[:, None], np.int32)
         self._table.uses.touch(every, chosen, step, is_new)  # selected by the last prompt token
-        self._recall.warm(*self._with_slots(pages, step - 1, is_forced=False))
+        self._recall.prefetch_arrival(*self._with_slots(pages, step - 1, is_forced=False))
 
     def _with_slots(
         self, pages: npt.NDArray[np.integer], before_step: int, is_forced: bool = True

@@ -23,7 +23,7 @@ from sglang_scout.engine.stores import HostPages, ResidentCache
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.residency import Reservation, ResidencyTable
-from sglang_scout.policy.base import KNOWN_AFTER
+from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 Layers = npt.NDArray[np.int64] | int
 
@@ -36,7 +36,7 @@ class Copies:
 
     taken: Reservation
     done: Future[int] | StreamCopy
-    why: str  # "recall": after a miss; "warm", "fill": prefetch
+    why: str  # "recall": after a miss; "arrival", "fill": prefetch
 
 
 class Recall:
@@ -51,8 +51,8 @@ class Recall:
 
     Attributes:
         started: ``[L]`` int64, pages whose recall has started since the caller last set it to 0.
-        landed, used: ``[L]`` int64, pages recalled ``KNOWN_AFTER`` boundaries before the last :meth:`commit`, and those
-            of them that the following step selected.
+        landed, used: ``[L]`` int64, pages recalled ``RESULT_DELAY_STEPS`` boundaries before the last :meth:`commit`,
+            and those of them that the following step selected.
         link_pages_per_us: speed of finished copies, smoothed; 0 before the first.
     """
 
@@ -83,7 +83,7 @@ class Recall:
         self.used = np.zeros(layers, np.int64)
         self.link_pages_per_us = 0.0
 
-    def warm_up(self) -> None:
+    def compile_kernels(self) -> None:
         """Warm-up, so that no request waits for kernel compilation: copy the padding page to a free slot, which will be
         overwritten when taken."""
         ids, cache = np.zeros((3, 1), np.int64), self._resident
@@ -94,7 +94,7 @@ class Recall:
         """Right after :meth:`commit`: pages whose copies are late."""
         return sum(len(copies.taken.pages) for copies in self._in_flight)
 
-    def swap(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> Copies:
+    def start_recall(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> Copies:
         """Start copying ``pages`` to free slots and to those of less frequent pages that ``step`` did not select."""
         return self._submit(self._table.exchange(layer, pages, step), "recall")
 
@@ -102,9 +102,9 @@ class Recall:
         """Start prefetching ``pages`` into free slots. Returns how many found one."""
         return len(self._submit(self._table.reserve(layer, pages), "fill").taken.pages)
 
-    def warm(self, layer: Layers, pages: npt.NDArray[np.integer]) -> None:
+    def prefetch_arrival(self, layer: Layers, pages: npt.NDArray[np.integer]) -> None:
         """Start prefetching the first ``pages`` of a request that has not joined yet into free slots."""
-        self._submit(self._table.reserve(layer, pages, is_forced=False), "warm")
+        self._submit(self._table.reserve(layer, pages, is_forced=False), "arrival")
 
     def _submit(self, taken: Reservation, why: str) -> Copies:
         copies = Copies(taken, self._side.submit(self._copy, taken, why), why)
@@ -165,7 +165,7 @@ class Recall:
         # They were selected in the previous step, or by a prompt's last token. Stamped with this step they could not be
         # evicted in it, and might leave a request without a slot for its newest page.
         wanted = self._table.commit(taken, -1 if copies.why == "fill" else step - 1)
-        if copies.why == "warm":
+        if copies.why == "arrival":
             self._counters.warmed_pages += wanted
         else:
             self._counters.recalled_pages += wanted
@@ -179,7 +179,7 @@ class Recall:
         self._judged_step = step
         self.landed[:] = 0
         self.used[:] = 0
-        while self._landed and self._landed[0][0] <= step - KNOWN_AFTER:
+        while self._landed and self._landed[0][0] <= step - RESULT_DELAY_STEPS:
             first, taken = self._landed.popleft()
             self.landed += taken.per_layer(len(self.landed))
             at = taken.layers, taken.pages
@@ -197,7 +197,7 @@ class Recall:
             self._table.commit(taken, step)
         self._counters.warmed_pages += len(taken.pages)
 
-    def map_empty(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> int:
+    def map_without_copy(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> int:
         """Map still empty pages to free slots, without copying.
 
         Returns:

@@ -31,11 +31,11 @@ from sglang_scout.engine.device import ForkedStream, SideStream, upload
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.lifecycle import PageLifecycle
 from sglang_scout.engine.older_tokens import older_tokens
-from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import StepInputs, of_lists
 from sglang_scout.engine.step_results import StepResults
 from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
+from sglang_scout.engine.tensor_parallel import Ranks, SharedChoice
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier
@@ -109,18 +109,18 @@ class StepEngine:
         )
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
-        self._shared = SharedChoice(ranks, policy.digest) if ranks else None
+        self._shared = SharedChoice(ranks, policy.rule) if ranks else None
         self._beside = ForkedStream(None if self._shared else device)  # collectives need order
         self._verifier = Verifier(host, shape, policy.route, self.counters) if verify else None
         self._projectors, self._step = projectors, 0
         self._open_layer, self._layer_start_ns = -1, 0  # for the timeline
         on_cpu = policy.route == "cpu"
-        self._reweighs = policy.digest.reweigh and on_cpu and digests.has_estimates
+        self._reweighs = policy.rule.reweigh and on_cpu and digests.has_estimates
         self._posts_late = on_cpu and not policy.query.attends
         self._chosen: dict[int, tuple[torch.Tensor, Selection]] = {}  # layer: query, selection
         # Capture runs the layers; kernels of boundaries would otherwise be compiled in the first request.
-        digests.warm_up(host, slots)
-        self.recall.warm_up()
+        digests.compile_kernels(host, slots)
+        self.recall.compile_kernels()
 
     @property
     def can_replay(self) -> bool:
@@ -214,21 +214,21 @@ class StepEngine:
 
     def _look_ahead(self, layer: int, query: torch.Tensor) -> None:
         """Select the pages of ``layer`` and post the missing ones (Algorithm 1, lines 4 to 7)."""
-        digest, offered = self.policy.digest, self._inputs.offered.first(len(query))
+        rule, candidates = self.policy.rule, self._inputs.candidates.first(len(query))
         by_list = of_lists(query, self.sizes.lists)
         start_ns = self._clock.now()
-        scores = self.digests.score(layer, by_list, offered, self.shape.scale, digest.head_reduce)
+        scores = self.digests.score(layer, by_list, candidates, self.shape.scale, rule.head_reduce)
         scores = self._shared.scores(scores) if self._shared is not None else scores
         start_ns = self._clock.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(
             scores,
-            offered.list_table,
-            offered.list_n_full,
+            candidates.list_table,
+            candidates.list_n_full,
             self._slot_of[layer],
             self.sizes.budget_pages,
-            digest.sink_pages,
-            digest.recent_pages,
-            digest.mass,
+            rule.sink_pages,
+            rule.recent_pages,
+            rule.mass,
             out=self._results.of(layer, len(by_list)),
         )
         if self._shared is not None and self._verifier is not None:
@@ -257,10 +257,10 @@ class StepEngine:
             mirror=Pool(self.host.k[layer], self.host.v[layer], inputs.tail_page[:rows]),
         )
         query = q.contiguous()
-        offered = inputs.offered.first(rows)
+        candidates = inputs.candidates.first(rows)
         if self.older is not None:
             slots = self._slot_of[layer], tail_slot, tail_len
-            return self.older.attend(layer, query, self.resident, offered, *slots)
+            return self.older.attend(layer, query, self.resident, candidates, *slots)
         if self.is_dense:
             return self._attend_to_all(layer, query)
         if layer not in self._chosen:  # not computed ahead
@@ -272,8 +272,8 @@ class StepEngine:
             query_ahead = query
             self.transport.post(layer, query, selection.missing, selection.n_missing)
         pages, n_pages = selection.pages, None
-        if not self.policy.digest.only_selected:
-            pages, n_pages = offered.table, offered.n_full
+        if not self.policy.rule.only_selected:
+            pages, n_pages = candidates.table, candidates.n_full
         out, lse = self._attend_here(layer, query, pages, n_pages)
         compares = self.boundary.step_log is not None and self.policy.query.attends
         if compares and query_ahead is not query:
@@ -313,13 +313,13 @@ class StepEngine:
 
     def _attend_to_all(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Full attention of a dense step; all its pages are resident."""
-        offered, slot_of = self._inputs.offered.first(len(query)), self._slot_of[layer]
-        out, _ = self._attend_here(layer, query, offered.table, offered.n_full)
+        candidates, slot_of = self._inputs.candidates.first(len(query)), self._slot_of[layer]
+        out, _ = self._attend_here(layer, query, candidates.table, candidates.n_full)
         if self._verifier is not None:
-            missing = torch.full_like(offered.list_table[:, :1], -1)
+            missing = torch.full_like(candidates.list_table[:, :1], -1)
             batch = self._results.running.batch
             self._verifier.check(
-                layer, out, query, query, offered.table, slot_of, missing, batch, None
+                layer, out, query, query, candidates.table, slot_of, missing, batch, None
             )
         return out.to(query.dtype)
 

@@ -18,7 +18,7 @@ def of_lists(x: torch.Tensor, lists: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Offered:
+class Candidates:
     """A step's candidates, all full pages, on the device: B requests with C lists each, N columns.
 
     Attributes, int32, -1 or less beyond a row's last page:
@@ -47,7 +47,7 @@ class Offered:
         n_full: torch.Tensor,
         lists: int,
         n_scored: torch.Tensor | None = None,
-    ) -> Offered:
+    ) -> Candidates:
         """From these (without ``n_scored`` all of ``n_full`` are scored), in fixed buffers; :meth:`fill` before use."""
         n_scored = n_full if n_scored is None else n_scored
         rows, columns = table.shape
@@ -72,10 +72,10 @@ class Offered:
             of_row = each[: rows * self.lists].view(rows, self.lists)
             of_row.copy_(one[:rows, None].expand_as(of_row))
 
-    def first(self, rows: int) -> Offered:
+    def first(self, rows: int) -> Candidates:
         """The first ``rows`` requests."""
         each = rows * self.lists
-        return Offered(
+        return Candidates(
             self.table[:rows],
             self.n_full[:rows],
             self.n_scored[:rows],
@@ -114,7 +114,7 @@ class StepInputs:
     Attributes, int32 on the device:
         tail_len, tail_page: ``[B]``; see :class:`Batch`.
         tail_slot: ``[L, B]``.
-        offered: the full pages of each row.
+        candidates: the full pages of each row.
     """
 
     def __init__(self, layers: int, sizes: Sizes, device: torch.device) -> None:
@@ -134,7 +134,7 @@ class StepInputs:
         )
         self.tail_slot = words[4 * max_batch : self._head].view(layers, max_batch)
         table = words[self._table :].view(max_batch, max_pages)
-        self.offered = Offered.of(table, n_full, sizes.lists, n_scored)
+        self.candidates = Candidates.of(table, n_full, sizes.lists, n_scored)
         self.clear()
 
     def clear(self) -> None:
@@ -142,7 +142,7 @@ class StepInputs:
         words = self._staging.device
         words.fill_(-1)
         words[: 3 * self._sizes[1]] = 0
-        self.offered.fill(self._sizes[1])
+        self.candidates.fill(self._sizes[1])
 
     def send(
         self,
@@ -187,4 +187,4 @@ class StepInputs:
 
     def _send(self, rows: int) -> None:
         self._staging.send(self._table + rows * self._sizes[2])
-        self.offered.fill(rows)
+        self.candidates.fill(rows)

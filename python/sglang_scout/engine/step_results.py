@@ -18,7 +18,7 @@ from sglang_scout.engine.device import Fetching
 from sglang_scout.engine.device_clock import Cut, DeviceClock
 from sglang_scout.engine.step_inputs import Batch
 from sglang_scout.engine.stores import Sizes
-from sglang_scout.policy.base import KNOWN_AFTER
+from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 
 @dataclass
@@ -120,11 +120,11 @@ class StepResults:
                 last.cuts = self._clock.cuts
 
     def take(self) -> StepResult | None:
-        """The results of the step launched ``KNOWN_AFTER`` boundaries ago, if there was one.
+        """The results of the step launched ``RESULT_DELAY_STEPS`` boundaries ago, if there was one.
 
         Valid until the next call of :meth:`send_for`.
         """
-        if len(self._launched) < KNOWN_AFTER:
+        if len(self._launched) < RESULT_DELAY_STEPS:
             return None
         launched = self._launched.popleft()
         launched.end_ns = launched.end_ns or self._launched[0].start_ns

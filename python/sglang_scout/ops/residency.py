@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout import _native
-from sglang_scout.core.ranking import distinct, rank_within
+from sglang_scout.core.grouping import distinct, rank_within
 from sglang_scout.ops.page_uses import PageUses
 
 Ints = npt.NDArray[np.integer]

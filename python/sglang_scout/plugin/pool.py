@@ -27,7 +27,7 @@ from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.device import lock_pages
 from sglang_scout.plugin.last_queries import LastQueries
 from sglang_scout.plugin.line import VERSION, adapter
-from sglang_scout.policy.base import Digest
+from sglang_scout.policy.base import SelectionRule
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.checksums import PageChecksums
 
@@ -173,14 +173,14 @@ class DigestKVPool(MHATokenToKVPool):
     def attach(
         self,
         shape: ModelShape,
-        digest: Digest,
+        rule: SelectionRule,
         weights: PageWeights | None = None,
         hints: bool = False,
     ) -> None:
-        self.shape, self.digest = shape, digest
+        self.shape, self.rule = shape, rule
         self.last_queries = LastQueries()
         num_pages = (self.size + self.page_size) // self.page_size
-        self.digests = DigestPool(shape, num_pages, self.device, digest.kind, weights, hints)
+        self.digests = DigestPool(shape, num_pages, self.device, rule.kind, weights, hints)
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
 
     def get_contiguous_buf_infos(self) -> BufferInfos:

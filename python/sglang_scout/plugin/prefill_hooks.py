@@ -62,7 +62,7 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
         shape = model_shape(runner)
         policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes))
         hints = bool(hint_bytes(config, shape.num_layers))
-        pool.attach(shape, policy.digest, rank_weights(config), hints)
+        pool.attach(shape, policy.rule, rank_weights(config), hints)
         allocator.listener = DigestListener(pool.digests)
     return result
 
@@ -95,7 +95,7 @@ def before_send_kv_chunk(
     queries = pool.last_queries.of(req.rid) if last_chunk else None
     if queries is None or pool.digests.hints is None:
         return
-    hint = choose_hint(pool.digests, queries, full, pool.digest, pool.shape.scale)
+    hint = choose_hint(pool.digests, queries, full, pool.rule, pool.shape.scale)
     if hint is not None:
         pool.digests.hints.put(pages[-1], hint)
 

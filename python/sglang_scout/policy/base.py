@@ -28,7 +28,7 @@ attended to there with the real query."""
 
 
 @dataclass(frozen=True)
-class Digest:
+class SelectionRule:
     """How a page is summarised and scored.
 
     Attributes:
@@ -50,7 +50,7 @@ class Digest:
     reweigh: bool = True
 
     @classmethod
-    def of(cls, config: OffloadConfig, **choices: Any) -> Digest:
+    def of(cls, config: OffloadConfig, **choices: Any) -> SelectionRule:
         """As the keys of ``--kv-offload-config`` say; ``choices`` are the policy's own.
 
         Raises:
@@ -109,7 +109,7 @@ class QuerySource:
         return (0, *ahead) if layer == 0 else ahead
 
 
-KNOWN_AFTER = 2
+RESULT_DELAY_STEPS = 2
 """Boundaries until the host knows a step's selections."""
 
 
@@ -181,7 +181,7 @@ class Residency:
         """Pages that this step may prefetch before any miss, into spare slots."""
         return 0
 
-    def warm_pages(self, full: Ids, budget_pages: int) -> Ids:
+    def loaded_pages(self, full: Ids, budget_pages: int) -> Ids:
         """``[n]`` how many newest pages of new requests of ``full`` ``[n]`` pages are resident at their first step.
 
         If all pages are, attention is exact from the first token on. If 0, those of the prompt's hint, up to the
@@ -223,7 +223,7 @@ class Policy:
     """A named set of choices."""
 
     name: str
-    digest: Digest
+    rule: SelectionRule
     query: QuerySource
     route: Route
     residency: Residency

@@ -15,7 +15,7 @@ import torch
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.ops.salience import decay_mass, salient_bits, select_salient
-from sglang_scout.policy.base import Context, Digest, Policy, QuerySource, Residency
+from sglang_scout.policy.base import Context, Policy, QuerySource, Residency, SelectionRule
 from sglang_scout.policy.feedback import WindowView
 
 DEFAULTS: dict[str, Any] = {
@@ -42,7 +42,7 @@ def make(context: Context) -> Policy:
         )
     return Policy(
         name="hgca",
-        digest=Digest(config.digest, sink_pages=config.sink_pages, recent_pages=recent_pages),
+        rule=SelectionRule(config.digest, sink_pages=config.sink_pages, recent_pages=recent_pages),
         query=QuerySource(is_ahead=False),
         route="cpu",
         residency=Residency(),

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.ops.page_uses import PageUses
-from sglang_scout.policy.base import KNOWN_AFTER, Ids, Residency, StepReport
+from sglang_scout.policy.base import RESULT_DELAY_STEPS, Ids, Residency, StepReport
 
 
 @dataclass
@@ -50,7 +50,7 @@ class HistoryAware(Residency):
         # Layers are staggered, so that their copies do not burst on the link.
         is_due = (self._step + layers) % self.period == 0
         # All selected since the layer's last exchange: hot pages need not be those the last step missed.
-        hot = uses.selected_since(layers[is_due], self._step - KNOWN_AFTER - self.period + 1)
+        hot = uses.selected_since(layers[is_due], self._step - RESULT_DELAY_STEPS - self.period + 1)
         idle = np.flatnonzero(~is_due & (self._spare[layers] > 0))
         every_row = np.ones((len(idle), missed.shape[1]), bool)
         none_first = np.zeros(missed.shape[1], bool)
@@ -61,7 +61,7 @@ class HistoryAware(Residency):
     def fill_pages(self) -> int:
         return self.step_pages
 
-    def warm_pages(self, full: Ids, budget_pages: int) -> Ids:
+    def loaded_pages(self, full: Ids, budget_pages: int) -> Ids:
         return np.minimum(full, budget_pages)
 
     def reserve(self, lengths: Ids, max_new: Ids) -> int:

@@ -6,14 +6,14 @@ pages that stay important become resident.
 
 from __future__ import annotations
 
-from sglang_scout.policy.base import Context, Digest, Policy, QuerySource
+from sglang_scout.policy.base import Context, Policy, QuerySource, SelectionRule
 from sglang_scout.policy.residency import ImportantPages
 
 
 def make(context: Context) -> Policy:
     return Policy(
         name="infinigen",
-        digest=Digest.of(context.config),
+        rule=SelectionRule.of(context.config),
         query=QuerySource.of(context.config),
         route="fetch",
         residency=ImportantPages((1,) * context.num_layers),

@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.ops.page_uses import PageUses
-from sglang_scout.policy.base import KNOWN_AFTER, Ids, Residency, StepReport
+from sglang_scout.policy.base import RESULT_DELAY_STEPS, Ids, Residency, StepReport
 
 Floats = npt.NDArray[np.float64]
 
-WARM_UP_STEPS = 4
+GRACE_STEPS = 4
 LINK_SHARE = 0.5
 """Share of a step's time that copies may take once a copy has been late."""
 MAX_INTERVAL_STEPS = 64
@@ -55,13 +55,13 @@ class RecallController(Residency):
         step_pages: pages that one step may copy, over all layers.
         eager_layers: layers not computed ahead, where the device waits for every page on the CPU. They recall all
             misses in every step: their β is 0.
-        warm_up_steps: first steps of a request, in which its misses have priority over others'.
+        grace_steps: first steps of a request, in which its misses have priority over others'.
 
     Attributes:
         granted: ``[L]`` int64, pages that each layer may copy in this step.
-        is_due: ``[L]`` bool, whether all requests' misses count, or those of requests in warm-up only.
+        is_due: ``[L]`` bool, whether all requests' misses count, or those of requests in their grace steps only.
         spare_pages: the rest of the step's pages.
-        ratio: ``[L]`` smoothed measured ratio of requests after their warm-up steps.
+        ratio: ``[L]`` smoothed measured ratio of requests after their grace steps.
         limit_pages: pages that a step may copy now; ``step_pages`` unless the link was late.
         backoffs: how often the link was late.
     """
@@ -73,12 +73,12 @@ class RecallController(Residency):
         threshold: float,
         step_pages: int,
         eager_layers: Sequence[int] = (),
-        warm_up_steps: int = WARM_UP_STEPS,
+        grace_steps: int = GRACE_STEPS,
     ) -> None:
         layers = len(intervals)
         self.patience_us = 1000.0
         self.threshold = threshold
-        self.warm_up_steps = warm_up_steps
+        self.grace_steps = grace_steps
         self.step_pages = step_pages
         self.granted = np.zeros(layers, np.int64)
         self.is_due = np.zeros(layers, bool)
@@ -92,7 +92,7 @@ class RecallController(Residency):
         starts = np.maximum(self._interval, 1)
         self._drift = np.where(self._interval > 0, threshold / starts, 0.0)
         # Expected ratios of the steps whose misses are not known yet, the upcoming one last.
-        self._expected = deque(np.zeros((KNOWN_AFTER, layers)), maxlen=KNOWN_AFTER)
+        self._expected = deque(np.zeros((RESULT_DELAY_STEPS, layers)), maxlen=RESULT_DELAY_STEPS)
         self._worth = np.ones(layers)  # share of the copied pages that the next step selected
         self._since = np.zeros(layers, np.int64)  # steps since the last recall
         self._ceiling = float(step_pages)
@@ -101,8 +101,8 @@ class RecallController(Residency):
     def plan(self, report: StepReport) -> None:
         """Step boundary: set ``granted``, ``is_due`` and ``spare_pages`` for the upcoming step."""
         self._follow_link(report)
-        # Warm-up steps carry no information on a layer's drift.
-        settled = report.ages >= self.warm_up_steps
+        # Grace steps carry no information on a layer's drift.
+        settled = report.ages >= self.grace_steps
         missed = report.missed[:, settled].sum(axis=1)
         capacity = report.budget_pages * int(settled.sum())
         self._follow_ratio(report, missed, capacity)
@@ -125,7 +125,7 @@ class RecallController(Residency):
     def pick(
         self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
     ) -> tuple[Ids, Ids]:
-        warming = ages < self.warm_up_steps
+        warming = ages < self.grace_steps
         counts = self.is_due[layers][:, None] | warming
         return uses.most_frequent(layers, missed, counts, warming, self.granted[layers])
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.ranking import distinct
+from sglang_scout.core.grouping import distinct
 from sglang_scout.ops.page_uses import PageUses
 from sglang_scout.policy.base import Ids, Residency, StepReport
 
@@ -23,7 +23,7 @@ class ImportantPages(Residency):
     Args:
         intervals: steps between two recalls, per layer; 0 = never.
         enabled: False disables recall (the paper's ablation without periodic recall).
-        warm_up_steps: first steps of a request whose misses are recalled at once. A request without a hint starts cold;
+        grace_steps: first steps of a request whose misses are recalled at once. A request without a hint starts cold;
             without this it would compute its whole budget on the CPU until its layers' next recalls. Also applies with
             recall off: the paper's curve without recall (Figure 6a) starts from the pages found important after
             prefill, too.
@@ -31,7 +31,7 @@ class ImportantPages(Residency):
 
     intervals: tuple[int, ...]
     enabled: bool = True
-    warm_up_steps: int = 1
+    grace_steps: int = 1
     _step: int = field(default=0, init=False)
 
     def due(self, layer: int, step: int) -> bool:
@@ -48,7 +48,7 @@ class ImportantPages(Residency):
         self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
     ) -> tuple[Ids, Ids]:
         due = np.array([self.due(layer, self._step) for layer in layers.tolist()], bool)
-        counts = due[:, None] | (ages < self.warm_up_steps)
+        counts = due[:, None] | (ages < self.grace_steps)
         at = np.flatnonzero((missed >= 0) & counts[:, :, None])
         row = at // max(missed[0].size, 1)
         num_pages = uses.frequency.shape[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_scout.policy.base import Context, Digest, Policy, QuerySource, trained_file
+from sglang_scout.policy.base import Context, Policy, QuerySource, SelectionRule, trained_file
 from sglang_scout.policy.history import HistoryAware
 
 DEFAULTS: dict[str, Any] = {
@@ -24,7 +24,7 @@ def make(context: Context) -> Policy:
         trained_file(config, "pilot_file")
     return Policy(
         name="rheo",
-        digest=Digest.of(config, only_selected=False),
+        rule=SelectionRule.of(config, only_selected=False),
         query=QuerySource.of(config),
         route="cpu",
         residency=HistoryAware(

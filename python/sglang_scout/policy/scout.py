@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD
-from sglang_scout.policy.base import Context, Digest, Policy, QuerySource, Residency
+from sglang_scout.policy.base import Context, Policy, QuerySource, Residency, SelectionRule
 from sglang_scout.policy.recall_controller import RecallController
 from sglang_scout.policy.residency import ImportantPages
 
@@ -24,7 +24,7 @@ def make(context: Context) -> Policy:
     query = QuerySource.of(context.config)
     return Policy(
         name="scout",
-        digest=Digest.of(context.config),
+        rule=SelectionRule.of(context.config),
         query=query,
         route="cpu",
         residency=_residency(context, query),

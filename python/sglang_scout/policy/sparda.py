@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_scout.policy.base import Context, Digest, Policy, QuerySource, trained_file
+from sglang_scout.policy.base import Context, Policy, QuerySource, SelectionRule, trained_file
 from sglang_scout.policy.residency import ImportantPages
 
 DEFAULTS: dict[str, Any] = {
@@ -21,7 +21,7 @@ def make(context: Context) -> Policy:
     trained_file(context.config, "forecast_file")
     return Policy(
         name="sparda",
-        digest=Digest.of(context.config),
+        rule=SelectionRule.of(context.config),
         query=QuerySource(attends=False),
         route="fetch",
         residency=ImportantPages((1,) * context.num_layers),

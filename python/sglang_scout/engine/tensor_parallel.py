@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_scout.policy.base import Digest
+from sglang_scout.policy.base import SelectionRule
 
 
 class Ranks(Protocol):
@@ -30,13 +30,13 @@ class SharedChoice:
     Args:
         ranks: of this layer's heads. Each query head is on one rank, even if a KV head is on several, so that no score
             counts twice.
-        digest: how scores are computed.
+        rule: how scores are computed.
     """
 
-    def __init__(self, ranks: Ranks, digest: Digest) -> None:
+    def __init__(self, ranks: Ranks, rule: SelectionRule) -> None:
         self._ranks = ranks
         # Softmax shares are per head over its pages, so they can be summed over any heads.
-        self._how = "sum" if digest.head_reduce == "mass" else "max"
+        self._how = "sum" if rule.head_reduce == "mass" else "max"
 
     def scores(self, own: torch.Tensor) -> torch.Tensor:
         """``[B, N]`` fp32 scores over all heads, from this rank's; -inf stays -inf."""
