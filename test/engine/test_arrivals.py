@@ -78,45 +78,31 @@ def test_hinted_pages_are_copied_beside_a_step_and_resident_in_the_first_one(mak
     assert worker.engine.counters.verify_max_rel_error <= 1e-5
 
 
-def test_without_a_hint_the_first_step_misses_all_but_sink_and_newest(make):
+@pytest.mark.parametrize("is_retracted", [False, True])
+def test_without_a_hint_the_first_step_misses_all_but_sink_and_newest(make, is_retracted):
     worker = small(make)
     worker.admit(500)
     worker.step()
     request = worker.bring(PROMPT, slot=1)
-    worker.engine.boundary.arrivals.add(1, np.array(request.pages[:60]), None)
-    worker.step()
+    if not is_retracted:  # then it resumes without an arrival
+        worker.engine.boundary.arrivals.add(1, np.array(request.pages[:60]), None)
+        worker.step()
     join(worker, request)
     worker.step()
     assert cpu_pages(worker, 1) == (BUDGET - 2) * worker.shape.num_layers
-    retracted = worker.bring(PROMPT, slot=2)  # resumes without an arrival
-    join(worker, retracted)
-    worker.step()
-    assert cpu_pages(worker, 2) == (BUDGET - 2) * worker.shape.num_layers
 
 
 def test_with_nobody_to_wait_the_first_boundary_copies(make):
+    """Also into slots of pages that the last request left in the same step."""
     worker = small(make)
+    worker.finish(worker.admit(PROMPT))
+    worker.free_pages.sort()
     request = worker.bring(PROMPT)
     pages = arrive(worker, request, 0)
     join(worker, request)
     worker.step()
     assert resident(worker, pages).all()
     assert cpu_pages(worker, 0) <= 0.3 * BUDGET * worker.shape.num_layers
-
-
-def test_pages_that_were_freed_in_the_same_step_are_the_newcomers(make):
-    """No step between two consecutive arrivals."""
-    worker = small(make)
-    last = worker.admit(PROMPT)
-    worker.step()
-    worker.finish(last)
-    worker.free_pages.sort()
-    request = worker.bring(PROMPT)
-    assert set(request.pages) & set(last.pages)
-    pages = arrive(worker, request, 0)
-    join(worker, request)
-    worker.step()
-    assert resident(worker, pages).all()
 
 
 def test_only_those_with_room_are_copied_for_and_those_that_have_gone_are_forgotten(make):
@@ -135,42 +121,6 @@ def test_only_those_with_room_are_copied_for_and_those_that_have_gone_are_forgot
     assert waits(worker, *coming, room=1) == [False, False, True], "the first was forgotten"
 
 
-def test_full_slots_make_room_but_not_for_more_than_there_is(make):
-    """Pages not just in use are evicted; forced ones of the others stay."""
-    worker = small(make, resident_tokens=BUDGET * SIZE, max_batch=2)
-    old = worker.admit(PROMPT)
-    for _ in range(6):
-        worker.step()
-    request = worker.bring(PROMPT, slot=1)
-    pages = arrive(worker, request, 1)
-    waits(worker, request)
-    worker.step()
-    join(worker, request)
-    for _ in range(4):
-        worker.step()
-        worker.table.check()
-    forced = np.array([old.pages[0], *old.pages[-2:]])
-    assert resident(worker, forced).all() and resident(worker, pages).any()
-    assert worker.engine.counters.verify_max_rel_error <= 1e-5
-
-
-def test_pages_that_another_request_shares_are_copied_once(make):
-    worker = small(make)
-    first = worker.bring(PROMPT)
-    arrive(worker, first, 0)
-    join(worker, first)
-    worker.step()
-    before = worker.engine.counters.warmed_pages
-    arrivals, full = worker.engine.boundary.arrivals, np.array(first.pages[:60])
-    arrivals.add(5, full, np.where(resident(worker, full), np.arange(60), -1))
-    assert arrivals.queue([5], 1) == {5}
-    worker.step()
-    assert not arrivals.queue([5], 1)
-    worker.step()
-    assert worker.engine.counters.warmed_pages == before
-    worker.table.check()
-
-
 def test_a_prompt_within_the_budget_has_all_its_pages_even_if_their_copies_are_late(make):
     worker = small(make, config='{"recall": "adaptive"}')  # which does not wait long
     worker.engine.policy.residency.patience_us = 0
@@ -185,35 +135,6 @@ def test_a_prompt_within_the_budget_has_all_its_pages_even_if_their_copies_are_l
     join(worker, request)
     worker.step()
     assert link.forced and resident(worker, pages).all() and cpu_pages(worker, 1) == 0
-
-
-@pytest.mark.parametrize("is_started", [False, True])
-def test_a_request_that_is_aborted_before_it_joins_leaves_nothing(make, is_started):
-    """Its pages are reused at once, and the copies must not map the new owner's KV."""
-    worker = small(make)
-    link = with_slow_link(worker)
-    worker.admit(500)
-    worker.step()
-    request = worker.bring(PROMPT, slot=1)
-    arrive(worker, request, 1)
-    if is_started:
-        waits(worker, request)
-        worker.step()
-        assert waits(worker, request) == [False]
-    worker.finish(request)
-    worker.free_pages.sort()
-    other = worker.bring(PROMPT, slot=1)
-    assert set(other.pages) & set(request.pages)
-    worker.step()
-    link.run(99)
-    worker.step()
-    assert not resident(worker, np.array(other.pages)).any()
-    join(worker, other)
-    for _ in range(3):
-        worker.step()
-        link.run(99)
-        worker.table.check()
-    assert worker.engine.counters.verify_max_rel_error <= 1e-5
 
 
 def test_a_hint_is_in_the_row_of_its_prompts_last_page():

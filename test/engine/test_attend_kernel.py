@@ -132,6 +132,7 @@ def test_one_that_differs_or_fails_is_left_out(monkeypatch, caplog, theirs, why)
 @pytest.mark.parametrize(("key", "found"), [("auto", "triton"), ("native", "native")])
 def test_an_engine_takes_the_fastest_unless_one_is_named(make, monkeypatch, key, found):
     monkeypatch.setattr(attention, "_POOL_PAGES", 4)
+    monkeypatch.setattr(attention, "_CALLS", 2)
     monkeypatch.setattr(attention, "_TIMES", {"cpu": clock(10.0, 9.0)})
     make(config=json.dumps({"attend_kernel": key}), layers=1)
     assert attend_pages.preferred == found

@@ -71,8 +71,5 @@ def test_digests_made_with_another_file_count_as_not_arrived():
     pool.build(np.array([3, 4]), host)
     pool.valid[:] = False
     assert not len(pool.accept(np.array([1, 2, 3, 4])))
-
-
-def test_a_trained_kind_needs_its_weights():
-    with pytest.raises(ValueError, match="needs the weights of a pilot_file"):
-        DigestPool(SHAPE, 5, "cpu", "pilot")
+    with pytest.raises(ValueError, match="needs the weights of a pilot_file or a digest_file"):
+        DigestPool(shape, 6, "cpu", "calibrated")

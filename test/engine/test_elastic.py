@@ -14,11 +14,6 @@ from mini_worker import SIZE, MiniWorker, with_slow_link
 FP32_TOLERANCE = 1e-5
 
 
-def resident_of(worker, request, layer=0):
-    slots = worker.table.slot_of[layer, request.pages]
-    return {page for page, slot in zip(request.pages, slots, strict=True) if slot >= 0}
-
-
 def test_a_late_copy_does_not_hold_the_step_and_its_pages_stay_with_the_cpu(make):
     worker = make(budget_tokens=256, max_batch=2, pages=120)
     link = with_slow_link(worker)
@@ -56,39 +51,31 @@ def test_fixed_recall_waits_for_its_copies(make):
     assert link.forced > 0 and worker.engine.counters.recalled_pages > 0
 
 
-def test_one_request_that_fits_is_resident_whole_and_exact(make):
-    worker = make(budget_tokens=128, max_batch=4)
+def test_a_request_that_fits_is_resident_whole_and_exact_once_the_others_have_left(make):
+    worker = make(budget_tokens=128, max_batch=4, pages=160)
     policy = worker.engine.policy
     attends_to_all = dataclasses.replace(policy.rule, only_selected=False)
     worker.engine.policy = dataclasses.replace(policy, rule=attends_to_all)
     policy.residency.patience_us = None
-    worker.admit(19 * SIZE + 5)  # far more than its budget of 4 pages, less than the 24 slots
-    worker.step()
+    first = worker.admit(
+        19 * SIZE + 5
+    )  # far more than its budget of 4 pages, less than the 24 slots
+    others = [worker.admit(30 * SIZE) for _ in range(3)]
+    for _ in range(10):
+        worker.step()
+    assert (worker.table.slot_of[:, first.pages] < 0).any()
+    for other in others:
+        worker.finish(other)
+    for _ in range(3):
+        worker.step()
     worker.missing.asked.clear()
-    for _ in range(20):
+    for _ in range(10):
         worker.step()
         for layer in range(3):
             torch.testing.assert_close(
                 worker.outputs[layer][0], worker.dense(0, layer), rtol=2e-5, atol=2e-5
             )
     assert not worker.missing.asked, "the worker idles"
-
-
-def test_slots_come_back_when_requests_leave(make):
-    worker = make(budget_tokens=128, max_batch=4, pages=160)
-    worker.engine.policy.residency.patience_us = None
-    first = worker.admit(20 * SIZE)
-    others = [worker.admit(30 * SIZE) for _ in range(3)]
-    for _ in range(10):
-        worker.step()
-    assert len(resident_of(worker, first)) < 20
-    for other in others:
-        worker.finish(other)
-    for _ in range(3):
-        worker.step()
-    worker.missing.asked.clear()
-    worker.step()
-    assert not worker.missing.asked and len(resident_of(worker, first)) == len(first.pages)
 
 
 class ElasticMachine(RuleBasedStateMachine):
@@ -121,23 +108,56 @@ class ElasticMachine(RuleBasedStateMachine):
             config=config,
         )
         self.link = with_slow_link(self.worker)
+        self.coming = []
 
-    @precondition(lambda self: len(self.worker.requests) < 3)
-    @rule(pages=st.integers(0, 18), tokens=st.integers(1, SIZE))
-    def join(self, pages, tokens):
-        if pages + 4 < len(self.worker.free_pages):
-            self.worker.admit(pages * SIZE + tokens)
+    @precondition(lambda self: len(self.worker.requests) + len(self.coming) < 3)
+    @rule(
+        pages=st.integers(0, 18),
+        tokens=st.integers(1, SIZE),
+        hint=st.randoms(),
+        joins=st.booleans(),
+    )
+    def arrive(self, pages, tokens, hint, joins):
+        """With any hint: even a wrong one controls only what is copied first."""
+        worker = self.worker
+        if pages + 4 >= len(worker.free_pages):
+            return
+        taken = {r.slot for r in (*worker.requests, *self.coming)}
+        request = worker.bring(pages * SIZE + tokens, next(i for i in range(3) if i not in taken))
+        full = np.array(request.pages[: request.length // SIZE], np.int64)
+        places = [hint.sample(range(len(full)), min(6, len(full))) for _ in range(2)]
+        worker.engine.boundary.arrivals.add(
+            request.slot, full, np.array(places, np.int64) if hint.random() < 0.7 else None
+        )
+        self.coming.append(request)
+        if joins:
+            self.join()
+
+    @precondition(lambda self: self.coming)
+    @rule()
+    def join(self):
+        request = self.coming.pop(0)
+        self.worker.engine.boundary.arrivals.admit(request.slot, request.slot)
+        self.worker.join(request)
+
+    @precondition(lambda self: self.coming)
+    @rule(reuse_first=st.booleans())
+    def abort(self, reuse_first):
+        """Before it joins, perhaps with its copies in flight."""
+        self.worker.finish(self.coming.pop())
+        if reuse_first:
+            self.worker.free_pages.sort()
 
     @precondition(lambda self: self.worker.requests)
     @rule(which=st.integers(0, 2), reuse_first=st.booleans())
     def leave(self, which, reuse_first):
-        """Finished, or aborted with copies in flight; its pages may be reused at once."""
+        """Its copies may be in flight, and its pages may be reused at once."""
         worker = self.worker
         worker.finish(worker.requests[which % len(worker.requests)])
         if reuse_first:
             worker.free_pages.sort()
 
-    @precondition(lambda self: not self.worker.requests)
+    @precondition(lambda self: not self.worker.requests and not self.coming)
     @rule()
     def flush(self):
         self.worker.engine.pages.clear()
@@ -145,10 +165,12 @@ class ElasticMachine(RuleBasedStateMachine):
         assert not self.worker.digests.valid.any()
 
     @precondition(lambda self: self.worker.requests)
-    @rule(steps=st.integers(1, 3), copies=st.sampled_from([0, 1, 2, 99]))
-    def decode(self, steps, copies):
+    @rule(steps=st.integers(1, 3), copies=st.sampled_from([0, 1, 2, 99]), room=st.integers(0, 2))
+    def decode(self, steps, copies, room):
         for _ in range(steps):
-            if self.worker.free_pages:
+            if len(self.worker.free_pages) >= 3:
+                names = [request.slot for request in self.coming]
+                self.worker.engine.boundary.arrivals.queue(names, room)
                 self.worker.step()
                 self.link.run(copies)
 
@@ -171,13 +193,14 @@ class ElasticMachine(RuleBasedStateMachine):
     @invariant()
     def only_pages_of_requests_are_resident(self):
         if hasattr(self, "worker"):
-            owned = {page for request in self.worker.requests for page in request.pages}
+            requests = *self.worker.requests, *self.coming
+            owned = {page for request in requests for page in request.pages}
             for layer in range(2):
                 assert set(np.flatnonzero(self.worker.table.slot_of[layer] >= 0)) <= owned
 
     def teardown(self):
         if hasattr(self, "worker"):
-            for request in list(self.worker.requests):
+            for request in [*self.worker.requests, *self.coming]:
                 self.worker.finish(request)
             self.worker.engine.recall.commit(10**6)
             assert self.worker.table.resident_pages == 0
@@ -185,4 +208,4 @@ class ElasticMachine(RuleBasedStateMachine):
 
 
 TestElasticMachine = ElasticMachine.TestCase
-TestElasticMachine.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TestElasticMachine.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)

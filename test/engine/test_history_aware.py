@@ -1,171 +1,51 @@
-"""RheoServe's orchestrator in the engine: recorder, exchange, pins, promotion and reserved slots."""
-
-import json
+"""RheoServe's orchestrator: exchange, promotion and reserved slots. The table's test has its pins."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mini_worker import SIZE, MiniWorker
-from ops.plain_residency import PlainResidency
+from sglang_scout.ops.residency import ResidencyTable
+from sglang_scout.policy.base import RESULT_DELAY_STEPS, StepReport
 from sglang_scout.policy.history import HistoryAware
 
-FP32_TOLERANCE = 2e-5  # of some thousand checks the largest was 1.1e-5, the median 1.2e-6
-LAYERS, PAGES = 2, 90
+PERIOD, NONE = 4, np.zeros(0, np.int64)
 
 
-PILOT = '{"pilot_file": "w.npz"}'
-
-
-class PlainOrchestrator:
-    """The oracle, page by page: replays the boundaries of a ``MiniWorker``, given its steps' selections.
-
-    Args:
-        slots, period, pin_share: of each layer; steps between two exchanges; share of the slots.
-    """
-
-    def __init__(self, layers, pages, slots, budget, period, pin_share):
-        self.table = PlainResidency(layers, pages, slots, half_life_steps=8.0)
-        self.table.pin_share = pin_share
-        self.budget, self.period = budget, period
-        self.coming = []  # (reservation, whether a request has missed it)
-
-    def boundary(self, step, requests, fresh, known):
-        """``requests`` have the length of the step; ``fresh``: those of them that join with it."""
-        table = self.table
-        if known is not None:
-            batch = known.launched.batch
-            table.touch(table.every, known.pages, known.launched.step, batch.ages == 0)
-        for taken, was_missed in self.coming:
-            table.commit(taken, step - 1 if was_missed else -1)
-        self.coming = []
-        table.held_back = sum(self._opened(r) for r in requests)
-        self._load_forced(step, requests, fresh)
-        spare = [max(len(free) - table.held_back, 0) for free in table.free]
-        self._fill(requests, spare)
-        if known is not None:
-            picked = [self._pick(layer, step, known.missing[layer], spare) for layer in table.every]
-            self.coming.append((table.exchange(picked, known.launched.step), True))
-
-    def _opened(self, request):
-        """Pages that the request opens before every layer has had its exchange."""
-        last = min(request.length + self.period, request.end_tokens)
-        return sum(position % SIZE == 0 for position in range(request.length, last))
-
-    def _load_forced(self, step, requests, fresh):
-        forced, empty, warm = [], [], []
-        for request in requests:
-            full, pages = (request.length - 1) // SIZE, request.pages
-            forced += [*pages[: min(full, 1)], *pages[max(full - 1, 0) : full], pages[full]]
-            if request.length % SIZE == 1:
-                empty.append(pages[full])
-            if request in fresh:
-                warm += pages[max(full - self.budget, 0) : full]
-        self.table.touch_all_layers(self._ids(forced), step)
-        self._load(empty, step, step)
-        self._load(forced, step, step)
-        if warm:
-            self._load(forced + warm, step, step - 1, is_forced=False)
-
-    def _load(self, pages, step, before_step, is_forced=True):
-        table, pages = self.table, self._ids(pages)
-        beside = 0 if is_forced else table.held_back
-        wanted = [len(table._missing(layer, pages)) + beside for layer in table.every]
-        table.evict(wanted, before_step, is_forced)
-        table.commit(table.exchange([pages] * len(wanted), None, is_forced), step)
-
-    def _fill(self, requests, spare):
-        """If everything fits, pages are prefetched before any miss."""
-        full = [page for r in requests for page in r.pages[: (r.length - 1) // SIZE]]
-        if len(full) + len(requests) <= self.table.num_slots:
-            absent = [self.table._missing(layer, self._ids(full)) for layer in self.table.every]
-            first = [self._ids(a[:n]) for a, n in zip(absent, spare, strict=True)]
-            self.coming.append((self.table.exchange(first, None, is_forced=True), False))
-
-    def _pick(self, layer, step, missing, spare):
-        score, stamp = self.table.frequency[layer], self.table.stamp[layer]
-        if (step + layer) % self.period == 0:
-            since = step - self.period - 2  # its selection was known at the last exchange
-            return self._ids(
-                [p for p, s in enumerate(score.tolist()) if s > 0 and stamp[p] > since]
-            )
-        missed = {int(page) for page in missing.flat if page >= 0}
-        return self._ids(sorted(missed, key=lambda page: (-score[page], page))[: spare[layer]])
-
-    @staticmethod
-    def _ids(pages):
-        return np.array(pages, np.int64)
-
-
-def worker_of(*, period=16, pin_share=0.25, config=PILOT, **kwargs):
-    worker = MiniWorker(
-        policy="rheo",
-        layers=LAYERS,
-        heads=4,
-        kv_heads=2,
-        pages=PAGES,
-        config=config,
-        **kwargs,
-    )
-    residency, table = worker.engine.policy.residency, worker.table
-    residency.period, residency.pin_share, table.pin_share = period, pin_share, pin_share
-    return worker
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    period=st.sampled_from([1, 2, 3, 5]),
-    pin_share=st.sampled_from([0.0, 0.25, 0.8]),
-    budget=st.integers(2, 5),
-    extra_pages=st.integers(0, 24),
-    grain=st.sampled_from(["layer", "head"]),
-)
-def test_as_the_plain_one_whatever_happens(seed, period, pin_share, budget, extra_pages, grain):
-    config = json.dumps({"digest": "minmax", "grain": grain})
-    rng = np.random.default_rng(seed)
-    worker = worker_of(
-        period=period,
-        pin_share=pin_share,
-        budget_tokens=budget * SIZE,
-        max_batch=3,
-        seed=seed,
-        resident_tokens=(6 + extra_pages) * SIZE,
-        drift=float(rng.choice([0.1, 1.0])),
-        config=config,
-    )
-    boundary, table = worker.engine.boundary, worker.table
-    plain = PlainOrchestrator(LAYERS, PAGES, table.num_slots, budget, period, pin_share)
-    take_in, known = boundary._take_in, []
-    boundary._take_in = lambda: known.append(take_in()) or known[-1]
-    fresh = []
+def test_a_layer_exchanges_all_that_it_selected_since_its_last_turn_and_promotes_in_between():
+    """Hot pages need not be those that the last step missed; promotion is limited by free slots."""
+    residency = HistoryAware(page_size=32, step_pages=1, period=PERIOD)
+    uses = ResidencyTable(2, 99, 4).uses
+    spare, ages = np.array([9, 2]), np.zeros(1, np.int64)
     for step in range(1, 40):
-        if worker.requests and rng.random() < 0.1:
-            request = worker.requests[rng.integers(len(worker.requests))]
-            worker.finish(request)
-            plain.table.invalidate(np.array(request.pages))
-            if rng.random() < 0.5:
-                worker.free_pages.sort()  # reused at once
-        while len(worker.requests) < 3 and rng.random() < 0.5 or not worker.requests:
-            length, new = int(rng.integers(1, 18 * SIZE)), int(rng.integers(0, 30))
-            fresh.append(worker.admit(length, max_new=new))
-        worker.step()
-        plain.boundary(step, worker.requests, fresh, known[-1])
-        fresh.clear()
-        table.check()
-        for name in ("slot_of", "page_of", "is_pending", "frequency", "stamp"):
-            assert (getattr(table.metadata, name) == getattr(plain.table, name)).all(), name
-        assert table.held_back == plain.table.held_back
-    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
-    worker.close()
+        selected = np.array([[[step, 50 + step % 3, -1]]] * 2, np.int32)
+        uses.touch(np.arange(2), selected, step, np.zeros(1, bool))
+        residency.plan(StepReport(step + 2, 2, ages, *[NONE] * 5, late_pages=0, spare_slots=spare))
+        missed = np.array([[[step, 50, 51, 52]]] * 2, np.int32)
+        layers, pages = residency.pick(np.arange(2), missed, ages, uses)
+        for layer in range(2):
+            found = set(pages[layers == layer].tolist())
+            if (step + 2 + layer) % PERIOD == 0:
+                recent = range(max(1, step - PERIOD - RESULT_DELAY_STEPS + 3), step + 1)
+                assert found == {*recent, *(50 + s % 3 for s in recent)}
+            elif layer == 0:
+                assert found == {step, 50, 51, 52}
+            else:
+                assert len(found) == 2 and found <= {50, 51, 52, step}
 
 
 @pytest.mark.parametrize("max_new", [0, 999])
-def test_pages_that_are_opened_push_out_none_if_slots_were_held_back(max_new):
-    worker = worker_of(budget_tokens=128, max_batch=3, drift=0.3)
+def test_pages_that_are_opened_push_out_none_if_slots_were_held_back(make, max_new):
+    worker = make(
+        policy="rheo",
+        config='{"pilot_file": "w.npz"}',
+        budget_tokens=128,
+        max_batch=3,
+        layers=2,
+        pages=90,
+        drift=0.3,
+    )
     for length in (300, 311, 322):
         worker.admit(length, max_new=max_new)
+    assert worker.table.pin_share == worker.engine.policy.residency.pin_share > 0
     evict, pushed_out = worker.table.evict, []
 
     def heard(layer, want_free, before_step, is_forced=True):
@@ -178,7 +58,6 @@ def test_pages_that_are_opened_push_out_none_if_slots_were_held_back(max_new):
             worker.table.evict = heard
         worker.step()
     assert (sum(pushed_out) == 0) == (max_new > 0)
-    worker.close()
 
 
 def test_slots_are_held_back_for_what_comes_before_the_next_exchange():

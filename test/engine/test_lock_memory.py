@@ -41,18 +41,46 @@ def runtime(monkeypatch):
     return made
 
 
-def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(runtime):
+def test_memory_is_locked_in_chunks_with_progress_until_it_is_unlocked(runtime):
     seen = []
     unlock = device.lock_memory(4096, 2 * CHUNK + 5, seen.append)
     assert seen == [CHUNK, 2 * CHUNK, 2 * CHUNK + 5]
     assert runtime.locked == {4096: CHUNK, 4096 + CHUNK: CHUNK, 4096 + 2 * CHUNK: 5}
-    with pytest.raises(
-        MemoryError, match=r"16.0 GiB of host memory: CUDA error 2 after 0.0 GiB; .*ulimit -l"
-    ):
-        device.lock_memory(1 << 40, 4 * CHUNK)
-    assert len(runtime.locked) == 3, "nothing of it stays locked"
     unlock()
     assert not runtime.locked
+
+
+def populated(*errors):
+    results = iter(errors)
+    return lambda address, size: next(results)
+
+
+@pytest.mark.parametrize(
+    ("patches", "says"),
+    [
+        ({}, "16.0 GiB of host memory: CUDA error 2 after 12.0 GiB; .*ulimit -l"),
+        (
+            {"populate_together": populated(0, errno.ENOMEM)},
+            "allocate 16.0 GiB of host memory: Cannot allocate memory after 4.0 GiB; free",
+        ),
+        ({"_device_address": lambda address: address + (1 << 40)}, "other addresses"),
+        ({"_device_address": lambda _: None}, "other addresses than the host .none for"),
+    ],
+)
+def test_what_cannot_be_locked_is_refused_and_nothing_stays_locked(
+    runtime, monkeypatch, patches, says
+):
+    for name, patch in patches.items():
+        monkeypatch.setattr(device, name, patch)
+    with pytest.raises(MemoryError, match=says):
+        device.lock_memory(4096, 4 * CHUNK)
+    assert not runtime.locked
+
+
+def test_a_kernel_that_cannot_populate_leaves_it_to_the_lock(runtime, monkeypatch):
+    monkeypatch.setattr(device, "populate_together", populated(*[errno.EINVAL] * 3))
+    device.lock_memory(4096, 3 * CHUNK)
+    assert len(runtime.locked) == 3
 
 
 @pytest.mark.usefixtures("populates")
@@ -76,29 +104,3 @@ def test_memory_is_taken_before_it_is_locked(monkeypatch):
     device.lock_memory(memory.ctypes.data, nbytes)
     assert len(runtime.locked) == 3
     os.close(fd)
-
-
-@pytest.mark.parametrize("error", [errno.ENOMEM, errno.EFAULT, errno.EINVAL])
-def test_memory_that_is_not_there_is_not_called_a_limit_on_locked_memory(
-    runtime, monkeypatch, error
-):
-    taken = iter([0, error, 0])
-    monkeypatch.setattr(device, "populate_together", lambda address, size: next(taken))
-    if error == errno.EINVAL:  # kernel without support; the lock populates it
-        device.lock_memory(4096, 3 * CHUNK)
-        assert len(runtime.locked) == 3
-        return
-    with pytest.raises(
-        MemoryError, match=rf"12.0 GiB of host memory: {os.strerror(error)} after 4.0 GiB; free"
-    ):
-        device.lock_memory(4096, 3 * CHUNK)
-    assert not runtime.locked, "nothing of it stays locked"
-
-
-@pytest.mark.parametrize("theirs", [lambda address: address + (1 << 40), lambda _: None])
-def test_memory_with_another_address_on_the_device_is_not_used(runtime, monkeypatch, theirs):
-    monkeypatch.setattr(device, "_device_address", theirs)
-    seen = []
-    with pytest.raises(MemoryError, match="other addresses"):
-        device.lock_memory(4096, 2 * CHUNK, seen.append)
-    assert not runtime.locked and not seen, "it is said before more is locked"

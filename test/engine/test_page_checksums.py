@@ -109,8 +109,7 @@ def test_a_page_that_is_computed_on_the_cpu_is_compared(make, threads):
     assert all(torch.isfinite(out).all() for out in worker.outputs), "for the sampler"
 
 
-@pytest.mark.parametrize("how", ["load_now", "fill"])
-def test_a_page_that_is_copied_is_compared_before_a_step_attends_to_it(make, how):
+def test_a_page_that_is_copied_is_compared_before_a_step_attends_to_it(make):
     """At a boundary, or during a step."""
     worker = make(config=config("off"), resident_tokens=1024)
     request = worker.admit(700)
@@ -118,12 +117,11 @@ def test_a_page_that_is_copied_is_compared_before_a_step_attends_to_it(make, how
     worker.step()
     recall, slot_of = worker.engine.recall, worker.table.slot_of
     absent = np.array([p for p in request.pages[:20] if slot_of[2, p] < 0])
-    assert len(absent) > 1
-    flip(worker, 2, absent[1])
-    if how == "fill":
-        recall.fill(2, absent)
-        recall.commit(3)
-    else:
-        recall.load_now(2, absent, 3)
-    assert (slot_of[2, absent] >= 0).all()
-    assert worker.host.checksums.damaged().tolist() == [[2, absent[1]]]
+    first, second = absent[:2], absent[2:4]
+    flip(worker, 2, first[1])
+    flip(worker, 2, second[0])
+    recall.load_now(2, first, 3)
+    recall.fill(2, second)
+    recall.commit(3)
+    assert (slot_of[2, absent[:4]] >= 0).all()
+    assert worker.host.checksums.damaged().tolist() == [[2, first[1]], [2, second[0]]]

@@ -4,17 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from mini_worker import SIZE, MiniWorker
+from mini_worker import SIZE
+from page_weights import identity
 from sglang_scout.core.step_log import ratios_by_age, read_step_log
 from sglang_scout.engine.step_log import StepLog
 
-IDENTITY = {
-    "architecture": "A",
-    "num_layers": 3,
-    "num_q_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 64,
-}
 FACTS = {
     "policy": "scout",
     "recall": "fixed",
@@ -22,20 +16,28 @@ FACTS = {
     "layers": 3,
     "budget_tokens": 128,
     "page_size_tokens": SIZE,
-    "identity": IDENTITY | {"config_digest": "0"},
+    "identity": identity(3, 4, 2, 64),
     "selection": {},
-    "precompute": True,
 }
 RECALLS = ("recalled_pages", "recall_bytes", "recall_wait_us")
 
 
 @pytest.fixture
-def mini(tmp_path):
-    worker = MiniWorker(config='{"recall": "fixed", "recall_interval": 2}', verify=False)
-    engine = worker.engine
-    engine.boundary.step_log = StepLog(str(tmp_path / "steps.jsonl"), engine.counters, FACTS)
-    yield worker
-    worker.close()
+def logged(make, tmp_path):
+    """``logged(path, ...)``: a worker that writes its steps."""
+
+    def build(path=tmp_path / "steps.jsonl", **kwargs):
+        worker = make(verify=False, **kwargs)
+        engine = worker.engine
+        engine.boundary.step_log = StepLog(str(path), engine.counters, FACTS)
+        return worker
+
+    return build
+
+
+@pytest.fixture
+def mini(logged):
+    return logged(config='{"recall": "fixed", "recall_interval": 2}')
 
 
 def test_lines_are_what_was_counted(mini, tmp_path):
@@ -84,21 +86,18 @@ def test_a_request_of_unknown_age_is_marked(mini, tmp_path):
     assert log.steps[0].ages == [-1]
 
 
-def test_a_full_disk_ends_the_log_and_nothing_else(mini, caplog):
-    mini.engine.boundary.step_log = StepLog("/dev/full", mini.engine.counters, FACTS)
-    mini.admit(20 * SIZE)
-    for _ in range(3):
-        mini.step()
-    assert "no more steps are written" in caplog.text
-    mini.step()
-
-
-def test_a_forecast_is_no_query_to_compare_with_the_real_one(tmp_path):
-    worker = MiniWorker(policy="sparda", config='{"forecast_file": "w.npz"}')
-    engine, path = worker.engine, tmp_path / "steps.jsonl"
-    engine.boundary.step_log = StepLog(str(path), engine.counters, FACTS)
+def test_a_full_disk_ends_the_log_and_nothing_else(logged, caplog):
+    worker = logged("/dev/full")
     worker.admit(20 * SIZE)
     for _ in range(4):
         worker.step()
-    worker.close()
-    assert [s.query_cosine for s in read_step_log(path).steps] == [[None] * 3] * 2
+    assert caplog.text.count("no more steps are written") == 1
+
+
+def test_a_forecast_is_no_query_to_compare_with_the_real_one(logged, tmp_path):
+    worker = logged(policy="sparda", config='{"forecast_file": "w.npz"}')
+    worker.admit(20 * SIZE)
+    for _ in range(4):
+        worker.step()
+    steps = read_step_log(tmp_path / "steps.jsonl").steps
+    assert [s.query_cosine for s in steps] == [[None] * 3] * 2

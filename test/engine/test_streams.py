@@ -3,9 +3,7 @@
 import contextlib
 import weakref
 from types import SimpleNamespace
-from unittest import mock
 
-import pytest
 import torch
 
 from sglang_scout.engine.device import ForkedStream, StreamCopy
@@ -44,23 +42,21 @@ class Streams:
         self.seen.append(f"{what} on {self.current.name}")
 
 
-@pytest.fixture
-def cuda():
-    with mock.patch.object(torch, "cuda", Streams()) as streams:
-        yield streams
-
-
-def test_a_part_is_behind_what_came_before_and_before_what_joins_it(cuda):
-    beside = ForkedStream(torch.device("cuda"))
+def test_a_part_is_behind_what_came_before_and_before_what_joins_it(monkeypatch):
+    cuda, given = Streams(), torch.ones(1)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    beside, alive = ForkedStream(torch.device("cuda")), weakref.ref(given)
     cuda.launch("norm")
     for part in (0, 1):
-        with beside.fork(part):
+        with beside.fork(part, given):
             cuda.launch(f"part {part}")
+    del given
     cuda.launch("model")
     beside.join(0)
     beside.join(0)  # once is enough
-    cuda.launch("attention")
+    assert alive() is not None, "the other part still reads it"
     beside.join()
+    assert alive() is None
     assert cuda.seen == [
         "norm on step",
         "beside waits for step",
@@ -69,45 +65,22 @@ def test_a_part_is_behind_what_came_before_and_before_what_joins_it(cuda):
         "part 1 on beside",
         "model on step",
         "step waits for part 0 on beside",
-        "attention on step",
         "step waits for part 1 on beside",
     ]
 
 
-def test_what_a_part_reads_lives_until_it_is_joined():
-    beside, given = ForkedStream(None), torch.ones(1)
-    alive = weakref.ref(given)
-    with beside.fork(3, given):
-        pass
-    del given
-    assert alive() is not None
-    beside.join(3)
-    assert alive() is None
-
-
-class Event:
-    """A stream's event, at ``ms`` milliseconds."""
-
-    def __init__(self, ms, known=True):
-        self.ms, self.known = ms, known
-
-    def query(self):
-        return self.known
-
-    def elapsed_time(self, other):
-        return other.ms - self.ms
-
-
 def test_what_a_stream_waited_for_copies_is_counted_once_it_is_known(make):
+    def event(ms, known=True):
+        return SimpleNamespace(ms=ms, query=lambda: known, elapsed_time=lambda other: other.ms - ms)
+
     worker = make()
     recall, counters = worker.engine.recall, worker.engine.counters
-    copy = StreamCopy(Event(1.0), Event(3.0))
-    late = Event(5.25, known=False)
-    copy._wait = Event(5.0), late
+    copy = StreamCopy(event(1.0), event(3.0))
+    copy._wait = event(5.0), event(5.25, known=False)
     recall._untimed.append((4, copy))
     recall.commit(1)
     assert counters.recall_wait_us == 0 and recall.link_pages_per_us == 0.0
-    late.known = True
+    copy._wait = event(5.0), event(5.25)
     recall.commit(2)
     assert counters.recall_wait_us == 250 and not recall._untimed
     assert recall.link_pages_per_us == 4 / 2000.0

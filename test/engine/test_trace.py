@@ -104,69 +104,51 @@ def traced(tmp_path):
     return run
 
 
+def kinds_in(slices, row):
+    return {s["name"].split()[0] for s in slices if s["row"] == row}
+
+
 def test_every_row_of_a_step(traced):
     events, slices = traced()
     assert events[0]["args"] == {"labels": "layers 3, policy scout"}
-    assert {s["args"]["step"] for s in slices} == {1, 2, 3, 4}
-    by_row = {row: [s for s in slices if s["row"] == row] for row in {s["row"] for s in slices}}
-    server = {"device", "attention", "ahead", "boundary", "copies"}
-    assert set(by_row) == server | {"attention thread 0 (CPU 4)"}
-    for step in range(1, 5):
-        own = [s for s in by_row["device"] if s["args"]["step"] == step]
-        assert [s["name"] for s in own] == ["layer 0", "layer 1", "layer 2"]
-    assert len(by_row["boundary"]) == 4
-    assert all(s["args"]["requests"] == 3 for s in by_row["boundary"])
-    kinds = {s["name"].split()[0] for s in by_row["ahead"]}
-    assert kinds == {"predict", "score", "select", "post"}
-    kinds = {s["name"].split()[0] for s in by_row["attention"]}
-    assert kinds == {"attend", "mass", "wait", "merge", "verify"}
+    rows = {"device", "attention", "ahead", "boundary", "copies", "attention thread 0 (CPU 4)"}
+    assert {s["row"] for s in slices} == rows
+    for row, names in (
+        ("device", [f"layer {layer}" for layer in range(LAYERS)]),
+        ("boundary", ["step boundary"]),
+    ):
+        found = [(s["args"]["step"], s["name"]) for s in slices if s["row"] == row]
+        assert found == [(step, name) for step in range(1, 5) for name in names]
+    assert kinds_in(slices, "ahead") == {"predict", "score", "select", "post"}
+    assert kinds_in(slices, "attention") == {"attend", "mass", "wait", "merge", "verify"}
     check_rows_do_not_nest(slices)
+    # Prediction of layer l+1 and attention of layer l lie within the slice of layer l.
+    layers = {(s["args"]["step"], s["args"]["layer"]): s for s in slices if s["row"] == "device"}
+    for s in slices:
+        step, layer = s["args"]["step"], s["args"].get("layer")
+        if s["row"] == "attention" or s["row"] == "ahead" and layer > 0:
+            around = layers[step, layer - (s["row"] == "ahead")]
+            assert around["ts"] <= s["ts"]
+            assert s["ts"] + s["dur"] <= around["ts"] + around["dur"]
 
 
 def test_copies_say_what_they_moved(traced):
     _, slices = traced(steps=8, keep=8, config='{"recall": "fixed", "recall_interval": 1}')
-    copies = [s for s in slices if s["row"] == "copies"]
-    assert {s["name"].split()[0] for s in copies} == {"recall", "load"}
+    assert kinds_in(slices, "copies") == {"recall", "load"}
     page_bytes = 2 * 32 * 2 * 64 * 4  # K and V; 32 tokens, 2 heads, 64 channels, fp32
-    for s in copies:
-        assert s["args"]["pages"] > 0 and s["args"]["bytes"] == s["args"]["pages"] * page_bytes
-        if s["args"]["layers"] == 1:
-            assert s["name"].endswith(str(s["args"]["layer"]))
-    of_many = {s["name"] for s in copies if s["args"]["layers"] > 1}
-    assert of_many == {"load", "recall"}, "one launch for all layers"
-
-
-def test_slices_lie_where_they_belong(traced):
-    """Prediction of layer l+1 and attention of layer l lie within the slice of layer l."""
-    _, slices = traced()
-    layers = {
-        (s["args"]["step"], s["args"]["layer"]): (s["ts"], s["ts"] + s["dur"])
-        for s in slices
-        if s["row"] == "device"
-    }
-    seen = 0
-    for s in slices:
-        key = (s["args"]["step"], s["args"].get("layer"))
-        if s["row"] == "attention":
-            start, end = layers[key]
-        elif s["row"] == "ahead" and key[1] > 0:
-            start, end = layers[key[0], key[1] - 1]
-        else:
-            continue
-        seen += 1
-        assert start <= s["ts"] and s["ts"] + s["dur"] <= end
-    assert seen > 50
+    for s in (s for s in slices if s["row"] == "copies"):
+        about = s["args"]
+        assert about["pages"] > 0 and about["bytes"] == about["pages"] * page_bytes
+        assert s["name"].endswith(str(about["layer"])) if about["layers"] == 1 else about["layers"]
 
 
 def test_arrows_go_from_the_post_over_the_worker_to_the_merge(traced):
     _, slices = traced()
     arrows: dict = {}
-    for s in slices:
-        if "bind_id" in s:
-            arrows.setdefault(s["bind_id"], []).append(s)
+    for s in sorted((s for s in slices if "bind_id" in s), key=lambda s: s["ts"]):
+        arrows.setdefault(s["bind_id"], []).append(s)
     assert len(arrows) == sum(s["name"].startswith("post") for s in slices) > 4
     for path in arrows.values():
-        path.sort(key=lambda s: s["ts"])
         assert [s["name"].split()[0] for s in path] == ["post", "layer", "merge"]
         assert [(s["flow_in"], s["flow_out"]) for s in path] == [(0, 1), (1, 1), (1, 0)]
         assert len({(s["args"]["step"], s["args"]["layer"]) for s in path}) == 1
@@ -182,81 +164,69 @@ def test_what_the_server_computed_itself_is_on_the_device_s_side(traced):
     assert {s["args"]["step"] for s in worker} == {1, 4}
 
 
-def small(tmp_path, log, steps=5):
-    tracer = Tracer(str(tmp_path / "t.json"), steps, log, {"layers": LAYERS})
-    tracer.step(7)
-    return tracer
-
-
-def test_a_killed_server_leaves_the_steps_before(tmp_path):
-    """The end is never written: SGLang's loops never return."""
+@pytest.fixture
+def small(tmp_path):
+    """A tracer at step 7, its worker's log, and its file."""
     log = Log()
-    tracer = small(tmp_path, log)
+    tracer = Tracer(str(tmp_path / "t.json"), 5, log, {"layers": LAYERS})
+    tracer.step(7)
+    return tracer, log, tmp_path / "t.json"
+
+
+def test_a_killed_server_leaves_the_steps_before(small):
+    """The end is never written: SGLang's loops never return."""
+    tracer, log, path = small
     for step in (7, 8, 9):
         now = tracer.now()
         log.add(0, 1, step, 1, now, now + 1)
         tracer.cut("boundary", "step boundary", now)
         tracer.step(step + 1)
-    _, slices = load(tmp_path / "t.json")
+    _, slices = load(path)
     for row in ("boundary", "attention thread 0 (CPU 4)"):
         assert [s["args"]["step"] for s in slices if s["row"] == row] == [7, 8, 9]
 
 
-def test_epochs_and_threads_have_rows_of_their_own(tmp_path):
-    log = Log()
-    tracer = small(tmp_path, log)
+def test_epochs_threads_and_overlapping_slices_have_rows_of_their_own(small):
+    tracer, log, path = small
     now = time.monotonic_ns()
     for thread, epoch in ((0, 1), (1, 1), (0, 2)):
         log.add(thread, epoch, 7, 1, now, now + 1)
-    tracer.write()
-    events, slices = load(tmp_path / "t.json")
-    assert len({(s["pid"], s["row"]) for s in slices}) == 3
-    processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert processes == {f"CPU attention process, incarnation {n}" for n in (1, 2)}
-
-
-def test_concurrent_slices_of_a_row_are_moved_beside_it(tmp_path):
-    tracer = small(tmp_path, Log())
     for start, end in ((100, 200), (150, 250), (160, 170), (200, 300), (250, 260)):
         tracer.add("copies", "recall", start, end, layer=1)
     tracer.write()
-    _, slices = load(tmp_path / "t.json")
+    events, slices = load(path)
     check_rows_do_not_nest(slices)
-    lanes: dict = {}
-    for s in slices:
-        lanes.setdefault(s["tid"], []).append(round(s["dur"] * 1e3))
-        assert s["row"] in ("copies", "copies (overlapping)")
-    assert sorted(map(len, lanes.values())) == [1, 2, 2]
+    copies = [s for s in slices if s["row"].startswith("copies")]
+    assert {s["row"] for s in copies} == {"copies", "copies (overlapping)"}
+    assert len({s["tid"] for s in copies}) == 3
+    others = {(s["pid"], s["row"]) for s in slices if s not in copies}
+    assert len(others) == 3
+    processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {f"CPU attention process, incarnation {n}" for n in (1, 2)} < processes
 
 
-def test_impossible_events_are_dropped_and_counted(tmp_path):
+def test_impossible_events_are_dropped_and_counted(small):
     """The worker's memory may hold any values that pass the ring reader's checks."""
-    before = time.monotonic_ns()
-    log = Log()
-    tracer = small(tmp_path, log)
+    tracer, log, path = small
     now = time.monotonic_ns()
     for step, begin_ns, end_ns in (
         (7, now, now + 1),
         (6, now, now + 1),
         (8, now, now + 1),
         (2**64 - 1, now, now + 1),
-        (7, before - 1, now),
+        (7, tracer._start_ns - 1, now),
         (7, now, now + 10**15),
     ):
         log.add(0, 1, step, 0, begin_ns, end_ns)
     log.lost = 2
     tracer.write()
-    assert len(load(tmp_path / "t.json")[1]) == 1 and tracer._events_lost == 2 + 5
+    assert len(load(path)[1]) == 1 and tracer._events_lost == 2 + 5
 
 
-def test_a_file_that_cannot_be_written_is_logged(tmp_path, caplog):
+@pytest.mark.parametrize("path", ["{}/no/t.json", "/dev/full"])
+def test_a_file_that_cannot_be_written_is_logged(tmp_path, caplog, path):
     log = Log()
-    for path in (tmp_path / "no" / "t.json", "/dev/full"):
-        tracer = Tracer(str(path), 1, log, {"layers": LAYERS})
-        tracer.step(1)
-        assert "cannot write the trace" in caplog.text and not tracer.active and log.on is False
-        tracer.step(2)
-        caplog.clear()
-    nothing = Tracer(None, 1, log)
-    nothing.step(1)
-    assert not nothing.active and nothing.now() == 0
+    tracer = Tracer(path.format(tmp_path), 1, log, {"layers": LAYERS})
+    tracer.step(1)
+    assert "cannot write the trace" in caplog.text and not tracer.active and log.on is False
+    tracer.step(2)
