@@ -6,8 +6,7 @@ import torch
 
 from mini_worker import SIZE
 from page_weights import identity
-from sglang_scout.core.step_log import ratios_by_age, read_step_log
-from sglang_scout.engine.step_log import StepLog
+from sglang_scout.core.step_log import StepLog, ratios_by_age, read_step_log
 
 FACTS = {
     "policy": "scout",
@@ -28,8 +27,7 @@ def logged(make, tmp_path):
 
     def build(path=tmp_path / "steps.jsonl", **kwargs):
         worker = make(verify=False, **kwargs)
-        engine = worker.engine
-        engine.boundary.step_log = StepLog(str(path), engine.counters, FACTS)
+        worker.engine.boundary.step_log = StepLog(str(path), FACTS)
         return worker
 
     return build

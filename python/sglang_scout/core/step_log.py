@@ -1,13 +1,16 @@
 """The step log: one JSON line per decode step, written by a server and read by `report` and `profile`.
 
 The first line has the format, its version and the server's metadata (:class:`Facts`); each further line is a
-:class:`Step`.
+:class:`Step`, written when its results have arrived, two boundaries later: a killed server loses two steps.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -15,6 +18,8 @@ import numpy.typing as npt
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import ModelIdentity
+
+logger = logging.getLogger(__name__)
 
 FORMAT, VERSION = "sglang-scout-steps", 2
 
@@ -65,6 +70,36 @@ class Step(msgspec.Struct, frozen=True):
     recall_bytes: int
     recall_wait_us: int
     query_cosine: list[float | None] = []
+
+
+class StepLog:
+    """Writes the lines of one server.
+
+    Args:
+        path: output file; replaced.
+        facts: those of :class:`Facts` and more; JSON values.
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
+        self._file: IO[bytes] | None = open(path, "wb", buffering=0)
+        self.write({**facts, "format": FORMAT, "version": VERSION})
+
+    def write(self, line: Mapping[str, Any] | Step) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            # A full disk must not fail requests.
+            logger.error("cannot write the step log: %s; no more steps are written", error)
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 @dataclass(frozen=True)

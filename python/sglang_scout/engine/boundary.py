@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_scout.core.step_log import Step, StepLog
 from sglang_scout.engine.arrivals import Arrivals
 from sglang_scout.engine.counters import Counters, StepTimes
 from sglang_scout.engine.lifecycle import PageLifecycle
@@ -28,13 +29,14 @@ from sglang_scout.engine.older_tokens import OlderTokens
 from sglang_scout.engine.placement import Placement
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import Batch
-from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.step_results import StepResult, StepResults
 from sglang_scout.engine.stores import Sizes
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Policy, StepReport
 
 Ids = npt.NDArray[np.int64]
+
+_UNKNOWN_AGE = 2**31
 
 
 @dataclass
@@ -86,6 +88,7 @@ class StepBoundary:
         self.arrivals = Arrivals(self._placement, pages)
         self._results, self._counters = results, counters
         self.step_log: StepLog | None = None
+        self._logged_recalls = np.zeros(3, np.int64)
         self._step_us = 0.0  # smoothed; 0 until known
         self._end_ns = 0  # of the last step whose results have arrived
         none = np.zeros((table.num_layers, 0), np.int64)
@@ -198,8 +201,31 @@ class StepBoundary:
         self._counters.times.append(StepTimes(took_us / 1e6, boundary_s, waited_s))
         self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
         if self.step_log is not None:
-            self.step_log.write(launched, missed, result.cosine)
+            self.step_log.write(self._line(result, missed))
         return result
+
+    def _line(self, result: StepResult, missed: Ids) -> Step:
+        """Of the step log; recalls are those since the last one."""
+        launched, counters = result.launched, self._counters
+        recalls = np.array(
+            [counters.recalled_pages, counters.recall_bytes, counters.recall_wait_us], np.int64
+        )
+        pages, nbytes, wait_us = (recalls - self._logged_recalls).tolist()
+        self._logged_recalls = recalls
+        ages = launched.batch.ages
+        return Step(
+            step=launched.step,
+            start_us=launched.start_ns // 1000,
+            step_us=(launched.end_ns - launched.start_ns) // 1000,
+            ages=np.where(ages < _UNKNOWN_AGE, ages, -1).tolist(),
+            full_pages=launched.batch.n_full.tolist(),
+            cpu_pages=missed.tolist(),
+            gpu_wait_us=(result.waited_ns // 1000).tolist(),
+            recalled_pages=pages,
+            recall_bytes=nbytes,
+            recall_wait_us=wait_us,
+            query_cosine=result.cosine.astype(float).round(4).tolist(),  # NaN becomes null
+        )
 
     def _recall_missing(self, result: StepResult) -> None:
         """Each layer recalls those of its missed pages that the policy picks."""
@@ -224,7 +250,7 @@ class StepBoundary:
     def _ages(self, step: int, request_slots: npt.NDArray[np.int64]) -> Ids:
         """``[B]`` steps done here by each request; one never admitted counts as old."""
         slots = request_slots.tolist()
-        first = np.array([self._first_step.get(slot, -(2**31)) for slot in slots], np.int64)
+        first = np.array([self._first_step.get(slot, -_UNKNOWN_AGE) for slot in slots], np.int64)
         for row in np.flatnonzero(first == 0):
             self._first_step[slots[row]] = first[row] = step
         return step - first

@@ -119,7 +119,7 @@ class ScoutAttnBackend(AttentionBackend):
         self._announced = self._begun = False
         self._dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
         self.engine.boundary.step_log = status.open_step_log(
-            self.config, facts, self.engine.counters, runner.model_config
+            self.config, facts, runner.model_config
         )
         self.allocator.listener = self.engine.pages
         for index, layer in enumerate(layers):

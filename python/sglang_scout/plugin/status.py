@@ -11,8 +11,7 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import selection_of
 from sglang_scout.core.registry import chosen
-from sglang_scout.engine.counters import Counters
-from sglang_scout.engine.step_log import StepLog
+from sglang_scout.core.step_log import StepLog
 from sglang_scout.plugin.line import VERSION
 from sglang_scout.plugin.support import model_identity
 
@@ -38,7 +37,7 @@ def facts(config: OffloadConfig, num_layers: int, cpus: list[int]) -> dict[str, 
 
 
 def open_step_log(
-    config: OffloadConfig, facts: dict[str, Any], counters: Counters, model_config: Any
+    config: OffloadConfig, facts: dict[str, Any], model_config: Any
 ) -> StepLog | None:
     """The configured step log."""
     if config.step_log is None:
@@ -50,7 +49,7 @@ def open_step_log(
         "selection": selection_of(config),
     }
     try:
-        return StepLog(config.step_log, counters, facts | of_log)
+        return StepLog(config.step_log, facts | of_log)
     except OSError as error:
         raise ConfigError(
             f"--kv-offload-config: step_log = {config.step_log!r}: cannot write it: {error.strerror}; "
