@@ -1,48 +1,46 @@
 """The verifier detects wrong outputs: every assertion on its number depends on it."""
 
-import numpy as np
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from sglang_scout.engine.verify import NOT_FINITE, co_attention_reference, relative_error
+from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.engine.verify import NOT_FINITE, Verifier, co_attention_reference
 
 PAGES, SIZE, HEADS, DIM = 4, 8, 2, 16
-ON_DEVICE, ON_CPU, TAIL, LENGTH = (1, -1), (3,), 2, 5
-CHANGE = torch.tensor([[0.5, -1.0, 0.0, 2.0]])
+TAIL, LENGTH = 2, 5
 
 
-def case():
-    """(arguments of relative_error without the output, the correct output)."""
+def error_of(change_out=lambda out: None, change_host=lambda host: None):
+    """Of the correct output of page 1 on the device, 3 on the CPU and a tail, after these changes."""
     source = torch.Generator().manual_seed(3)
-    k, v = (torch.randn(PAGES, SIZE, HEADS, DIM, generator=source) for _ in range(2))
-    q, q_ahead = (torch.randn(1, 2 * HEADS, DIM, generator=source) for _ in range(2))
-    on_device, on_cpu = (np.array([x], np.int32) for x in (ON_DEVICE, ON_CPU))
-    right = co_attention_reference(
-        q[0],
-        q_ahead[0],
-        torch.cat([k[1], k[TAIL, :LENGTH]]),
-        torch.cat([v[1], v[TAIL, :LENGTH]]),
-        k[3],
-        v[3],
-        0.25,
-        mass_change=CHANGE[0],
+    shape = ModelShape(1, 2 * HEADS, HEADS, DIM, SIZE, torch.float32, 0.25)
+    host = HostPages(
+        shape, *([torch.randn(PAGES * SIZE, HEADS, DIM, generator=source)] for _ in "kv")
     )
-    tail = np.array([TAIL], np.int32), np.array([LENGTH], np.int32)
-    return [q, q_ahead, on_device, on_cpu, *tail, k, v, 0.25, CHANGE], right[None]
+    q, q_ahead = (torch.randn(1, 2 * HEADS, DIM, generator=source) for _ in range(2))
+    (k,), (v,), change = host.k, host.v, torch.tensor([[0.5, -1.0, 0.0, 2.0]])
+    device = (torch.cat([x[1], x[TAIL, :LENGTH]]) for x in (k, v))
+    out = co_attention_reference(q[0], q_ahead[0], *device, k[3], v[3], 0.25, change[0])[None]
+    change_out(out)
+    change_host(host)
+    counters, tail = Counters(1), (torch.tensor([TAIL]), torch.tensor([LENGTH]))
+    pages, slot_of = torch.tensor([[1, 3, -1]]), torch.tensor([-1, 0, -1, -1], dtype=torch.int32)
+    batch = SimpleNamespace(tail_page=tail[0], tail_len=tail[1])
+    Verifier(host, shape, "cpu", counters).check(
+        0, out, q, q_ahead, pages, slot_of, torch.tensor([[3, -1]]), batch, change
+    )
+    return counters.verify_max_rel_error
 
 
 def test_what_is_right_and_what_is_not():
-    arguments, right = case()
-    assert relative_error(right, *arguments) <= 1e-6
-    assert relative_error(torch.zeros_like(right), *arguments) == 1.0
+    assert error_of() <= 1e-6
+    assert error_of(torch.Tensor.zero_) == 1.0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_none_is_the_largest_error(value):
-    arguments, right = case()
-    right[0, -1, -1] = value
-    assert relative_error(right, *arguments) == NOT_FINITE
-    # Also if the pages themselves hold it.
-    arguments, right = case()
-    arguments[7][3, 0, 0, 0] = value
-    assert relative_error(right, *arguments) == NOT_FINITE
+    assert error_of(lambda out: out[0, -1, -1].fill_(value)) == NOT_FINITE
+    assert error_of(change_host=lambda host: host.k[0][3, 0, 0].fill_(value)) == NOT_FINITE

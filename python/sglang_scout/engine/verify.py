@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.counters import Counters
@@ -39,31 +38,50 @@ class Verifier:
         batch: Batch,
         mass_change: torch.Tensor | None,
     ) -> None:
-        """Tensors as of :func:`relative_error`, on the device, which attended to those of ``pages`` that have a slot;
-        ``missing`` ``[B * C, k]`` takes the policy's route. ``pages`` may be one list for all heads."""
+        """Compare ``out`` ``[B, HQ, D]`` with the reference over exactly the same pages, relative to its largest value.
+
+        All K and V are read from the host pages, the ground truth, not from the device's copies.
+
+        Args:
+            q, q_ahead: ``[B, HQ, D]``.
+            pages: ``[B * C, any]``, or one list for all heads: the device attended to those in ``slot_of``.
+            missing: ``[B * C, k]`` took the policy's route; for the CPU also ids of kept tokens. -1 padded, as pages.
+            batch: rows behind its requests are padding.
+            mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.
+        """
         is_resident = resident_slots(slot_of, pages) >= 0
-        attended, on_cpu = torch.where(is_resident, pages, -1).cpu(), missing.cpu()
-        attended = attended.repeat_interleave(len(on_cpu) // len(attended), dim=0)
-        if self._route != "cpu":  # attended to with the real query, or dropped
-            if self._route == "fetch":
-                attended = torch.cat([attended, on_cpu], dim=1)
-            on_cpu, q_ahead = torch.full_like(on_cpu, -1), q
-        error = relative_error(
-            out.cpu(),
-            q.cpu(),
-            q_ahead.cpu(),
-            attended.numpy(),
-            on_cpu.numpy(),
-            batch.tail_page.numpy(),
-            batch.tail_len.numpy(),
-            self._host.k[layer],
-            self._host.v[layer],
-            self._shape.scale,
-            torch.zeros(q.shape[:2]) if mass_change is None else mass_change.cpu(),
-            None if (kept := self._host.context) is None else (kept.k[layer], kept.v[layer]),
-        )
+        on_device, on_cpu = torch.where(is_resident, pages, -1).cpu(), missing.cpu()
+        rows, lists = len(on_cpu), len(on_cpu) // len(out)
+        on_device = on_device.repeat_interleave(rows // len(on_device), dim=0)
+        if self._route == "fetch":  # attended to with the real query
+            on_device, q_ahead = torch.cat([on_device, on_cpu], dim=1), q
+            on_cpu = torch.full_like(on_cpu, -1)
+        change = torch.zeros(q.shape[:2]) if mass_change is None else mass_change
+        by_list = [x.cpu().reshape(rows, -1, *x.shape[2:]) for x in (out, q, q_ahead, change)]
+        planes, worst = (self._host.k[layer], self._host.v[layer]), 0.0
+        for row in range(len(batch.tail_len) * lists):
+            request, head = divmod(row, lists)
+            heads = slice(None) if lists == 1 else slice(head, head + 1)
+            tail = int(batch.tail_page[request]), slice(int(batch.tail_len[request])), heads
+            full = self._tokens(layer, on_device[row], heads)
+            device = [torch.cat([x, of[tail]]) for x, of in zip(full, planes, strict=True)]
+            cpu = self._tokens(layer, on_cpu[row], heads)
+            found, real, ahead, added = (x[row] for x in by_list)
+            expected = co_attention_reference(real, ahead, *device, *cpu, self._shape.scale, added)
+            gap = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-20))
+            worst = max(worst, gap if math.isfinite(gap) else NOT_FINITE)
         self._counters.verify_checks += 1
-        self._counters.verify_max_rel_error = max(self._counters.verify_max_rel_error, error)
+        self._counters.verify_max_rel_error = max(self._counters.verify_max_rel_error, worst)
+
+    def _tokens(self, layer: int, ids: torch.Tensor, heads: slice) -> list[torch.Tensor]:
+        """K and V ``[T, H, D]`` of a list: of host pages, or kept tokens, see :meth:`ContextCache.worker_ids`."""
+        host, ids = self._host, ids[ids >= 0].long()
+        if host.context is None or not len(ids) or int(ids[0]) < host.num_pages:
+            return [of[layer][ids][:, :, heads].flatten(0, 1) for of in (host.k, host.v)]
+        size = self._shape.page_size
+        places = [divmod(i - host.num_pages, size) for i in ids.tolist()]
+        kept = host.context.k[layer], host.context.v[layer]
+        return [torch.cat([x[page, : last + 1] for page, last in places])[:, None] for x in kept]
 
 
 def co_attention_reference(
@@ -96,70 +114,3 @@ def co_attention_reference(
     weights = torch.cat(logits, dim=1).softmax(dim=1)
     values = torch.cat([v_device, v_cpu]).float().repeat_interleave(group, dim=1)
     return torch.einsum("ht,thd->hd", weights, values)
-
-
-def relative_error(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    q_ahead: torch.Tensor,
-    on_device: npt.NDArray[np.int32],
-    on_cpu: npt.NDArray[np.int32],
-    tail_page: npt.NDArray[np.int32],
-    tail_len: npt.NDArray[np.int32],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    mass_change: torch.Tensor,
-    context: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> float:
-    """Maximum deviation of ``out`` from the reference over exactly the same pages, relative to its largest value;
-    NOT_FINITE if either has a NaN or an infinity. All K and V are read from the host pages, the ground truth, not from
-    the device's copies.
-
-    Args:
-        out, q, q_ahead: ``[B, HQ, D]``.
-        on_device, on_cpu: ``[B * C, any]`` full host pages of each part and list, -1 entries ignored; for the CPU also
-            ids of kept tokens.
-        tail_page, tail_len: of each request the page being filled, and its valid tokens; other rows are padding.
-        k, v: ``[P, S, H, D]`` host pages of the layer.
-        mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.
-        context: ``[C, S, D]`` K and V of kept tokens.
-    """
-    worst = 0.0
-    requests = out.shape[0]
-    lists = len(on_cpu) // requests
-    in_use = len(tail_len) * lists  # behind them padding
-    of_list = [
-        x.reshape(requests * lists, -1, *x.shape[2:]) for x in (out, q, q_ahead, mass_change)
-    ]
-    for row, (found, real, ahead, change) in enumerate(
-        zip(*(x[:in_use] for x in of_list), strict=True)
-    ):
-        device = torch.from_numpy(on_device[row][on_device[row] >= 0]).long()
-        cpu = torch.from_numpy(on_cpu[row][on_cpu[row] >= 0]).long()
-        request, head = divmod(row, lists)
-        length, tail = int(tail_len[request]), int(tail_page[request])
-        keys, values = ((x if lists == 1 else x[:, :, head : head + 1]) for x in (k, v))
-        kept_k, kept_v = context or (None, None)
-        reference = co_attention_reference(
-            real,
-            ahead,
-            torch.cat([keys[device].flatten(0, 1), keys[tail, :length]]),
-            torch.cat([values[device].flatten(0, 1), values[tail, :length]]),
-            _listed(cpu, keys, kept_k),
-            _listed(cpu, values, kept_v),
-            scale,
-            change,
-        )
-        gap = float((found - reference).abs().max() / reference.abs().max().clamp_min(1e-20))
-        worst = max(worst, gap if math.isfinite(gap) else NOT_FINITE)
-    return worst
-
-
-def _listed(ids: torch.Tensor, pages: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
-    """``[T, H, D]`` tokens of a list: of host pages, or kept ones, see :meth:`ContextCache.worker_ids`."""
-    first, size = pages.shape[:2]
-    if context is None or not len(ids) or int(ids[0]) < first:
-        return pages[ids].flatten(0, 1)
-    places = [divmod(i - first, size) for i in ids.tolist()]
-    return torch.cat([context[page, : last + 1] for page, last in places])[:, None]
