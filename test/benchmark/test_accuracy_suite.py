@@ -287,7 +287,7 @@ def test_the_table_and_the_figure_hold_the_rows(tmp_path):
     assert "| recent window | 100.0 (72.2 to 100.0) | – |" in lines
     losses = lines[lines.index("## Loss against full attention, points") :]
     assert any(line.startswith("| scout | 40.0 (") for line in losses)
-    assert "| scout, 512 | 0.250 | 0.250 |" in lines
+    assert "| scout, 512 | 128 | 0.250 | 4.0 | 0.0 | 0.0 | 0.0 |" in lines
     assert plot.main([str(path), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
