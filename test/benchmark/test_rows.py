@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark import rows
+from benchmark import plot, rows
 from benchmark.kernels import kv_pool
 from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
 
@@ -120,6 +120,14 @@ def test_rows_of_a_later_run_lie_behind_those_of_the_first(tmp_path, shared):
     writer.close()
     rows.Writer(path, shared).close()
     assert rows.read_rows(path) == []
+
+
+def test_a_file_of_rows_makes_a_picture_and_one_of_others_does_not(tmp_path, capsys):
+    results = ROOT / "docs" / "results"
+    assert plot.main([str(results / "predictions.jsonl"), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "predictions.png").stat().st_size > 10_000
+    assert plot.main([str(results / "join.jsonl"), "--out", str(tmp_path)]) == 1
+    assert "no measured rows of study or predictions" in capsys.readouterr().err
 
 
 # The benchmarks -----------------------------------------------------------------------------------
