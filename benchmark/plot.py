@@ -2,10 +2,8 @@
 
     python -m benchmark.plot FILE.jsonl [--out docs/results] [--name NAME]
 
-Rows of accuracy give accuracy.png: correct answers by budget, one panel per length.
 Rows of study --set budgets give study.png: facts found by budget. Rows of predictions give predictions.png: speed-up
-by context.
-Captions contain command, commit and machine.
+by context. Captions contain command, commit and machine.
 """
 
 from __future__ import annotations
@@ -23,70 +21,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmark.accuracy.planted import CUTS
-from benchmark.accuracy.policies import FULL, PLAIN, Setting
 from benchmark.accuracy.study.table import interval, paired
-from benchmark.accuracy.table import Scores
 from benchmark.rows import ROOT, Row, read_rows
-
-FULL_COLOR = "#404040"
-STYLES = {  # colour and marker
-    "scout": ("#1b6ca8", "o"),
-    "scout-rotated": ("#2a9d4e", "D"),
-    "scout-signs": ("#2a9d4e", "D"),
-    "scout-real-query": ("#5fb0d9", "s"),
-    "quest": ("#d98032", "^"),
-    "recent": ("#a0a0a0", "v"),
-}
-
-
-def draw_accuracy(rows: list[Row]) -> Any:
-    """As the paper's Figure 7: a panel for each length, a line for each policy, whiskers for the 95 % intervals."""
-    scores = Scores(rows)
-    count = len(scores.lengths)
-    fig, axes = plt.subplots(1, count, figsize=(1.5 + 3.6 * count, 4.8), sharey=True, squeeze=False)
-    panels = axes[0]
-    for ax, length in zip(panels, scores.lengths, strict=True):
-        full = scores.mean(Setting(FULL), length) if FULL in scores.policies else None
-        if full:
-            value, low, high = (100 * x for x in full)
-            ax.axhline(value, color=FULL_COLOR, linewidth=1.2, label=PLAIN[FULL])
-            ax.axhspan(low, high, color=FULL_COLOR, alpha=0.12, linewidth=0)
-        for policy in scores.policies:
-            if policy in STYLES:
-                _line(ax, scores, policy, length)
-        ax.set_title(f"{length} tokens", fontsize=10)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(scores.budgets, [str(b) for b in scores.budgets])
-        ax.minorticks_off()
-        ax.grid(alpha=0.3)
-        ax.set_ylim(-2, 104)
-        ax.set_xlabel("budget, tokens")
-    panels[0].set_ylabel("right answers, percent")
-    # Where no curve is, for a long text.
-    panels[-1].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.82), ncols=2)
-    model = scores.rows[0]["model"]
-    fig.suptitle(f"{model}: mean of {len(scores.tasks)} tasks, exact answers", fontsize=11)
-    return fig
-
-
-def _line(ax: Any, scores: Scores, policy: str, length: int) -> None:
-    """Whiskers are offset slightly, so that equal scores can be told apart."""
-    found = [(b, scores.mean(Setting(policy, b), length)) for b in scores.budgets]
-    known = [(b, *(100 * x for x in mean)) for b, mean in found if mean is not None]
-    if not known:
-        return
-    others = [name for name in scores.policies if name in STYLES]
-    shift = 1.03 ** (others.index(policy) - (len(others) - 1) / 2)
-    budgets = [b * shift for b, *_ in known]
-    values = [value for _, value, _, _ in known]
-    below = [max(0.0, value - low) for _, value, low, _ in known]
-    above = [max(0.0, high - value) for _, value, _, high in known]
-    color, marker = STYLES[policy]
-    ax.errorbar(
-        budgets, values, yerr=[below, above], color=color, marker=marker,
-        markersize=5, linewidth=1.4, elinewidth=0.9, label=PLAIN[policy],
-    )  # fmt: skip
-
 
 PANELS = {
     "prompt": "the question is in the prompt",
@@ -101,9 +37,8 @@ SYSTEMS = {
 
 def found(rows: list[Row], field: str = "right") -> float:
     """Percent of the numbers asked for that were answered correctly."""
-    return 100 * sum(sum(map(sum, row[field])) for row in rows) / sum(
-        len(x) for row in rows for x in row[field]
-    )  # fmt: skip
+    answers = [x for row in rows for numbers in row[field] for x in numbers]
+    return 100 * sum(answers) / len(answers)
 
 
 def draw_budgets(rows: list[Row]) -> Any:
@@ -141,8 +76,8 @@ def draw_predictions(rows: list[Row]) -> Any:
     fig, axes = plt.subplots(len(kinds), len(models), figsize=sizes, sharey="row", squeeze=False)
     for (kv, model), ax in zip(itertools.product(kinds, models), axes.flat, strict=True):
         for i, host in enumerate(hosts):
-            own = [r for r in rows if tuple(r[key] for key in keys) == (model, kv, host)
-                   and r["speed_up"][0]]  # fmt: skip
+            own = [r for r in rows if [r[key] for key in keys] == [model, kv, host]]
+            own = [r for r in own if r["speed_up"][0]]
             ticks = [r["context"] // 1024 for r in own]
             low, high = zip(*(r["speed_up"] for r in own), strict=True)
             ax.fill_between(
@@ -150,7 +85,7 @@ def draw_predictions(rows: list[Row]) -> Any:
             )
             for end in (low, high):
                 ax.plot(ticks, end, "o-", color=f"C{i}", markersize=3)
-        ax.axhline(1, color=FULL_COLOR, linewidth=0.8)
+        ax.axhline(1, color="k", linewidth=0.8)
         ax.set_xscale("log", base=2)
         ax.set_xticks(ticks, [f"{x}k" for x in ticks])
         ax.minorticks_off()
@@ -163,11 +98,7 @@ def draw_predictions(rows: list[Row]) -> Any:
     return fig
 
 
-PLOTS = {
-    "accuracy": draw_accuracy,
-    "study": draw_budgets,
-    "predictions": draw_predictions,
-}
+PLOTS = {"study": draw_budgets, "predictions": draw_predictions}
 
 
 def caption(row: Row) -> str:

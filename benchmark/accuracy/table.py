@@ -15,6 +15,8 @@ from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.scoring import Loss, paired_loss, wilson_interval
 from benchmark.rows import Row, markdown_table, read_rows
 
+COUNTED = ("cpu_pages", "fetched_pages", "recalled_pages", "gpu_wait_us")
+
 
 class Scores:
     """Rows of one run of the suite, indexed by setting, length and task.
@@ -103,7 +105,7 @@ def by_budget(scores: Scores, length: int, cell: Callable[[Setting, int], str]) 
 
 
 def tables(scores: Scores) -> str:
-    """Correct answers and losses by length, and the CPU compute ratio."""
+    """Correct answers and losses by length, and what a step did."""
 
     def mean_cell(setting: Setting, length: int) -> str:
         found = scores.mean(setting, length)
@@ -122,23 +124,25 @@ def tables(scores: Scores) -> str:
     parts.append("## Loss against full attention, points")
     for length in scores.lengths:
         parts += [f"### {length} tokens", by_budget(scores, length, loss_cell)]
-    parts += ["## Pages computed on the CPU over the budget", cpu_ratios(scores)]
+    parts += ["## A decode step", work(scores)]
     return "\n\n".join(parts) + "\n"
 
 
-def cpu_ratios(scores: Scores) -> str:
-    """Mean of the tasks, for each setting and length."""
+def work(scores: Scores) -> str:
+    """What the servers did in a decode step, over all tasks. A page of `hgca`, `sparda`, `rheo` is one KV head's."""
     lines = []
     for setting in scores.settings:
-        if setting.policy == FULL:
-            continue
-        cells = []
         for length in scores.lengths:
-            found = [r["cpu_compute_ratio"] for r in scores.of(setting, length)]
-            known = [x for x in found if x is not None]
-            cells.append(f"{sum(known) / len(known):.3f}" if known else "–")
-        lines.append([f"{plain(setting.policy)}, {setting.budget_tokens}", *cells])
-    return markdown_table(["policy, budget", *(f"{n} tokens" for n in scores.lengths)], lines)
+            rows = [row for row in scores.of(setting, length) if row.get("offload")]
+            if not rows:
+                continue
+            steps = sum(row["offload"]["steps"] for row in rows)
+            each = [sum(row["offload"].get(key, 0) for row in rows) / steps for key in COUNTED]
+            ratio = sum(row["cpu_compute_ratio"] for row in rows) / len(rows)
+            name = f"{plain(setting.policy)}, {setting.budget_tokens}"
+            lines.append([name, str(length), f"{ratio:.3f}", *(f"{x:.1f}" for x in each)])
+    names = [name.replace("_", " ") for name in COUNTED]
+    return markdown_table(["policy, budget", "tokens", "CPU share", *names], lines)
 
 
 def main(argv: list[str] | None = None) -> int:

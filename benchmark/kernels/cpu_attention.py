@@ -1,4 +1,4 @@
-"""Paged decode attention on the CPU against the machine's read bandwidth and against baselines, in one run.
+"""Paged decode attention on the CPU against the machine's read bandwidth, in one run.
 
     python -m benchmark.kernels.cpu_attention --json FILE     some minutes; the machine should be otherwise idle
     python -m benchmark.kernels.cpu_attention --quick         one small size, as a smoke test
@@ -8,12 +8,13 @@ Rows (format: rows.py), per shape and thread count:
     fp8_<type>-<isa>     the same over as many fp8 pages
     read                 a read loop over the same pages in the same order
     read-sequential      the same loop over as many pages in address order
-    vllm-<commit>        vLLM's decode attention; scripts/setup_baseline_kernels.sh
+
+Up to commit 56dce02 also vLLM's kernel and IPEX.
 
 All pages come from one pool much larger than the caches, in shuffled order; a page is read again only after all
 others. In every round each implementation is sampled once, after a warm-up call that wakes its threads, so that
-slowdowns of the machine affect all alike. An implementation is measured only after its output has been compared with
-the reference on the same inputs.
+slowdowns of the machine affect all alike. The kernel is measured only after its output has been compared with the
+reference on the same inputs.
 
 Fields in addition to those of rows.py; null in rows that are not "ok", or if not applicable:
     models, batch, pages, page_size, H, G, D, threads, pool_bytes
@@ -34,8 +35,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmark.kernels import baselines
-from benchmark.kernels.baselines import Implementation
 from benchmark.kernels.kv_pool import Inputs, KvPool, Shape
 from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
 from benchmark.rows import Row, Writer, cache_bytes, environment, summary
@@ -70,7 +69,7 @@ NOT_MEASURED = (
 )
 
 
-class Native(Implementation):
+class Native:
     """attend_pages without its argument checks, so that almost only the kernel is timed."""
 
     def __init__(self, kind: str = "native", elements: torch.Tensor | None = None) -> None:
@@ -81,6 +80,7 @@ class Native(Implementation):
         (self._attend,) = (i.run for i in attend_pages.implementations if i.name == "native")
 
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
+        """Nanoseconds of one call per start."""
         torch.set_num_threads(threads)  # the kernel's own pool takes as many
         q, scale = inputs.q, inputs.shape.scale
         k, v = inputs.pool.planes(inputs.shape, self._elements)
@@ -92,19 +92,29 @@ class Native(Implementation):
         for pages in tables:
             self._attend(q, k, v, pages, None, None, scale, out, None, None)
         ns = time.perf_counter_ns() - begin_ns
-        self._out = out[0][inputs.shape.checked_rows]
+        self._out = out[0]
         return ns
 
-    def output(self) -> torch.Tensor:
-        return self._out
+    def error(self, inputs: Inputs, at: int) -> float:
+        """The largest error of the first and the last sequence in the last call. Raises ValueError for a wrong one."""
+        worst, (k, v) = 0.0, inputs.pool.planes(inputs.shape, self._elements)
+        # One sequence at a time: the reference copies its pages in float32.
+        for row in {0, inputs.shape.B - 1}:
+            one = slice(row, row + 1)
+            arguments = inputs.q[one], k, v, inputs.pages(at)[one], None, None, inputs.shape.scale
+            expected, _ = attend_pages.reference(*arguments)
+            error = (self._out[one] - expected).abs()
+            worst = max(worst, float(error.max()))
+            if not (error <= self.tolerance * (1 + expected.abs())).all():  # also catches NaN
+                raise ValueError(f"wrong result: error {worst:.2e}")
+        return worst
 
-    def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
-        planes = inputs.pool.planes(inputs.shape, self._elements)
-        return baselines.reference(inputs, inputs.pages(at), *planes)
 
-
-class Read(Implementation):
+class Read:
     """The read loop."""
+
+    tolerance = None  # no result to check
+    element_bytes = 2
 
     def __init__(self, loop: ReadLoop, sequential: bool) -> None:
         self.name = "read-sequential" if sequential else "read"
@@ -117,10 +127,15 @@ class Read(Implementation):
         if self._sequential:
             first = int(ids[0])
             ids = ((first + np.arange(len(ids))) % inputs.stream.num_pages).astype(np.int32)
-        ns, _ = self._loop.pages_ns(
-            inputs.k.data_ptr(), inputs.v.data_ptr(), s.page_bytes, ids, threads
-        )
+        k, v = inputs.pool.planes(s)
+        ns, _ = self._loop.pages_ns(k.data_ptr(), v.data_ptr(), s.page_bytes, ids, threads)
         return ns
+
+    def error(self, inputs: Inputs, at: int) -> float:
+        return 0.0
+
+
+Implementation = Native | Read
 
 
 def checked(impl: Implementation, inputs: Inputs, threads: int) -> tuple[float, int]:
@@ -132,22 +147,20 @@ def checked(impl: Implementation, inputs: Inputs, threads: int) -> tuple[float, 
     """
     [at] = inputs.take(1)
     impl.run(inputs, [at], threads)
-    error = torch.zeros(1)
-    if impl.tolerance is not None:
-        expected = impl.expected(inputs, at)
-        error = (impl.output() - expected).abs()
-        if not (error <= impl.tolerance * (1 + expected.abs())).all():  # also catches NaN
-            raise ValueError(f"wrong result: error {float(error.max()):.2e}")
+    error = impl.error(inputs, at)
     call_s = impl.run(inputs, inputs.take(1), threads) / 1e9
     if call_s > MAX_CALL_S:
         raise TimeoutError(f"one call takes {call_s:.1f} s")
-    return float(error.max()), min(MAX_CALLS, max(1, round(SAMPLE_S / call_s)))
+    return error, min(MAX_CALLS, max(1, round(SAMPLE_S / call_s)))
 
 
 def run_shape(
-    writer: Writer, inputs: Inputs, implementations: list[Implementation], threads: list[int],
+    writer: Writer,
+    inputs: Inputs,
+    implementations: list[Implementation],
+    threads: list[int],
     rounds: int,
-) -> None:  # fmt: skip
+) -> None:
     """Check all, then sample them round-robin; a row each."""
     s = inputs.shape
     sizes: Row = {"models": s.models, "batch": s.B, "pages": s.R, "page_size": s.S, "H": s.H}
@@ -158,10 +171,10 @@ def run_shape(
         for count in threads:
             try:
                 entries.append((impl, count, *checked(impl, inputs, count)))
-            except Exception as error:  # a failing baseline must not abort the run
+            except (ValueError, TimeoutError) as error:
                 status = "skipped" if isinstance(error, TimeoutError) else "failed"
-                writer.add(impl.name, status, one_line(error), threads=count, **sizes)
-                say(f"    {impl.name:18s} {count} threads: {status}, {one_line(error)}")
+                writer.add(impl.name, status, str(error), threads=count, **sizes)
+                say(f"    {impl.name:18s} {count} threads: {status}, {error}")
     samples_us: list[list[float]] = [[] for _ in entries]
     for _ in range(rounds):
         for (impl, count, _, calls), samples in zip(entries, samples_us, strict=True):
@@ -173,11 +186,11 @@ def run_shape(
         call_bytes = s.call_bytes * impl.element_bytes // 2
         gb_per_s = round(call_bytes / measured["median_us"] / 1e3, 4)
         tokens_per_s = round(s.B * s.R * s.S / measured["median_us"] * 1e6)
+        found = {"gb_per_s": gb_per_s, "tokens_per_s": tokens_per_s, "calls_per_sample": calls}
+        found |= {"max_abs_error": float(f"{error:.3g}"), "tolerance": impl.tolerance}
         writer.add(
-            impl.name, threads=count, **sizes, gb_per_s=gb_per_s, tokens_per_s=tokens_per_s, calls_per_sample=calls,
-            max_abs_error=float(f"{error:.3g}"), tolerance=impl.tolerance,
-            rounds=list(range(rounds)), **measured,
-        )  # fmt: skip
+            impl.name, threads=count, rounds=list(range(rounds)), **sizes, **found, **measured
+        )
         say(
             f"    {impl.name:18s} {count} threads {gb_per_s:7.2f} GB/s {tokens_per_s / 1e6:7.2f} Mtok/s, "
             f"spread {measured['spread']:.0%}"
@@ -186,9 +199,8 @@ def run_shape(
 
 def run(args: argparse.Namespace, threads: list[int], cpus: list[int], writer: Writer) -> None:
     wanted = QUICK_POOL_BYTES if args.quick else POOL_BYTES
-    room = (
-        max(0, int(available_bytes() * 0.8) - RESERVE_BYTES) // 2
-    )  # two fp8 pools are as large as one
+    # Two fp8 pools are as large as one.
+    room = max(0, int(available_bytes() * 0.8) - RESERVE_BYTES) // 2
     pool_bytes = min(wanted, room // (4 << 20) * (4 << 20))
     if pool_bytes < min(wanted, 8 * cache_bytes()):
         reason = f"the pool may have {pool_bytes >> 20} MiB, the cache has {cache_bytes() >> 20}"
@@ -196,10 +208,6 @@ def run(args: argparse.Namespace, threads: list[int], cpus: list[int], writer: W
         return
     loop = ReadLoop(cpus)
     implementations: list[Implementation] = [Native(), Read(loop, False), Read(loop, True)]
-    if why := "left out by --without-vllm" if args.without_vllm else baselines.Vllm.absent():
-        writer.add("vllm", "absent", why)
-    else:
-        implementations.append(baselines.Vllm())
     models, all_sizes = (MODELS[1:2], ((2, 4),)) if args.quick else (MODELS, SIZES)
     pool = KvPool(pool_bytes)
     implementations += [
@@ -217,10 +225,6 @@ def thread_counts(cpus: int) -> list[int]:
     return sorted({cpus, *(1 << i for i in range(cpus.bit_length()) if 1 << i <= cpus)})
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -232,7 +236,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows to FILE")
     parser.add_argument("--quick", action="store_true", help="only one small size")
-    parser.add_argument("--without-vllm", action="store_true", help="leave out the baseline")
     args = parser.parse_args(argv)
     cpus = sorted(os.sched_getaffinity(0))
     shared: Row = environment("cpu_attention", ("sglang-scout", "torch", "numpy"))

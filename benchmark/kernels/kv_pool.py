@@ -1,7 +1,4 @@
-"""Memory for KV pages, far larger than the caches, and page lists that never repeat pages still cached.
-
-Imports nothing of the package, as the environment of IPEX imports this module too.
-"""
+"""Memory for KV pages, far larger than the caches, and page lists that never repeat pages still cached."""
 
 from __future__ import annotations
 
@@ -40,11 +37,6 @@ class Shape:
     @property
     def scale(self) -> float:
         return self.D**-0.5
-
-    @property
-    def checked_rows(self) -> list[int]:
-        """Sequences that are compared with the reference: the first and the last."""
-        return sorted({0, self.B - 1})
 
 
 class KvPool:
@@ -109,8 +101,7 @@ class Inputs:
 
     def __init__(self, pool: KvPool, shape: Shape) -> None:
         self.pool, self.shape = pool, shape
-        self.k, self.v = pool.planes(shape)
-        self.stream = PageStream(len(self.k), shape.B * shape.R, seed=1)
+        self.stream = PageStream(len(pool.planes(shape)[0]), shape.B * shape.R, seed=1)
         q = np.random.default_rng(2).standard_normal((shape.B, shape.H * shape.G, shape.D))
         self.q = torch.from_numpy(q).bfloat16().float()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark import rows
+from benchmark import plot, rows
 from benchmark.kernels import kv_pool
 from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
 
@@ -122,6 +122,14 @@ def test_rows_of_a_later_run_lie_behind_those_of_the_first(tmp_path, shared):
     assert rows.read_rows(path) == []
 
 
+def test_a_file_of_rows_makes_a_picture_and_one_of_others_does_not(tmp_path, capsys):
+    results = ROOT / "docs" / "results"
+    assert plot.main([str(results / "predictions.jsonl"), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "predictions.png").stat().st_size > 10_000
+    assert plot.main([str(results / "join.jsonl"), "--out", str(tmp_path)]) == 1
+    assert "no measured rows of study or predictions" in capsys.readouterr().err
+
+
 # The benchmarks -----------------------------------------------------------------------------------
 
 
@@ -138,11 +146,10 @@ def test_page_scores_runs(tmp_path):
 
 def test_cpu_attention_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
-    done = run_benchmark("kernels.cpu_attention", "--quick", "--without-vllm", "--json", str(path))
+    done = run_benchmark("kernels.cpu_attention", "--quick", "--json", str(path))
     assert done.returncode == 0, done.stderr
     found = rows.read_rows(path)
     by_impl = {row["impl"]: row for row in found}
-    assert by_impl["vllm"]["status"] == "absent"
     native = f"native-{found[0]['native_best_isa']}"
     for impl in (native, "read", "read-sequential"):
         row = by_impl[impl]
@@ -152,15 +159,6 @@ def test_cpu_attention_runs(tmp_path):
             call_bytes / row["median_us"] / 1e3, rel=0.01, abs=1e-4
         )
     assert all(row["max_abs_error"] <= 1e-4 for row in found if row["impl"] == native)
-
-
-def test_a_baseline_that_was_not_built_or_for_another_torch_says_so(tmp_path, monkeypatch):
-    from benchmark.kernels import baselines
-
-    monkeypatch.setattr(baselines, "VLLM", tmp_path)
-    assert "scripts/setup_baseline_kernels.sh" in baselines.Vllm.absent()
-    (tmp_path / "about.json").write_text(json.dumps({"version": "x", "torch": "1.0"}))
-    assert "built for torch 1.0" in baselines.Vllm.absent()
 
 
 def test_ring_latency_runs(tmp_path):

@@ -1,4 +1,4 @@
-"""Packing a bundle (scripts/gpu_bundle.sh) of small packages, and its ``run.sh`` with a torch that claims a device."""
+"""A bundle's ``run.sh`` (scripts/gpu_bundle_run.sh) with a torch that claims a device."""
 
 import io
 import os
@@ -6,15 +6,12 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BUNDLE = (ROOT / "scripts" / "gpu_bundle.sh").read_text()
-SITE = BUNDLE[BUNDLE.index("SITE=(") + 6 :].partition(")")[0].split()
 
 CHECK = """#!/usr/bin/env bash
 echo "$2 $BENCHMARK_COMMIT $SECONDS_LIMIT $PYTHONPATH" >>"$1/rows.jsonl"
@@ -125,17 +122,6 @@ def test_kernels_that_a_call_brought_back_are_at_the_path_that_they_were_compile
 
 
 @pytest.mark.slow
-def test_another_tree_or_what_was_cut_short_is_unpacked_anew(bundle):
-    bundle.run()
-    (work,) = bundle.works()
-    (work / "ready").unlink()
-    (work / "stale").touch()
-    assert bundle.run()[0] == 0 and not (work / "stale").exists()
-    bundle.pack_tree(status=3)
-    assert bundle.run()[0] == 3 and len(bundle.works()) == 2
-
-
-@pytest.mark.slow
 def test_a_native_module_that_does_not_load_is_built(bundle):
     bundle.pack_native("raise ImportError('of another Python')")
     status, said = bundle.run(NO_COMPILER="1")
@@ -159,77 +145,3 @@ def test_another_python_or_torch_is_refused(bundle, name, needed):
 def test_without_a_device_nothing_stays(bundle):
     status, said = bundle.run(device=False)
     assert status == 2 and "sees no CUDA device" in said and not bundle.works()
-
-
-@pytest.fixture
-def pack_in(tmp_path):
-    """Runs gpu_bundle.sh in a small tree, with one file in each package and no compiler."""
-
-    def pack_in(sglang="0.5.15.post1", tracked_mib=0):
-        tree, out = tmp_path / "tree", tmp_path / "out"
-        site = tree / ".venv/lib/python3.12/site-packages"
-        native = next((Path(sysconfig.get_path("stdlib")) / "lib-dynload").glob("*.so"))
-        files = {name: f"{name}.py" for name in SITE} | {"sglang-scout": "sglang_scout/_native.so"}
-        for name, file in files.items():
-            about = site / f"{name.replace('-', '_')}-{sglang}.dist-info"
-            about.mkdir(parents=True)
-            (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\n")
-            paths = [f"{about.name}/METADATA", file, f"__pycache__/{name}.pyc", "../../../bin/x"]
-            (about / "RECORD").write_text("".join(f"{path},,\n" for path in paths))
-            (site / file).parent.mkdir(exist_ok=True)
-            shutil.copy(native, site / file)
-        for name in ("torch", "triton"):
-            (site / f"{name}.py").write_text('__version__ = "2.11.0"\n')
-        jit = tree / ".cache/gpu-jit"
-        for path in ("tvm-ffi/rope_1/rope.so", ".cache/flashinfer/0.6/90a/cached_ops/plan/plan.so"):
-            (jit / path).parent.mkdir(parents=True)
-            shutil.copy(native, jit / path)
-        python = tree / ".venv/bin/python"
-        python.parent.mkdir()
-        python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
-        python.chmod(0o755)
-        (tree / "scripts").mkdir()
-        for name in ("gpu_bundle.sh", "gpu_bundle_run.sh"):
-            shutil.copy(ROOT / "scripts" / name, tree / "scripts")
-        with open(tree / "tracked", "wb") as file:
-            file.truncate(tracked_mib << 20)
-        git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", tree]
-        for command in (["init"], ["add", "tracked", "scripts"], ["commit", "--message", "x"]):
-            subprocess.run([*git, *command], check=True, capture_output=True)
-        done = subprocess.run(
-            ["bash", tree / "scripts" / "gpu_bundle.sh", out],
-            env={**os.environ, "CUDA_HOME": "/none"}, capture_output=True, text=True,
-        )  # fmt: skip
-        return done.returncode, done.stdout + done.stderr, out
-
-    return pack_in
-
-
-def test_a_bundle_has_the_packages_and_what_was_compiled_for_the_gpu(pack_in):
-    status, said, out = pack_in()
-    assert status == 0 and "no nvcc" in said, said
-    names = set()
-    for path in out.glob("*.tar.xz"):
-        with tarfile.open(path) as archive:
-            names |= {
-                path.name.partition("-")[0] + "/" + x.lstrip("./") for x in archive.getnames()
-            }
-    assert {f"site/{name}.py" for name in SITE} <= names
-    assert {
-        "site/tvm-ffi/rope_1/rope.so", "site/flashinfer/data/aot/plan/plan.so",
-        "tree/python/sglang_scout/_native.so",
-    } <= names  # fmt: skip
-    assert not [name for name in names if "__pycache__" in name or "bin/x" in name]
-    python = ".".join(platform.python_version_tuple()[:2])
-    assert (out / "needs").read_text() == f"python {python}\ntorch 2.11\ntriton 2.11\n"
-
-
-def test_an_sglang_for_another_torch_is_not_packed(pack_in):
-    status, said, out = pack_in(sglang="0.5.23")
-    assert status == 1 and "SGLANG_VERSION=0.5.15.post1 scripts/setup.sh" in said
-    assert not list(out.iterdir())
-
-
-def test_a_bundle_and_a_tree_that_are_too_large_together_are_refused(pack_in):
-    status, said, _ = pack_in(tracked_mib=63)
-    assert status == 1 and "together at most 62 are allowed" in said

@@ -1,20 +1,15 @@
-"""The tiny models are worth comparing tokens with: varied, repeatable, the whole context counts."""
+"""The tiny models are worth comparing tokens with: varied, and the whole context counts."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 
 import pytest
 
-from make_tiny_model import ARCHITECTURES, TinyModelSpec, make_tiny_model
+from make_tiny_model import ARCHITECTURES
 
 CONTEXT_TOKENS = 600
 NEW_TOKENS = 24
-
-
-def digests(folder):
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
 def continuation(model, prompt):
@@ -49,12 +44,3 @@ def test_greedy_output_depends_on_the_whole_context(arch, tiny_model):
         assert len(answer) == NEW_TOKENS, "no end-of-text before the asked length"
         assert len(set(answer)) >= 5
         assert tokenizer.decode(answer).isprintable()
-
-
-def test_same_arguments_same_bytes(tmp_path):
-    spec = TinyModelSpec(layers=1, seed=5)
-    first = digests(make_tiny_model(spec, tmp_path / "a"))
-    assert first == digests(make_tiny_model(spec, tmp_path / "b"))
-    other = digests(make_tiny_model(TinyModelSpec(layers=1, seed=6), tmp_path / "b"))
-    assert other["model.safetensors"] != first["model.safetensors"]
-    assert other["tokenizer.json"] == first["tokenizer.json"]
