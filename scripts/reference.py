@@ -14,7 +14,7 @@ import yaml
 
 from sglang_scout.core.config import KEYS, PUBLIC_KEYS, Key
 from sglang_scout.plugin.fields import FIELDS
-from sglang_scout.plugin.hooks import HOOKS, Hook
+from sglang_scout.plugin.hooks import ROLES, Hook, hooks_of
 from sglang_scout.plugin.metrics import METRICS
 from sglang_scout.policy.base import policies
 
@@ -75,11 +75,9 @@ def target(hook: Hook) -> str:
 
 
 def hooks() -> str:
-    servers: dict[tuple[str, str], list[str]] = {}
-    for server, of_server in HOOKS.items():
-        for hook in of_server:
-            servers.setdefault((target(hook), hook.why), []).append(server)
-    return table("server, target, why", ((", ".join(at), *hook) for hook, at in servers.items()))
+    found = [hook for role in ROLES for hook in hooks_of(role)]
+    rows = {(", ".join(hook.roles), target(hook), hook.why) for hook in found}
+    return table("server, target, why", sorted(rows))
 
 
 def alerts() -> str:

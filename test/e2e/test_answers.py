@@ -15,7 +15,7 @@ from harness import scheduler_pid
 from servers.pd_cluster import HOST, flags
 from servers.sglang_http import RequestFailed, http_json, sse_events
 from servers.single_server import SingleServer
-from sglang_scout.plugin.pair_limits import LIMITS
+from sglang_scout.plugin.http import LIMITS
 
 OLD = version("sglang") == "0.5.15.post1"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"

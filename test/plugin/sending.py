@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 from sglang.srt.disaggregation.common import conn
 
-from sglang_scout.plugin import prefill_hooks as hooks
+from sglang_scout.plugin import prefill as hooks
 
 
 def lists():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 allocator = pytest.importorskip("sglang_scout.plugin.allocator", reason="needs SGLang")
 paged = pytest.importorskip("sglang.srt.mem_cache.allocator.paged", reason="needs SGLang")
-from sglang_scout.plugin.request_tables import RequestTables  # noqa: E402
+from sglang_scout.plugin.allocator import RequestTables  # noqa: E402
 
 SIZE = 8
 OPERATIONS = st.lists(

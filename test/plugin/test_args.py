@@ -27,7 +27,7 @@ from sglang_scout.cli.model_config import read_model
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest, save_profile
-from sglang_scout.plugin.hooks import HOOKS
+from sglang_scout.plugin.hooks import hooks_of
 
 pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
 
@@ -232,7 +232,7 @@ if version("sglang") != "0.5.15.post1":
 
 def resolved(made):
     """SGLang's resolved flags, resolved at once or on request."""
-    from sglang_scout.plugin.line import adapter
+    from sglang_scout.plugin.release import adapter
 
     getattr(made, "resolve_once", lambda: None)()
     return adapter.resolved(made)
@@ -408,8 +408,8 @@ def test_without_the_flag_sglang_is_as_it_was(outcome):
     assert facts["role"] is None and facts["decode"] is None and facts["page_size"] == 1
     assert facts["requests"] is None
     assert facts["keep_alive_s"] == [None, "120"], "without the flag, and with it"
-    targets = (hook.target_in(version("sglang")) for hook in HOOKS["flags"])
-    assert facts["patched"] == [f"sglang.srt.{target}" for target in targets if target]
+    targets = (hook.target_here for hook in hooks_of("flags"))
+    assert facts["patched"] == sorted(f"sglang.srt.{target}" for target in targets if target)
 
 
 def test_the_command_line_ends_with_the_refusal_and_no_trace(outcome):

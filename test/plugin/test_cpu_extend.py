@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-cpu_extend = pytest.importorskip("sglang_scout.plugin.cpu_extend", reason="needs SGLang")
+cpu_extend = pytest.importorskip("sglang_scout.plugin.fixes", reason="needs SGLang")
 torch_native = pytest.importorskip(
     "sglang.srt.layers.attention.torch_native_backend", reason="needs SGLang"
 )

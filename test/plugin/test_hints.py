@@ -16,8 +16,8 @@ from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.policy.base import SelectionRule
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
-hooks = pytest.importorskip("sglang_scout.plugin.prefill_hooks", reason="needs SGLang")
-LastQueries = pytest.importorskip("sglang_scout.plugin.last_queries").LastQueries
+hooks = pytest.importorskip("sglang_scout.plugin.prefill", reason="needs SGLang")
+LastQueries = pytest.importorskip("sglang_scout.plugin.prefill").LastQueries
 sending = pytest.importorskip("sending", reason="needs SGLang")
 ONLY_K_AND_V, lists = sending.ONLY_K_AND_V, sending.lists
 sent, transfers = sending.sent, sending.transfers

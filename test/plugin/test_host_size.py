@@ -25,9 +25,10 @@ from sglang_scout.policy.base import policies
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool, pool_lacks
 
-hooks = pytest.importorskip("sglang_scout.plugin.decode_hooks", reason="needs SGLang")
-from sglang_scout.plugin import deployment, host_size, prefill_hooks  # noqa: E402
-from sglang_scout.plugin.line import VERSION  # noqa: E402
+hooks = pytest.importorskip("sglang_scout.plugin.decode", reason="needs SGLang")
+from sglang_scout.plugin import host_size, limits  # noqa: E402
+from sglang_scout.plugin import prefill as prefill_hooks  # noqa: E402
+from sglang_scout.plugin.release import VERSION  # noqa: E402
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
 PAGE_BYTES = 2 * SHAPE.page_bytes * SHAPE.num_layers
@@ -137,11 +138,11 @@ def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages():
 
 
 def test_a_size_that_nothing_can_hold_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(deployment, "available_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(limits, "available_bytes", lambda: 100 << 30)
     with pytest.raises(ConfigError, match="--kv-offload-host-gb 400: only 100.0 GiB .*MEMORY_GB=N"):
-        deployment._check_memory(config_of(host_gb=400))
+        limits.check_memory_flag(config_of(host_gb=400))
     fake_pool(monkeypatch, tmp_path, 401)
-    deployment._check_memory(config_of(host_gb=400))
+    limits.check_memory_flag(config_of(host_gb=400))
 
 
 @pytest.mark.parametrize("keys", [{}, {"prefill_digests": False}])

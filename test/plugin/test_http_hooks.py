@@ -13,7 +13,7 @@ from fastapi import HTTPException  # noqa: E402
 from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-from sglang_scout.plugin.http_hooks import before_validate_one_request  # noqa: E402
+from sglang_scout.plugin.http import before_validate_one_request  # noqa: E402
 
 MANAGER = SimpleNamespace(
     model_config=SimpleNamespace(vocab_size=100),

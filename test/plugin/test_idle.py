@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from sglang_scout.plugin.idle import before_on_idle
+from sglang_scout.plugin.fixes import before_on_idle
 
 
 class _Poller(zmq.Poller):

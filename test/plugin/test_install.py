@@ -19,34 +19,31 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.sglang_versions import ADAPTERS
 
 plugins = pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
-from sglang_scout.plugin import apply, device, launch  # noqa: E402
-from sglang_scout.plugin.hooks import HOOKS  # noqa: E402
+from sglang_scout.plugin import hooks, launch, limits  # noqa: E402
 
 
 def test_a_missing_hook_target_is_named(monkeypatch):
-    registry = apply.HookRegistry
+    registry = hooks.HookRegistry
     for name, empty in (("_hooks", type(registry._hooks)(list)), ("_patched", set())):
         monkeypatch.setattr(registry, name, empty)
     monkeypatch.setattr(registry, "apply_hooks", lambda: None)
-    hook = HOOKS["decode"][0]
+    hook = hooks.Hook("managers.scheduler.Scheduler.on_idle", "before", print, (), "", "")
     with pytest.raises(RuntimeError, match=r"target .*ServerArgs\.gone is not in this SGLang"):
-        apply.apply([hook._replace(target="server_args.ServerArgs.gone")])
-    with pytest.raises(
-        RuntimeError, match=r"were not applied: sglang\.srt\..*_profile_available_bytes"
-    ):
-        apply.apply([hook])
+        hooks.apply([hook._replace(target="server_args.ServerArgs.gone")])
+    with pytest.raises(RuntimeError, match=r"were not applied: sglang\.srt\..*\.on_idle"):
+        hooks.apply([hook])
 
 
 def test_models_do_not_write_k_and_v_where_they_rotate_k():
     name = "enable_fused_set_kv_buffer"
-    apply.apply(hook for hook in HOOKS["decode"] if str(hook.target).endswith(name))
+    hooks.apply(hook for hook in hooks.hooks_of("decode") if str(hook.target).endswith(name))
     qwen3_moe = importlib.import_module("sglang.srt.models.qwen3_moe")
     assert getattr(qwen3_moe, name)(None) is False, "SGLang's looks at the pool of a running server"
 
 
 def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9")
-    for module in ("install", "line"):
+    for module in ("hooks", "release"):
         monkeypatch.delitem(sys.modules, f"sglang_scout.plugin.{module}", raising=False)
         monkeypatch.delattr(f"sglang_scout.plugin.{module}", raising=False)
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
@@ -57,13 +54,12 @@ def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):
 
 
 def test_adapters_have_the_same_names():
-    """Except the class of the fields and the hook functions that only one release needs."""
-    folder = Path(apply.__file__).parent
+    folder = Path(hooks.__file__).parent
     names = [
         {
             node.name
             for node in ast.parse((folder / f"{adapter}.py").read_text()).body
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("around_")
+            if isinstance(node, ast.FunctionDef)
         }
         for adapter in ADAPTERS.values()
     ]
@@ -99,7 +95,7 @@ def test_what_sglang_makes_of_its_own_graphs(where, decode, prefill, refused):
     config = SimpleNamespace(**{k: SimpleNamespace(backend=v) for k, v in phases.items()})
     made = SimpleNamespace(device=where, cuda_graph_config=config)
     if refused is None:
-        device.check_resolved_graphs(made)
+        limits.check_resolved_graphs(made)
         return
     with pytest.raises(ConfigError, match=refused):
-        device.check_resolved_graphs(made)
+        limits.check_resolved_graphs(made)

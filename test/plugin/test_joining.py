@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-hooks = pytest.importorskip("sglang_scout.plugin.decode_hooks", reason="needs SGLang")
+hooks = pytest.importorskip("sglang_scout.plugin.decode", reason="needs SGLang")
 
 
 class Arrivals:

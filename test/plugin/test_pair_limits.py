@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
 from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 
-from sglang_scout.plugin.pair_limits import LIMITS, refuse_beyond  # noqa: E402
+from sglang_scout.plugin.http import LIMITS, before_normalize  # noqa: E402
 
 PROMPT_LOGPROBS = {"return_logprob": True, "logprob_start_len": 0}
 BEYOND = [
@@ -37,7 +37,7 @@ BEYOND = [
 @pytest.mark.parametrize(("field", "given"), BEYOND)
 def test_what_a_pair_cannot_do_is_refused_by_name(field, given):
     with pytest.raises(ValueError, match=f"^{field}: "):
-        refuse_beyond(GenerateReqInput(**{"input_ids": [5]} | given))
+        before_normalize(GenerateReqInput(**{"input_ids": [5]} | given))
 
 
 def test_every_limit_is_tested():
@@ -57,4 +57,4 @@ def test_every_limit_is_tested():
     ],
 )
 def test_what_a_pair_can_do_goes_on(given):
-    refuse_beyond(GenerateReqInput(**{"input_ids": [5]} | given))
+    before_normalize(GenerateReqInput(**{"input_ids": [5]} | given))

@@ -19,7 +19,8 @@ from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.score import score_pages
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
-hooks = pytest.importorskip("sglang_scout.plugin.prefill_hooks", reason="needs SGLang")
+hooks = pytest.importorskip("sglang_scout.plugin.prefill", reason="needs SGLang")
+fixes = pytest.importorskip("sglang_scout.plugin.fixes", reason="needs SGLang")
 conn = pytest.importorskip("sglang.srt.disaggregation.common.conn", reason="needs SGLang")
 sending = pytest.importorskip("sending", reason="needs SGLang")
 ONLY_K_AND_V, lists = sending.ONLY_K_AND_V, sending.lists
@@ -306,9 +307,9 @@ def test_memory_that_the_transfer_engine_does_not_take_ends_the_server(transfer_
     buffers = [torch.zeros(1 << 16) for _ in range(4)]
     pointers = [b.data_ptr() for b in buffers]
     lengths = [b.nbytes for b in buffers]
-    assert pool.around_batch_register(original, transfer_engine, pointers, lengths) == 0
+    assert fixes.around_batch_register(original, transfer_engine, pointers, lengths) == 0
     with pytest.raises(RuntimeError) as caught:  # they overlap with themselves
-        pool.around_batch_register(original, transfer_engine, pointers, lengths)
+        fixes.around_batch_register(original, transfer_engine, pointers, lengths)
     for part in ("4 buffers", "0.00 GiB", "limit on locked memory is", "nvidia_peermem",
                  "--kv-offload-host-gb", "mooncake_tcp"):  # fmt: skip
         assert part in str(caught.value)

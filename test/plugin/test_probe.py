@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_scout.ops.predict import QueryProjector, add_norm
-from sglang_scout.plugin.probe import QueryProbe
+from sglang_scout.plugin.query_check import QueryProbe
 
 WEIGHT = torch.randn(4 * 8, 24, generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.arange(3)

@@ -5,7 +5,8 @@ import os
 import pytest
 from requests.utils import should_bypass_proxies
 
-from sglang_scout.plugin.proxies import before_kv_manager, reach_directly
+from sglang_scout.plugin.fixes import before_kv_manager
+from sglang_scout.plugin.launch import reach_directly
 
 OWN = ("http://127.0.0.1:1/health", "http://localhost:1", "http://[::1]:1", "http://10.1.2.3:1")
 HUB, ALSO, PAIR = "https://huggingface.co/x", "http://also:1/x", "http://10.9.9.9:8998/route"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 LEFT_OUT = """
-from sglang_scout.plugin.line import adapter
+from sglang_scout.plugin.release import adapter
 of_layer = adapter.layer_input
 adapter.layer_input = lambda *given: (of_layer(*given)[0], None)
 """

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
 from sglang.srt.managers.schedule_batch import Req  # noqa: E402
 
-from sglang_scout.plugin import decode_hooks as hooks  # noqa: E402
+from sglang_scout.plugin import decode as hooks  # noqa: E402
 
 COPY = 5000
 

@@ -15,9 +15,9 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.ops import triton
 from sglang_scout.ops.predict import rms_norm, rotate_heads
 
-support = pytest.importorskip("sglang_scout.plugin.support", reason="needs SGLang")
+support = pytest.importorskip("sglang_scout.plugin.model", reason="needs SGLang")
 linear = pytest.importorskip("sglang.srt.layers.linear", reason="needs SGLang")
-from sglang_scout.plugin.line import VERSION  # noqa: E402
+from sglang_scout.plugin.release import VERSION  # noqa: E402
 
 HIDDEN, HQ, H, D, TOKENS = 96, 6, 2, 64, 5
 Q, ALL = HQ * D, (HQ + 2 * H) * D

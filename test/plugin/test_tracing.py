@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats  # noqa: E402
 
 from sglang_scout.engine.counters import Counters  # noqa: E402
-from sglang_scout.plugin import tracing  # noqa: E402
+from sglang_scout.plugin import decode as tracing  # noqa: E402
 
 
 def test_a_token_has_what_was_counted_since_the_one_before(monkeypatch):

@@ -18,14 +18,14 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVRecei
 from sglang.srt.disaggregation.utils import _poll_with_failure_injection  # noqa: E402
 
 from harness import wait_until  # noqa: E402
-from sglang_scout.plugin import transfer_faults  # noqa: E402
-from sglang_scout.plugin.line import VERSION  # noqa: E402
-from sglang_scout.plugin.transfer_faults import (  # noqa: E402
+from sglang_scout.plugin import fixes as transfer_faults  # noqa: E402
+from sglang_scout.plugin.fixes import (  # noqa: E402
     after_heartbeat_success,
     around_connect,
     around_connect_to_decode,
     around_poll,
 )
+from sglang_scout.plugin.release import VERSION  # noqa: E402
 
 
 @pytest.fixture

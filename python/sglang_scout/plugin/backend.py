@@ -19,32 +19,31 @@ from sglang_scout.engine.stores import Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.plugin import status
-from sglang_scout.plugin.allocator import ScoutAllocator
-from sglang_scout.plugin.args import parse
-from sglang_scout.plugin.device import (
-    check_context,
-    lock_shared_page,
-    uses_graph_transport,
-    worker_config,
-)
+from sglang_scout.plugin.allocator import RequestTables, ScoutAllocator
 from sglang_scout.plugin.dummy_kv import DummyKV
-from sglang_scout.plugin.line import adapter
+from sglang_scout.plugin.launch import parse
+from sglang_scout.plugin.limits import check_context, uses_graph_transport
 from sglang_scout.plugin.metrics import start_metrics
-from sglang_scout.plugin.pool import HostKVPool
-from sglang_scout.plugin.probe import QueryProbe
-from sglang_scout.plugin.ranks import AttentionRanks, cpu_plan, worker_nodes
-from sglang_scout.plugin.request_tables import RequestTables
-from sglang_scout.plugin.support import (
+from sglang_scout.plugin.model import (
     before_layer,
     decoder_layers,
     make_projectors,
     model_shape,
     rank_weights,
 )
+from sglang_scout.plugin.pool import HostKVPool, lock
+from sglang_scout.plugin.query_check import QueryProbe
+from sglang_scout.plugin.ranks import AttentionRanks, cpu_plan, worker_nodes
+from sglang_scout.plugin.release import adapter
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.client import WorkerClient
+from sglang_scout.worker.settings import WorkerConfig
 
 logger = logging.getLogger(__name__)
+
+HOST_SPIN_US = 50
+DEVICE_SPIN_US = 20_000  # as long as a step
+READY_TIMEOUT_S = 60.0
 
 _current: ScoutAttnBackend | None = None
 
@@ -54,6 +53,18 @@ def current_backend() -> ScoutAttnBackend:
     if _current is None:
         raise RuntimeError("--kv-offload: the attention backend has not been created")
     return _current
+
+
+def worker_config(config: OffloadConfig, device: str) -> WorkerConfig:
+    """Configuration of the attention process for a server on ``device``."""
+    return WorkerConfig(
+        ready_timeout_s=READY_TIMEOUT_S,
+        # A kernel cannot wake a sleeping thread: the attendant does, but later.
+        spin_us=DEVICE_SPIN_US if uses_graph_transport(config, device) else HOST_SPIN_US,
+        threads_per_group=config.worker_threads_per_group,
+        # Page-locked host pages are allocated at start.
+        populate=torch.device(device).type == "cuda",
+    )
 
 
 class ScoutAttnBackend(AttentionBackend):
@@ -137,7 +148,8 @@ class ScoutAttnBackend(AttentionBackend):
         if self.ranks.size > 1:
             faults = self.ranks.shared_words(self.ranks.size)
             if torch.device(self._device).type == "cuda":
-                lock_shared_page(faults)
+                shared = "--tp-size: a page that the ranks share: {}"
+                lock(faults.data_ptr(), faults.nbytes, shared)
         ring = device_ring(
             self.pool.arena,
             self.worker,

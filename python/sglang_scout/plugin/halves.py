@@ -1,4 +1,4 @@
-"""The two halves of a request tell each other when one is refused or fails; see ``hooks.py`` for targets.
+"""The two halves of a request tell each other when one is refused or fails.
 
 SGLang's router sends a request to both servers of a pair. If only one of them refuses it, because its pool is smaller,
 say, the other half would wait for it until a timeout, with pages. So the HTTP processes talk: the prefill server's
@@ -23,6 +23,8 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.network import NetworkAddress
+
+from sglang_scout.plugin.hooks import hook
 
 logger = logging.getLogger(__name__)
 
@@ -233,5 +235,7 @@ class Halves:
 halves = Halves()
 
 
+@hook("disaggregation.common.conn.CommonKVBootstrapServer._setup_routes", "after")
 def after_setup_routes(_: None, server: Any) -> None:
+    """Add a route by which the two servers tell each other about failed requests."""
     server.app.router.add_get(ROUTE, halves.accept)

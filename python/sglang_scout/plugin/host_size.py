@@ -11,8 +11,8 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import LEAST_PAGES, ServerSize
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
+from sglang_scout.plugin.release import adapter
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena_fits import pool

@@ -1,17 +1,47 @@
-"""A launcher's message to its scheduler processes: their role, its process id, and its CPUs.
-
-Only the scheduler processes of a server started with ``--kv-offload`` are hooked. They detect it by
-``SGLANG_SCOUT_ROLE``, which names the launcher: another server that inherits the variable ignores it.
-"""
+"""What a launcher does: it validates the flags, sets what they imply, and tells its scheduler processes their role."""
 
 from __future__ import annotations
 
+import json
+import logging
 import multiprocessing
 import os
-from collections.abc import Iterable
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
+from sglang.srt.server_args import ServerArgs
+
+from sglang_scout.core.config import (
+    PAGE_SIZE_TOKENS,
+    OffloadConfig,
+    check_files,
+    load_json,
+    parse_config,
+)
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.forecast import trained_weights
+from sglang_scout.core.profile import load_profile
+from sglang_scout.plugin.fields import FIELDS
+from sglang_scout.plugin.hooks import apply, hook, hooks_of
+from sglang_scout.plugin.limits import (
+    BACKEND_NAME,
+    check_deployment,
+    check_model,
+    check_resolved_graphs,
+    flag_of,
+    on_cpu,
+)
+from sglang_scout.plugin.release import adapter
+from sglang_scout.policy.base import policies
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_RUNNING_REQUESTS = 64
+LAST_RESORT_S = 3600
 ROLE_ENV = "SGLANG_SCOUT_ROLE"
+"""Only the scheduler processes of a server started with ``--kv-offload`` are hooked. They detect it by this variable,
+which names the launcher: another server that inherits it ignores it."""
 
 
 class Launched(NamedTuple):
@@ -41,3 +71,151 @@ _LAUNCHED = launched_as()
 PROCESS_CPUS = _LAUNCHED.cpus if _LAUNCHED else frozenset(os.sched_getaffinity(0))
 """CPU affinity at server start; SGLang may later bind a scheduler process to a NUMA node, and the model thread to one
 CPU."""
+
+_WITH_FIELDS = "Add the `--kv-offload` fields in a subclass, so that its parser has the flags."
+hook({"0.5.23": "server_args.ServerArgs"}, "replace", roles="flags", why=_WITH_FIELDS)(
+    adapter.ServerArgs
+)
+
+
+@hook({"0.5.15.post1": "server_args.ServerArgs.__init__"}, "around")
+def around_init(original: Callable[..., None], self: ServerArgs, *args: Any, **kwargs: Any) -> None:
+    """Accept the `--kv-offload` fields; they are added to the live class, so that its parser has the flags.
+
+    The generated ``__init__`` does not know them: set them here, pass the rest on.
+    """
+    for name, (_, default, _) in FIELDS.items():
+        setattr(self, name, kwargs.pop(name, default))
+    original(self, *args, **kwargs)
+
+
+@hook(
+    {
+        "0.5.15.post1": "server_args.ServerArgs.__post_init__",
+        "0.5.23": "server_args.ServerArgs.resolve_once",
+    },
+    "around",
+)
+def around_resolve(original: Callable[..., None], self: ServerArgs) -> None:
+    """Validate the flags, set page size and attention backends, check the model."""
+    if getattr(self, "_resolution_finished", False):
+        return  # SGLang 0.5.23 calls it again
+    try:
+        _resolve(original, self)
+    except ConfigError:
+        _print_without_a_trace()
+        raise
+
+
+def _print_without_a_trace() -> None:
+    """An uncaught ConfigError ends the launcher with its message, without a traceback."""
+    otherwise = sys.excepthook
+    if getattr(otherwise, "prints_config_errors", False):
+        return
+
+    def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, ConfigError):
+            print(f"sglang-scout: {error}", file=sys.stderr)
+        else:
+            otherwise(kind, error, trace)
+
+    print_error.prints_config_errors = True  # type: ignore[attr-defined]
+    sys.excepthook = print_error
+
+
+def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
+    """Validate before SGLang resolves its own defaults, check the model after it is known."""
+    if self.kv_offload == "none":
+        os.environ.pop(ROLE_ENV, None)
+        _refuse_stray_flags(self)
+        original(self)
+        return
+    if isinstance(self.kv_offload_config, str) and self.kv_offload_config.startswith("@"):
+        # The scheduler processes parse it again, and the file may have changed or be gone by then.
+        self.kv_offload_config = json.dumps(load_json(self.kv_offload_config))
+    config = parse(self)
+    check_deployment(self, config)
+    if self.disaggregation_mode == "decode":
+        check_files(config)
+    profile = None if config.recall_profile is None else load_profile(config.recall_profile)
+    _apply_defaults(self)
+    original(self)
+    if self.disaggregation_mode == "decode":
+        check_resolved_graphs(adapter.resolved(self))
+    check_model(self, config, profile, trained_weights(config))
+    apply(hooks_of("http"))
+    # After halves.py has read the first: the HTTP processes know better whether the other half of a request waits in
+    # a queue or is lost. A queue of long prompts takes longer than SGLang's 300 s.
+    os.environ["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = str(LAST_RESORT_S)
+    os.environ.setdefault("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", str(LAST_RESORT_S))
+    announce(self.disaggregation_mode, PROCESS_CPUS)
+
+
+def parse(server_args: ServerArgs) -> OffloadConfig:
+    """The validated configuration of a server."""
+    return parse_config(
+        policy=server_args.kv_offload,
+        policies=policies(),
+        budget_tokens=server_args.kv_offload_budget,
+        host_gb=server_args.kv_offload_host_gb,
+        recall_profile=server_args.kv_offload_recall_profile,
+        cpus=server_args.kv_offload_cpus,
+        config=server_args.kv_offload_config,
+        available_cpus=set(PROCESS_CPUS),
+    )
+
+
+def _refuse_stray_flags(args: ServerArgs) -> None:
+    """A tuning flag without ``--kv-offload`` is a mistake that would otherwise go unnoticed."""
+    for name in FIELDS:
+        value = getattr(args, name)
+        if name != "kv_offload" and value is not None:
+            raise ConfigError(
+                f"{flag_of(name)} {value!r}: has no effect without --kv-offload; add --kv-offload "
+                "POLICY or drop it"
+            )
+
+
+def _apply_defaults(args: ServerArgs) -> None:
+    """SGLang settings implied by the flag."""
+    adapter.apply_defaults(args)
+    args.page_size = PAGE_SIZE_TOKENS
+    # Longer than the router keeps an idle connection, observed to be 95 to 100 s: with SGLang's 5 s a server may close
+    # one just as the router sends a request on it, and the other server waits for that request until it times out.
+    os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "120")
+    reach_directly(args.host)
+    if on_cpu(args):
+        # With other CPU backends SGLang chooses Triton for page bookkeeping, which needs a GPU.
+        args.attention_backend = args.prefill_attention_backend = "torch_native"
+    if args.disaggregation_mode == "prefill":
+        if on_cpu(args):
+            # Else /health waits for the scheduler, whose step on a CPU may take longer than the 20 s after which
+            # SGLang, or the 5 s after which the router, calls the server unhealthy. A scheduler that ends takes the
+            # server with it.
+            os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
+        return
+    args.decode_attention_backend = BACKEND_NAME
+    if not on_cpu(args):
+        # They would write to host pages as if these were on the device.
+        args.disable_prefill_cuda_graph = True
+    if args.attention_backend is None and args.prefill_attention_backend is None:
+        args.prefill_attention_backend = "triton"  # never runs here; cheapest setup
+    if args.max_running_requests is None:
+        args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+        logger.info(
+            "--max-running-requests not given: set to %d with --kv-offload %s",
+            DEFAULT_MAX_RUNNING_REQUESTS,
+            args.kv_offload,
+        )
+
+
+def reach_directly(host: str) -> None:
+    """Let the warm-up reach this ``host`` without the proxy of ``http_proxy`` or ``all_proxy``.
+
+    SGLang asks itself by ``requests``, which takes the proxy for any host that ``no_proxy`` does not name. Other
+    processes inherit it, and still download a model through the proxy.
+    """
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    if given != "*":
+        names = (given, host, "localhost", "127.0.0.1", "::1")
+        os.environ["no_proxy"] = ",".join(filter(None, names))

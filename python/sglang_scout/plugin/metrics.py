@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_scout.engine.counters import Counters, Stat
-from sglang_scout.plugin.line import adapter
+from sglang_scout.plugin.release import adapter
 from sglang_scout.plugin.status import decode_state
 
 if TYPE_CHECKING:

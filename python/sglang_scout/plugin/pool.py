@@ -9,7 +9,6 @@ are K and V, digests, hints.
 from __future__ import annotations
 
 import logging
-import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +17,15 @@ import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.context_cache import context_pages
+from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import MemoryPlan
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin.allocator import ScoutAllocator
-from sglang_scout.plugin.device import lock_pages
-from sglang_scout.plugin.last_queries import LastQueries
-from sglang_scout.plugin.line import VERSION, adapter
+from sglang_scout.plugin.release import VERSION, adapter
 from sglang_scout.policy.base import SelectionRule
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.checksums import PageChecksums
@@ -115,7 +114,9 @@ class HostKVPool(MHATokenToKVPool):
         spec = ArenaSpec(num_pages=num_pages, context_pages=context_pages, **self._arena_spec)
         self.arena = Arena.create(spec, numa_nodes=self._numa_nodes)
         if torch.device(self.device).type == "cuda":
-            lock_pages(self.arena)
+            lock(
+                self.arena.address, self.arena.nbytes, "--kv-offload-host-gb: {}, or lower the flag"
+            )
         tokens = (num_pages * self.page_size, self.head_num, self.head_dim)
         layers = range(self.layer_num)
         self.k_buffer = [_tensor(self.arena.k_pages(i), self.store_dtype, tokens) for i in layers]
@@ -178,13 +179,20 @@ class DigestKVPool(MHATokenToKVPool):
         hints: bool = False,
     ) -> None:
         self.shape, self.rule = shape, rule
-        self.last_queries = LastQueries()
         num_pages = (self.size + self.page_size) // self.page_size
         self.digests = DigestPool(shape, num_pages, self.device, rule.kind, weights, hints)
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
         return with_digests(super().get_contiguous_buf_infos(), self.digests)
+
+
+def pools_target(name: str) -> dict[str, str]:
+    """The hook's target: a method of the class that builds the pools, by release."""
+    return {
+        "0.5.15.post1": f"model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin.{name}",
+        "0.5.23": f"mem_cache.kv_cache_configurator.KVCacheConfigurator.{name}",
+    }
 
 
 def build_pools(
@@ -218,29 +226,22 @@ def build_pools(
     return result, pool, allocator
 
 
-def around_batch_register(
-    original: Callable[..., int], engine: Any, pointers: list[int], lengths: list[int]
-) -> int:
-    """SGLang ignores registrations that the transfer engine refuses; then every transfer fails.
+def lock(address: int, nbytes: int, message: str) -> None:
+    """Page-lock memory that the device uses, until this process ends.
 
-    Raises:
-        RuntimeError: the engine refused; with possible causes.
+    Args:
+        message: of the refusal, with a place for the error.
     """
-    error = original(engine, pointers, lengths)
-    if error == 0:
-        return error
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.3g} MiB"
-    raise RuntimeError(
-        f"--kv-offload: the transfer engine cannot register {len(pointers)} buffers of "
-        f"{sum(lengths) / 2**30:.2f} GiB (error {error}; its own log lines above name the first one), so no KV can be "
-        f"transferred. RDMA locks them in memory: the limit on locked memory is {locked}; make it unlimited (ulimit "
-        "-l, LimitMEMLOCK of a service, --ulimit memlock=-1 of a container). The network device must have room for "
-        "them: lower --kv-offload-host-gb, or raise its limits (max_mr and max_mr_size in ibv_devinfo -v). Buffers on "
-        "a GPU (digests on a decode server, everything on a prefill server) also need the kernel module "
-        "nvidia_peermem, or a mooncake with CUDA and WITH_NVIDIA_PEERMEM=0. To work without RDMA, set "
-        "--disaggregation-transfer-backend mooncake_tcp"
-    )
+
+    def progress(done: int) -> None:
+        if nbytes > LOCK_CHUNK_BYTES:
+            of = nbytes / 2**30
+            logger.info("--kv-offload: %.0f of %.0f GiB are page-locked", done / 2**30, of)
+
+    try:
+        lock_memory(address, nbytes, progress)
+    except MemoryError as error:
+        raise ConfigError(message.format(error)) from None
 
 
 def _tensor(pages: npt.NDArray[Any], dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:

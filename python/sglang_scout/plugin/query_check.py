@@ -1,28 +1,94 @@
-"""Does SGLang compute the predicted queries? Its own benchmark decodes a token of a tiny random model on the CPU, with
-a decode server's hooks and probe; ``doctor`` runs this in a subprocess.
+"""Checks that queries are predicted from the layers' real input: once, in the first steps of a server.
+
+SGLang passes a layer its input in parts, which differ between releases. A prediction that lacks one looks like a valid
+query, and selects the wrong pages.
 
 python -m sglang_scout.plugin.query_check
+
+``doctor`` runs this in a subprocess: SGLang's own benchmark decodes a token of a tiny random model on the CPU, with a
+decode server's hooks and probe.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.benchmark import one_batch
-from sglang.srt.server_args import ServerArgs
 
-from sglang_scout.plugin.probe import QueryProbe, UnexpectedQueryError
-from sglang_scout.plugin.support import before_layer, decoder_layers, make_projectors
+from sglang_scout.ops.predict import QueryProjector
+from sglang_scout.plugin.model import before_layer, decoder_layers, make_projectors
+
+MAX_ERROR = 0.1
+"""Relative, over all queries of a layer. Rounding causes up to 0.01, omitting the residual stream about 1."""
+
+
+class UnexpectedQueryError(RuntimeError):
+    """SGLang's query differs from the predicted one, or none was seen."""
+
+
+class QueryProbe:
+    """Compares each layer's query with its projector's output for the layer's own input.
+
+    Args:
+        projectors: of the model's weights, by layer.
+    """
+
+    def __init__(self, projectors: Sequence[QueryProjector]) -> None:
+        self._projectors = dict(enumerate(projectors))
+        self._predicted: torch.Tensor | None = None
+
+    @property
+    def unseen(self) -> list[int]:
+        """Layers whose query has not been compared yet."""
+        return list(self._projectors)
+
+    def layer_input(
+        self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> None:
+        """As of ``StepEngine.layer_input``."""
+        projector = self._projectors.get(layer)
+        if projector is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self._predicted = projector.finish(projector.start(x, residual), positions)
+
+    def query(self, layer: int, q: torch.Tensor) -> None:
+        """The layer's real query ``[B, HQ, D]``.
+
+        Raises:
+            UnexpectedQueryError: it differs.
+        """
+        predicted, self._predicted = self._predicted, None
+        if predicted is None:
+            return
+        finite = q.isfinite().flatten(1).all(1)
+        wanted, found = q[finite].float(), predicted[finite].float()
+        if not len(wanted):
+            return  # KV that was never written
+        if not (found - wanted).norm() <= MAX_ERROR * wanted.norm():
+            raise UnexpectedQueryError(
+                f"--kv-offload: the query of layer {layer} differs from the one predicted from its own input: this "
+                "SGLang does not pass layers what sglang-scout expects, and pages would be selected with wrong queries"
+                "; install SGLang unmodified, or serve without --kv-offload"
+            )
+        del self._projectors[layer]
+
 
 MODEL = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 3, "hidden_size": 128,
-    "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
-    "max_position_embeddings": 64, "vocab_size": 10000,  # of the benchmark's tokens
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 3,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+    "vocab_size": 10000,  # of the benchmark's tokens
+}
 
 
 def with_probe(runner: Any) -> QueryProbe:
@@ -47,6 +113,9 @@ def with_probe(runner: Any) -> QueryProbe:
 
 def main() -> None:
     """Prints, last, a JSON object with the mismatch as ``error``, or an empty one."""
+    from sglang.benchmark import one_batch
+    from sglang.srt.server_args import ServerArgs
+
     load, probes, found = one_batch.load_model, [], {}
 
     def load_model(*args: Any) -> Any:
@@ -58,9 +127,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
         server = ServerArgs(
-            model_path=folder, load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="float32",
-            attention_backend="torch_native", disable_cuda_graph=True, max_total_tokens=128, max_running_requests=2,
-        )  # fmt: skip
+            model_path=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            device="cpu",
+            dtype="float32",
+            attention_backend="torch_native",
+            disable_cuda_graph=True,
+            max_total_tokens=128,
+            max_running_requests=2,
+        )
         once = one_batch.BenchArgs(
             batch_size=(2,), input_len=(2,), output_len=(2,), result_filename=""
         )

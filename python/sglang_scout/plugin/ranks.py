@@ -18,7 +18,7 @@ import torch
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.plugin.launch import PROCESS_CPUS
-from sglang_scout.plugin.line import adapter
+from sglang_scout.plugin.release import adapter
 from sglang_scout.worker.cpus import CpuPlan, deal_cpus, plan_cpus
 from sglang_scout.worker.numa import cpus_by_node, near_cpus
 from sglang_scout.worker.spec import MAX_NODES

@@ -40,13 +40,6 @@ def add_fields() -> None:
         setattr(ServerArgs, name, default)
 
 
-def around_init(original: Callable[..., None], self: ServerArgs, *args: Any, **kwargs: Any) -> None:
-    """The generated ``__init__`` does not know the new fields: set them here, pass the rest on."""
-    for name, (_, default, _) in FIELDS.items():
-        setattr(self, name, kwargs.pop(name, default))
-    original(self, *args, **kwargs)
-
-
 def apply_defaults(args: ServerArgs) -> None:
     """SGLang settings implied by the flag in this release only."""
     if args.disaggregation_mode == "decode":
@@ -124,46 +117,3 @@ def kept_copy(req: Any) -> bool | None:
 def drop_copy(req: Any) -> None:
     """Do not keep the KV of a request that is being retracted."""
     req.kv_cache_cpu = None
-
-
-def around_resume_retracted_reqs(
-    original: Callable[..., list[Any]], queue: Any, *args: Any, **kwargs: Any
-) -> list[Any]:
-    """Requests that are restored, to pages of their own. SGLang would look them up in the radix cache again, and then
-    neither lock the pages that it finds nor free those that they replace."""
-    restored = original(queue, *args, **kwargs)
-    for req in restored:
-        # A lookup without a hit; ChunkCache has no such node and is queried again.
-        req.last_node = getattr(queue.tree_cache, "root_node", None)
-    return restored
-
-
-def around_apply_vocab_mask(
-    original: Callable[..., None], grammar: Any, logits: torch.Tensor, vocab_mask: torch.Tensor
-) -> None:
-    """As newer releases do."""
-    if logits.device.type == "cpu":
-        import xgrammar
-
-        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
-    else:
-        original(grammar, logits, vocab_mask)
-
-
-def around_add_to_bootstrap_queue(
-    original: Callable[..., None], queue: Any, req: Any, num_kv_heads: int
-) -> None:
-    """Newer releases answer such a request here too; this one would compute a token of a prompt put in its place."""
-    if req.to_finish is None:
-        original(queue, req, num_kv_heads)
-        return
-    from sglang.srt.disaggregation.utils import prepare_abort
-
-    prepare_abort(req, req.to_finish.message, status_code=req.to_finish.status_code)
-    queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
-
-
-def around_resolve_pending_reqs(original: Callable[[Any], None], queue: Any) -> None:
-    """As newer releases do."""
-    queue.pending_reqs = [entry for entry in queue.pending_reqs if entry.kv_receiver is not None]
-    original(queue)

@@ -34,19 +34,10 @@ ServerArgs = msgspec.defstruct(
 
 
 def add_fields() -> None:
-    """``hooks.py`` replaces the class; this updates references to the old one."""
+    """``launch.py`` replaces the class; this updates references to the old one."""
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         engine.Engine.server_args_class = ServerArgs
-
-
-def around_resolve(original: Callable[..., None], self: Any) -> None:
-    """SGLang resolves its flags once, in the launcher, but calls this more often."""
-    from sglang_scout.plugin.args import around_post_init
-
-    if getattr(self, "_resolution_finished", False):
-        return
-    around_post_init(original, self)
 
 
 def apply_defaults(args: Any) -> None:

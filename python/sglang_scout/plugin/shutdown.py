@@ -1,4 +1,4 @@
-"""Shutdown at SIGTERM, in bounded time; see ``hooks.py`` for targets.
+"""Shutdown at SIGTERM, in bounded time.
 
 1. The HTTP process refuses new requests, and tells its schedulers, which refuse waiting ones.
 2. Running requests may finish, for ``DRAIN_S``. The rest then gets an error.
@@ -19,6 +19,8 @@ from typing import Any
 
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import AbortReq, ShutdownReq
+
+from sglang_scout.plugin.hooks import hook
 
 DRAIN_S = 12.0
 POLL_S = 0.1
@@ -51,8 +53,12 @@ def refuse_new(manager: Any, request: Any) -> None:
     raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, REFUSAL)
 
 
+@hook("managers.tokenizer_manager.TokenizerManager.sigterm_watchdog", "around", roles="http")
 async def around_sigterm_watchdog(original: Callable[[], Awaitable[None]], manager: Any) -> None:
-    """Runs for the server's lifetime."""
+    """Shut down in bounded time: finish running requests, refuse the rest.
+
+    Runs for the server's lifetime.
+    """
     while not manager.gracefully_exit:
         await asyncio.sleep(POLL_S)
     deadline = time.monotonic() + DRAIN_S
@@ -70,10 +76,12 @@ async def around_sigterm_watchdog(original: Callable[[], Awaitable[None]], manag
     _exit()
 
 
+@hook("managers.scheduler.Scheduler.handle_shutdown", "replace", roles="decode prefill")
 def handle_shutdown(scheduler: Any, request: Any) -> None:
-    """The first call refuses waiting requests, the second ends the process.
+    """At SIGTERM refuse waiting requests and complete running ones, which SGLang would drop or ignore.
 
-    SGLang's would end a scheduler's event loop with what runs (0.5.23), or do nothing (0.5.15).
+    The first call refuses, the second ends the process. SGLang's would end a scheduler's event loop with what runs
+    (0.5.23), or do nothing (0.5.15).
     Requests in transfer are not refused: their pages must not be reused before the sender has stopped.
     """
     if hasattr(scheduler, "kv_offload_ending"):

@@ -12,8 +12,8 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import selection_of
 from sglang_scout.core.registry import chosen
 from sglang_scout.core.step_log import StepLog
-from sglang_scout.plugin.line import VERSION
-from sglang_scout.plugin.support import model_identity
+from sglang_scout.plugin.model import model_identity
+from sglang_scout.plugin.release import VERSION
 
 if TYPE_CHECKING:
     from sglang_scout.plugin.backend import ScoutAttnBackend

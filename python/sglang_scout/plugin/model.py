@@ -1,4 +1,4 @@
-"""Supported models, their shapes, and query prediction from their weights."""
+"""What the plugin reads of SGLang's loaded model: its identity, shape and layers, and queries from its weights."""
 
 from __future__ import annotations
 
@@ -16,28 +16,12 @@ from transformers.utils.hub import cached_file
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.forecast import (
-    PageWeights,
-    check_weights,
-    trained_weights,
-    weights_file,
-)
-from sglang_scout.core.profile import (
-    ModelIdentity,
-    RecallProfile,
-    check_profile,
-    config_digest,
-)
-from sglang_scout.core.served_models import (
-    DTYPES,
-    FP8_KV,
-    check_architecture,
-    check_attention,
-)
+from sglang_scout.core.forecast import PageWeights, trained_weights
+from sglang_scout.core.profile import ModelIdentity, config_digest
+from sglang_scout.core.served_models import DTYPES, FP8_KV
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.predict import QueryProjector, add_norm, rotate_heads
-from sglang_scout.plugin.line import adapter
-from sglang_scout.policy.base import Context, make_policy
+from sglang_scout.plugin.release import adapter
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 TORCH_FP8 = tuple(getattr(torch, name) for name in FP8_KV.values())
@@ -50,56 +34,6 @@ def rank_weights(config: OffloadConfig) -> PageWeights | None:
         return None
     group = adapter.tp_group()
     return weights.of_rank(group.rank_in_group, group.world_size)
-
-
-def check_model(
-    server_args: Any,
-    config: OffloadConfig,
-    profile: RecallProfile | None,
-    weights: PageWeights | None,
-) -> None:
-    """Refuse a model that the decode step does not support, or that the files do not match."""
-    model = f"--model-path {server_args.model_path}"
-    policy = f"--kv-offload {server_args.kv_offload}"
-    served = adapter.model_config(server_args)
-    check_architecture(model, (served.hf_config.architectures or ["(none named)"])[0])
-    if served.attention_arch.name != "MHA":
-        raise ConfigError(
-            f"{model}: {policy} needs MHA or GQA, not {served.attention_arch.name}; choose a model "
-            "with one of these"
-        )
-    text = served.hf_text_config
-    window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-    check_attention(
-        model,
-        head_dim=served.head_dim,
-        v_head_dim=served.v_head_dim,
-        has_window=bool(served.is_hybrid_swa or window),
-    )
-    if served.dtype not in TORCH_DTYPES:
-        raise ConfigError(
-            f"{model}: dtype {served.dtype} is not supported with {policy}; set --dtype to one of "
-            f"{', '.join(DTYPES)}"
-        )
-    # It refuses unsupported settings.
-    make_policy(Context(config, served.num_hidden_layers, 1, profile))
-    if weights is not None:
-        check_weights(
-            weights,
-            (weights_file(config) or ("", ""))[1],
-            identity=model_identity(served),
-            hidden_size=served.hidden_size,
-            model=server_args.model_path,
-        )
-    if profile is not None:
-        check_profile(
-            profile,
-            server_args.kv_offload_recall_profile,
-            num_layers=served.num_hidden_layers,
-            config=config,
-            model=server_args.model_path,
-            identity=model_identity(served),
-        )
 
 
 def model_identity(config: Any) -> ModelIdentity:

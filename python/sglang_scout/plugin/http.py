@@ -1,4 +1,4 @@
-"""What comes in over HTTP is checked once, before anything is sent to a scheduler; see ``hooks.py`` for targets.
+"""The hooks of the HTTP process: a request is checked once, before anything is sent to a scheduler.
 
 The types are those with which SGLang declares the message to its scheduler, where a wrong one ends the process.
 SGLang answers a ValueError with status 400.
@@ -10,10 +10,10 @@ import functools
 import ipaddress
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import HTTPException
@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 
 from sglang_scout.plugin.halves import halves
-from sglang_scout.plugin.pair_limits import refuse_beyond
+from sglang_scout.plugin.hooks import hook
 from sglang_scout.plugin.shutdown import refuse_new
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,119 @@ _STATUSES = {
 }
 """For what SGLang answers with status 500."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+
+
+class Limit(NamedTuple):
+    """What a client may ask of one server but not of a pair; both servers refuse it by name.
+
+    The prefill server computes the prompt and the first token, and the decode server all others; the client gets the
+    answer of the decode server. What only the prefill server knows is missing there, and SGLang says nothing. Its
+    router adds the log-probabilities of the prompt's tokens to an answer of ``/generate``, to one prompt's and not to a
+    stream.
+
+    ``asked`` is called before SGLang's normalization: fields may be lists, and of any type.
+    """
+
+    field: str
+    asked: Callable[[GenerateReqInput], bool]
+    sentence: str
+
+
+def _each(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _sampling(request: GenerateReqInput, name: str) -> Iterable[Any]:
+    """The values of a sampling parameter, one per given dictionary."""
+    return (one.get(name) for one in _each(request.sampling_params) if isinstance(one, dict))
+
+
+def _asks(name: str) -> Callable[[GenerateReqInput], bool]:
+    """Not every release has every field."""
+    return lambda request: any(_each(getattr(request, name, None)))
+
+
+def _logprob(request: GenerateReqInput) -> bool:
+    return any(_each(request.return_logprob))
+
+
+def _prompt_logprobs(request: GenerateReqInput) -> bool:
+    starts = _each(request.logprob_start_len)
+    if not (_logprob(request) and any(isinstance(at, int) and at >= 0 for at in starts)):
+        return False
+    batch = isinstance(request.text, list) or any(
+        isinstance(ids, list) for ids in _each(request.input_ids)
+    )
+    return bool(request.stream) or batch or any(_each(request.top_logprobs_num))
+
+
+LIMITS = (
+    Limit(
+        "n",
+        lambda request: any(n not in (None, 1) for n in _sampling(request, "n")),
+        "a prefill-decode pair gives one answer per request; send the request again for another",
+    ),
+    Limit(
+        "logprob_start_len",
+        _prompt_logprobs,
+        "a prefill-decode pair returns log-probabilities of the prompt (in OpenAI's API: echo with logprobs) only from "
+        "/generate, for one prompt, without stream and top_logprobs_num",
+    ),
+    Limit(
+        "token_ids_logprob",
+        lambda request: (
+            _logprob(request) and any(a is not None for a in _each(request.token_ids_logprob))
+        ),
+        "a prefill-decode pair has none for the first token; use top_logprobs_num",
+    ),
+    Limit(
+        "max_new_tokens",
+        lambda request: _logprob(request) and 0 in _sampling(request, "max_new_tokens"),
+        "must be at least 1 with return_logprob: a prefill-decode pair always computes a token",
+    ),
+    Limit(
+        "return_hidden_states",
+        _asks("return_hidden_states"),
+        "a prefill-decode pair has none for the prompt and the first token; drop the field",
+    ),
+    Limit(
+        "return_routed_experts",
+        _asks("return_routed_experts"),
+        "a prefill-decode pair has none for the prompt; drop the field",
+    ),
+    Limit(
+        "return_indexer_topk",
+        _asks("return_indexer_topk"),
+        "a prefill-decode pair has none for the prompt; drop the field",
+    ),
+    Limit(
+        "input_embeds",
+        _asks("input_embeds"),
+        "not supported by a prefill-decode pair; send text or input_ids",
+    ),
+    Limit(
+        "positional_embed_overrides",
+        lambda request: getattr(request, "positional_embed_overrides", None) is not None,
+        "not supported by a prefill-decode pair; send text or input_ids",
+    ),
+    Limit(
+        "session_params",
+        _asks("session_params"),
+        "a prefill-decode pair has no sessions; send the whole prompt",
+    ),
+)
+
+
+@hook("managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", "before")
+def before_normalize(request: GenerateReqInput) -> None:
+    """Refuse what a pair cannot answer in full, for example `n` above 1.
+
+    Before SGLang makes ``n`` requests of it, for any n, with one bootstrap room for all. SGLang answers a ValueError
+    with status 400.
+    """
+    for limit in LIMITS:
+        if limit.asked(request):
+            raise ValueError(f"{limit.field}: {limit.sentence}")
 
 
 @functools.cache
@@ -100,13 +213,13 @@ def _check_place(request: GenerateReqInput) -> None:
         raise ValueError(f"bootstrap_host is {host!r}, not a host's name or address") from None
 
 
-def before_normalize(request: GenerateReqInput) -> None:
-    """Before, as SGLang would make ``n`` requests, for any n, with one bootstrap room for all."""
-    refuse_beyond(request)
-
-
+@hook("managers.tokenizer_manager.TokenizerManager._validate_one_request", "before")
 def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
-    """``obj`` is a request of one prompt, normalized."""
+    """Refuse requests whose fields would crash a scheduler, by type and range, and requests after SIGTERM.
+
+    Args:
+        obj: a request of one prompt, normalized.
+    """
     if not isinstance(obj, GenerateReqInput):
         return  # SGLang refuses it itself
     refuse_new(manager, obj)
@@ -139,16 +252,22 @@ def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | N
             )
 
 
+@hook("managers.tokenizer_manager.TokenizerManager._create_tokenized_object", "after")
 def after_create_tokenized_object(
     message: Any, manager: Any, obj: Any, *args: Any, **more: Any
 ) -> Any:
-    """The next thing that happens to it is that it is sent."""
+    """Track which requests are on their way to a scheduler: the next thing that happens to this one."""
     obj.kv_offload_sent = True
     return message
 
 
+@hook("entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request", "around")
+@hook(
+    "entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
+    "around",
+)
 def around_convert(original: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """OpenAI's request as SGLang's own."""
+    """Answer with status 400 if converting an OpenAI request raises."""
     try:
         return original(*args, **more)
     except (ValueError, HTTPException):
@@ -162,10 +281,14 @@ def _odd_field(error: Exception) -> ValueError:
     return ValueError(f"a field has a wrong type or length ({type(error).__name__}: {error})")
 
 
+@hook("managers.tokenizer_manager.TokenizerManager.generate_request", "around")
 async def around_generate_request(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
-    """Every request of every endpoint. An answer of an error is told to the server that has the other half."""
+    """Answer with status 400 if a request raises before it is sent; tell the other server about failed requests.
+
+    Every request of every endpoint.
+    """
     try:
         async with aclosing(original(manager, obj, request)) as answers:
             async for answer in answers:

@@ -1,36 +1,93 @@
-"""The hook functions of a prefill server; see ``hooks.py`` for targets and reasons."""
+"""The hooks of a prefill server: it computes digests and hints, and sends them with the KV."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.forecast import pilot_rank
+from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_pool import choose_hint
 from sglang_scout.engine.hints import has_hint, hint_bytes
 from sglang_scout.engine.memory import bytes_beside_digests
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import DigestListener
-from sglang_scout.plugin.args import parse
-from sglang_scout.plugin.line import adapter
+from sglang_scout.plugin.hooks import hook
+from sglang_scout.plugin.launch import parse
+from sglang_scout.plugin.model import model_shape, rank_weights
 from sglang_scout.plugin.pool import (
     DigestKVPool,
     build_pools,
     carries,
     num_layers,
     of_groups,
+    pools_target,
     same_items,
 )
-from sglang_scout.plugin.support import model_shape, rank_weights
+from sglang_scout.plugin.release import adapter
 from sglang_scout.policy.base import Context, make_policy
 
 logger = logging.getLogger(__name__)
+
+
+KEPT_BATCHES = 3
+"""More than one, as SGLang sends a batch's KV while the next one runs."""
+
+
+@dataclass
+class _Batch:
+    rids: list[str]
+    last: torch.Tensor  # [B] row of each request's last token
+    layers: list[torch.Tensor] = field(default_factory=list)  # [B, HQ, D] each
+
+
+class LastQueries:
+    """The real queries of each prompt's last token, captured from prefill attention in the newest batches."""
+
+    def __init__(self) -> None:
+        self._batches: deque[_Batch] = deque(maxlen=KEPT_BATCHES)
+
+    def listen_to(self, backend: Any) -> None:
+        """Record the calls of SGLang's attention ``backend`` from now on."""
+        original = backend.forward_extend
+
+        def forward_extend(
+            q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            self.note(q, layer, forward_batch)
+            return original(q, k, v, layer, forward_batch, *args, **kwargs)
+
+        backend.forward_extend = forward_extend
+
+    def note(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+        """``q`` ``[T, HQ * D]`` of all tokens of a batch, after RoPE."""
+        if not forward_batch.rids:
+            return  # SGLang warms up or captures
+        if layer.layer_id == 0:
+            last = np.cumsum(forward_batch.extend_seq_lens_cpu) - 1
+            self._batches.append(_Batch(forward_batch.rids, upload(last, q.device)))
+        rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).index_select(
+            0, self._batches[-1].last
+        )
+        self._batches[-1].layers.append(rows)
+
+    def of(self, rid: str) -> torch.Tensor | None:
+        """``[L, HQ, D]`` fp32 queries of the last token of request ``rid`` in its newest batch."""
+        for batch in reversed(self._batches):
+            if rid in batch.rids:
+                row = batch.rids.index(rid)
+                return torch.stack([queries[row] for queries in batch.layers]).float()
+        return None
 
 
 @functools.cache
@@ -42,10 +99,11 @@ def _warn_of_other_digests() -> None:
     )
 
 
+@hook(pools_target("_profile_available_bytes"), "around")
 def around_profile_available_bytes(
     original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
 ) -> int:
-    """Bytes for the KV pages of this rank: SGLang's number, less their digests."""
+    """Reserve room for the digests in the memory that SGLang would give to KV."""
     available, config = original(runner, *args, **kwargs), parse(runner.server_args)
     if not config.prefill_digests:
         return available
@@ -53,7 +111,9 @@ def around_profile_available_bytes(
     return bytes_beside_digests(model_shape(runner), config.digest, available, rank)
 
 
+@hook(pools_target("_init_pools"), "around")
 def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -> Any:
+    """Allocate a digest pool in addition to the KV pool."""
     config: OffloadConfig = parse(runner.server_args)
     wanted = DigestKVPool if config.prefill_digests else MHATokenToKVPool
     build = functools.partial(original, runner, **given)
@@ -67,17 +127,23 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
     return result
 
 
+@hook("model_executor.model_runner.ModelRunner.init_attention_backends", "after")
 def after_init_attention_backends(_: None, runner: Any) -> None:
-    """Prefill attention is unchanged; its last queries are recorded."""
+    """Record the real queries of each prompt's last token."""
     pool = runner.token_to_kv_pool
     if isinstance(pool, DigestKVPool) and pool.digests.hints is not None:
+        pool.last_queries = LastQueries()
         pool.last_queries.listen_to(runner.attn_backend)
 
 
+@hook("disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk", "before")
 def before_send_kv_chunk(
     scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None
 ) -> None:
-    """Digests of the full pages of this chunk, while their K is still on the device; with the last one the hint."""
+    """Compute the digests of the pages about to be sent, and the hint: the best pages for the last token.
+
+    Of the full pages of this chunk, while their K is still on the device; with the last chunk the hint.
+    """
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     adapter.prepare_sender(req, pool.device)
     if not isinstance(pool, DigestKVPool):
@@ -92,8 +158,10 @@ def before_send_kv_chunk(
     pages = (locations // size).cpu().numpy().astype("int64")
     full = pages[: end // size - first // size]
     pool.digests.build(full[~pool.digests.valid[full]], pool.host_pages)
-    queries = pool.last_queries.of(req.rid) if last_chunk else None
-    if queries is None or pool.digests.hints is None:
+    if not last_chunk or pool.digests.hints is None:
+        return
+    queries = pool.last_queries.of(req.rid)
+    if queries is None:
         return
     hint = choose_hint(pool.digests, queries, full, pool.rule, pool.shape.scale)
     if hint is not None:
@@ -108,18 +176,22 @@ def _same_layers(here: int, there: int, layers: int) -> bool:
         logger.error(
             "--kv-offload: this server has %d KV buffers and the decode server %d, so no KV is sent: the two serve "
             "different models, or only one uses pipeline parallelism; give both the same --model-path and no --pp-size",
-            here, there,
-        )  # fmt: skip
+            here,
+            there,
+        )
     return same
 
 
+@hook("disaggregation.mooncake.conn.MooncakeKVManager._send_kvcache_generic", "around")
 def around_send_kvcache(
     original: Callable[..., int], manager: Any, *args: Any, **kwargs: Any
 ) -> int:
-    """A decode server without digests, or with different ones, gets K and V only; SGLang would pair V with digests.
+    """Omit the digests for a decode server without the flag, or with digests of another size; of hints, send only the
+    prompt's.
 
-    A hint is in the row of its prompt's last page, so only that row of hints is sent. SGLang's decode server refuses a
-    different --kv-cache-dtype, but not KV of another --dtype, nor a server restarted with another flag.
+    SGLang would pair V with digests. A hint is in the row of its prompt's last page, so only that row of hints is sent.
+    SGLang's decode server refuses a different --kv-cache-dtype, but not KV of another --dtype, nor a server restarted
+    with another flag.
     """
     source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
     of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
@@ -132,8 +204,11 @@ def around_send_kvcache(
         logger.error(
             "--kv-cache-dtype %s, --dtype %s: K of a page takes %d bytes here and %d on the decode server, so no KV "
             "is sent; give both servers the same flags",
-            server.kv_cache_dtype, server.dtype, own, there,
-        )  # fmt: skip
+            server.kv_cache_dtype,
+            server.dtype,
+            own,
+            there,
+        )
         return -1
     if not _same_layers(len(source), len(target), layers):
         return -1
@@ -158,6 +233,7 @@ def around_send_kvcache(
     return send(2, 1, **last) if is_hint else 0
 
 
+@hook("disaggregation.mooncake.conn.MooncakeKVManager.send_kvcache_slice", "around")
 def around_send_kvcache_slice(
     original: Callable[..., int],
     manager: Any,
@@ -167,9 +243,10 @@ def around_send_kvcache_slice(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    """A decode server with another --tp-size gets the K and V of its heads, and computes the digests.
+    """Omit the digests for a decode server with another `--tp-size`.
 
-    SGLang slices every buffer of the list by heads as if it held K or V.
+    It gets the K and V of its heads, and computes the digests. SGLang slices every buffer of the list by heads as if it
+    held K or V.
     """
     infos, layers = manager.kv_args, num_layers(manager.kv_args.kv_item_lens)
     if not _same_layers(len(infos.kv_data_ptrs), len(target), layers):
@@ -182,6 +259,8 @@ def around_send_kvcache_slice(
     return original(manager, session, pages, target, *args, **kwargs)
 
 
+@hook("managers.scheduler.Scheduler.get_internal_state", "after")
 def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add the state to `/server_info`."""
     result.internal_state["kv_offload"] = status.prefill_state(scheduler)
     return result

@@ -1,0 +1,301 @@
+"""The hooks of a decode server: its pools, requests, steps and results."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_scout.engine.memory import check_memory
+from sglang_scout.plugin import status
+from sglang_scout.plugin.backend import ScoutAttnBackend, current_backend
+from sglang_scout.plugin.hooks import hook
+from sglang_scout.plugin.host_size import host_bytes, size_of
+from sglang_scout.plugin.launch import parse
+from sglang_scout.plugin.limits import BACKEND_NAME
+from sglang_scout.plugin.model import model_shape, rank_weights
+from sglang_scout.plugin.pool import HostKVPool, build_pools, pools_target
+from sglang_scout.plugin.ranks import AttentionRanks
+from sglang_scout.plugin.release import adapter
+from sglang_scout.worker.arena_fits import pool_lacks
+from sglang_scout.worker.host_memory import available_bytes, gib
+
+logger = logging.getLogger(__name__)
+
+DENSE = "dense"
+LEFT_BESIDE_COPIES = 2**29  # bytes of host memory
+TRACED = (
+    "steps",
+    "selected_pages",
+    "cpu_pages",
+    "recalled_pages",
+    "gpu_wait_us",
+    "recall_wait_us",
+)
+_GRAPHS = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+
+_device_bytes: int | None = None  # for digests and resident pages; None: the CPU device
+
+register_attention_backend(BACKEND_NAME)(ScoutAttnBackend)
+
+
+@hook(pools_target("_profile_available_bytes"), "around")
+def around_profile_available_bytes(
+    original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
+) -> int:
+    """Size the KV pool by host memory.
+
+    Returns:
+        Bytes for the KV pages of this rank: its share of host memory, independent of GPU memory. All ranks must get
+        the same number of pages, as they allocate the same ids.
+    """
+    global _device_bytes
+    config, ranks, shape = parse(runner.server_args), AttentionRanks(), model_shape(runner)
+    on_cuda = torch.device(runner.device).type == "cuda"
+    # Digests and resident pages share the memory that SGLang would give to KV pages.
+    _device_bytes = original(runner, *args, **kwargs) if on_cuda else None
+    return host_bytes(runner, config, shape, ranks, _device_bytes)
+
+
+@hook(pools_target("_init_pools"), "around")
+def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -> Any:
+    """Put the KV pool into the arena that the CPU attention process maps; use the allocator that reports pages."""
+    config, shape, ranks = parse(runner.server_args), model_shape(runner), AttentionRanks()
+    tokens, max_batch = adapter.pool_sizes(runner, **given)
+    num_pages, context = tokens // shape.page_size + 1, runner.model_config.context_len
+    size, nodes = size_of(runner, config, shape, max_batch)
+    # Every rank reads both before any allocates.
+    in_pool = not pool_lacks(size.arena(num_pages), arenas=ranks.size)
+    plan = check_memory(
+        size,
+        num_pages,
+        ranks.least(available_bytes()),
+        device_bytes=_device_bytes,
+        in_pool=in_pool,
+        shared=torch.device(runner.device).type == "cpu",
+        ranks=ranks.size,
+    )
+    if tokens < context:
+        logger.warning(
+            "host memory holds %d tokens of KV, less than one context of %d: longer requests are "
+            "refused; raise --kv-offload-host-gb or --max-total-tokens",
+            tokens,
+            context,
+        )
+    build = functools.partial(original, runner, **given)
+    make_pool = functools.partial(
+        HostKVPool,
+        arena_spec=size.arena_fields,
+        numa_nodes=nodes,
+        context_share=config.context_share,
+    )
+    result, pool, _ = build_pools(build, runner, make_pool, HostKVPool)
+    pool.attach(shape, plan, config.digest, rank_weights(config), plan.hint_bytes > 0)
+    return result
+
+
+@hook("disaggregation.decode.DecodeTransferQueue.pop_transferred", "after")
+def after_pop_transferred(result: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Notice that a request's KV has arrived."""
+    current_backend().arrive(result)
+    return result
+
+
+@hook("disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch", "around")
+def around_get_new_prebuilt_batch(original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
+    """Delay a request's admission until its first pages have been copied, so that no step waits for them.
+
+    While others decode, it waits until the copies are in flight, during a step of theirs.
+    """
+    queue, running = scheduler.waiting_queue, scheduler.running_batch
+    if scheduler.enable_priority_scheduling:
+        scheduler.policy.calc_priority(queue, running)
+    room = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
+    arrivals = current_backend().engine.boundary.arrivals
+    waiting = arrivals.queue((r.rid for r in queue), max(room - running.batch_size(), 0))
+    if running.is_empty() or not waiting:
+        return original(scheduler, *args)
+    scheduler.waiting_queue = [request for request in queue if request.rid not in waiting]
+    batch = original(scheduler, *args)
+    left = {request.rid for request in scheduler.waiting_queue} | waiting
+    scheduler.waiting_queue = [request for request in queue if request.rid in left]
+    return batch
+
+
+@hook(
+    "disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt",
+    "after",
+)
+def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
+    """Notice that a request joins the batch, new or after a retraction; take the digests that arrived with its KV."""
+    current_backend().admit(batch.reqs, batch.seq_lens_cpu.tolist())
+
+
+@hook("managers.schedule_batch.alloc_for_decode", "after")
+def after_alloc_for_decode(result: Any, batch: Any, token_per_req: int) -> Any:
+    """Track on the host which pages a step allocates, row by row."""
+    current_backend().announce_step(batch.req_pool_indices_cpu, batch.seq_lens_cpu)
+    return result
+
+
+@hook(f"{_GRAPHS}.can_run_graph", "around")
+def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
+    """Begin the step before it is known whether a graph can run it."""
+    if not forward_batch.forward_mode.is_decode():
+        return original(runner, forward_batch)
+    return current_backend().begin(forward_batch) and original(runner, forward_batch)
+
+
+@hook(f"{_GRAPHS}.capture_one_shape", "around")
+def around_capture_one_shape(
+    original: Callable[..., None],
+    runner: Any,
+    size: int,
+    forward: Any,
+    stream: int | None = None,
+    variant: None = None,
+    *more: Any,
+) -> None:
+    """Capture a graph for dense steps too."""
+    engine = current_backend().engine
+    for label in (None, DENSE) if engine.has_dense_steps else (None,):
+        engine.is_dense = label is not None
+        original(runner, size, forward, stream, label, *more)
+    engine.is_dense = False
+
+
+@hook(f"{_GRAPHS}._resolve_lora_variant", "after")
+def after_resolve_lora_variant(result: Any, runner: Any, forward_batch: Any) -> Any:
+    """Select the step's graph, dense or with page selection, through SGLang's variants for LoRA, which is refused."""
+    return DENSE if current_backend().engine.is_dense else result
+
+
+@hook("models.utils.enable_fused_set_kv_buffer", "replace")
+def no_fused_set_kv_buffer(forward_batch: Any) -> bool:
+    """On a GPU, keep models from fusing RoPE with the write of K and V, as the pages are in host memory."""
+    return False
+
+
+@hook(
+    "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode",
+    "around",
+)
+def around_process_batch_result(
+    original: Callable[..., None], processor: Any, batch: Any, result: Any
+) -> None:
+    """Never return tokens of a step whose attention is incomplete, or of a request with a damaged page."""
+    backend = current_backend()
+    backend.check_results(result.copy_done)
+    damaged = backend.damaged_pages()
+    if not len(damaged):
+        original(processor, batch, result)
+        return
+    _fail_owners(batch.reqs, damaged)
+    original(processor, batch, result)
+    # All unused pages, damaged ones among them, so that no other request hits those.
+    cache = processor.tree_cache
+    cache.evict(EvictParams(num_tokens=cache.evictable_size()))
+
+
+def _fail_owners(requests: Sequence[Any], damaged: npt.NDArray[np.int64]) -> None:
+    """Abort the running ``requests`` that own a page of ``damaged`` ``[n, 2]``, layers and pages.
+
+    SGLang frees a request's resources when it processes the step, whose token is dropped here.
+    """
+    for request in requests:
+        if request.finished() or request.is_retracted:
+            continue
+        own = damaged[np.isin(damaged[:, 1], current_backend().pages_of(request))]
+        if not len(own):
+            continue
+        layer, page = own[0].tolist()
+        more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+        message = (
+            f"The KV of this request has changed in host memory: page {page} of layer {layer}{more} does not match "
+            "its checksum. Send the request again; if it happens again, the machine's memory is at fault."
+        )
+        logger.error("request %s fails: %s", request.rid, message)
+        request.to_finish = FINISH_ABORT(
+            message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
+        )
+        request.finished_len = len(request.output_ids)
+        request.skip_radix_cache_insert = True
+
+
+@hook("managers.schedule_batch.Req.offload_kv_cache", "around")
+def around_offload_kv_cache(
+    original: Callable[..., None], req: Any, tables: Any, allocator: Any
+) -> None:
+    """Keep the KV of a retracted request only if there is memory for a copy.
+
+    Either every rank keeps a copy of its part, or none does.
+    """
+    ranks, pool = AttentionRanks(), allocator.get_kvcache()
+    needed = ranks.size * pool.copy_bytes(req.seqlen - 1)
+    available = ranks.least(available_bytes())
+    if available - needed >= LEFT_BESIDE_COPIES:
+        original(req, tables, allocator)
+        return
+    adapter.drop_copy(req)
+    logger.error(
+        "request %s was retracted and fails: a copy of its KV needs %s of host memory, and %s are available; lower "
+        "--max-running-requests, or free memory",
+        req.rid,
+        gib(needed),
+        gib(available),
+    )
+
+
+@hook("managers.scheduler.Scheduler._add_request_to_queue", "around")
+def around_add_request_to_queue(
+    original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Restore a retracted request from its KV, also after a pause; fail one whose KV was not kept."""
+    kept = adapter.kept_copy(req)
+    if kept is None:
+        original(scheduler, req, *args, **kwargs)
+        return
+    if kept:
+        # /pause_generation does not mark this, and would wait for the KV from the prefill server again.
+        original(scheduler, req, is_retracted=True)
+        return
+    reason = {
+        "type": "abort",
+        "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
+        "message": "The request was retracted because the KV pages ran out, and there is no host memory to keep a "
+        "copy of its KV. Send it again later; the server needs fewer concurrent requests or more memory.",
+    }
+    scheduler.ipc_channels.send_to_tokenizer.send_output(
+        AbortReq(finished_reason=reason, rid=req.rid), req
+    )
+
+
+@hook("observability.trace.TraceReqContext.trace_slice", "before")
+def before_trace_slice(context: Any, slice: Any, *_: Any, **__: Any) -> None:
+    """With `--enable-trace`: add step counters as attributes to each token's span.
+
+    ``decode_loop`` is a token's span: it gets the batch's counts since the request's previous token.
+    """
+    if slice.slice_name == "decode_loop":
+        counters = current_backend().engine.counters
+        now = {name: getattr(counters, name) for name in TRACED}
+        before = getattr(context, "kv_offload_before", now)
+        context.kv_offload_before = now
+        slice.attrs.update({f"kv_offload.{name}": now[name] - before[name] for name in TRACED})
+
+
+@hook("managers.scheduler.Scheduler.get_internal_state", "after")
+def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add the state to `/server_info`."""
+    result.internal_state["kv_offload"] = status.decode_state_of_ranks(current_backend())
+    return result

@@ -1,0 +1,495 @@
+"""Mends what SGLang itself does wrong in a scheduler process, and what harms other requests or the pair.
+
+With a release or a pull request where SGLang has mended it; a hook of 0.5.15.post1 only is needless in 0.5.23. Drop
+the hook with the last release that needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from http import HTTPStatus
+from threading import Thread
+from typing import Any
+
+import torch
+import zmq
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.managers.io_struct import AbortReq
+from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_scout.plugin.hooks import hook
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 1
+HOLD_S = 2.0
+"""Longer than the prefill server may still write to the pages of an ended request: one chunk of a prompt."""
+MASK_ELEMENTS = 1 << 24
+"""Maximum mask size, rows x KV tokens; rows are processed in chunks."""
+_ANSWER_S = 0.05  # a step's time; a server that is well answers sooner
+_PROBE_S = 2.0
+_KV = "disaggregation.common.conn.CommonKV"
+
+
+# Requests: taken up and aborted without harm to others.
+
+
+@hook("managers.scheduler.Scheduler.handle_generate_request", "around")
+def around_handle_generate_request(
+    original: Callable[..., None], scheduler: Any, request: Any, **more: Any
+) -> None:
+    """Refuse a prompt that can never fit and would block the queue; if a request raises, fail only that one."""
+    try:
+        _check_size(scheduler, request)
+        _check_room(scheduler, request.bootstrap_room)
+        original(scheduler, request, **more)
+    except Exception as error:
+        message, status = str(error), HTTPStatus.BAD_REQUEST
+        if isinstance(error, _Refusal):
+            status = error.status
+        else:
+            message = f"The server cannot take up this request ({type(error).__name__}: {error})."
+            logger.exception("--kv-offload: request %s was refused", request.rid)
+            _forget(scheduler, request.rid)
+        reason = {"type": "abort", "status_code": status, "message": message}
+        answer = AbortReq(rid=request.rid, finished_reason=reason)
+        scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
+
+
+class _Refusal(Exception):
+    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _check_size(scheduler: Any, request: Any) -> None:
+    """With more a prompt would wait forever, and all behind it: SGLang also reserves room, even on an idle server."""
+    size, page = scheduler.max_total_num_tokens, scheduler.page_size
+    if scheduler.server_args.disaggregation_mode == "decode":
+        reserved = scheduler.disagg_decode_prealloc_queue.num_reserved_decode_tokens
+        most, why = size - reserved, f"less {reserved} for --num-reserved-decode-tokens"
+    else:
+        most, why = size - page - 3, "less two pages"
+    most, tokens = most // page * page, len(request.input_ids or ())
+    if tokens > most:
+        raise _Refusal(
+            f"The prompt has {tokens} tokens, but this server accepts at most {most}: its KV pool has {size}, {why}."
+        )
+
+
+def _check_room(scheduler: Any, room: int | None) -> None:
+    """A status of this room from before the request came would end the process, or the request: its other half may have
+    failed already, or an earlier request had this room."""
+    of_decode = scheduler.server_args.disaggregation_mode == "decode"
+    name = "disagg_decode_prealloc_queue" if of_decode else "disagg_prefill_bootstrap_queue"
+    manager = getattr(scheduler, name).kv_manager
+    statuses = getattr(manager, "request_status", {})
+    if room is None or statuses.get(room) not in (KVPoll.Success, KVPoll.Failed):
+        return
+    if all(req.bootstrap_room != room for req in _held(scheduler)):
+        for table in (statuses, getattr(manager, "transfer_infos", {})):
+            table.pop(room, None)
+    message = (
+        f"The other half of this request has failed, or bootstrap_room {room} was used before. Send the request again "
+        "with a new room."
+    )
+    raise _Refusal(message, HTTPStatus.SERVICE_UNAVAILABLE)  # SGLang's router does so
+
+
+def _held(scheduler: Any) -> Iterator[Any]:
+    """SGLang's requests from their arrival to their end, some twice."""
+    yield from scheduler.waiting_queue
+    yield from scheduler.grammar_manager.grammar_queue
+    if scheduler.server_args.disaggregation_mode == "decode":
+        queue = scheduler.disagg_decode_prealloc_queue
+        for entry in (*queue.queue, *scheduler.disagg_decode_transfer_queue.queue):
+            yield entry.req
+        yield from queue.retracted_queue
+    else:
+        yield from scheduler.disagg_prefill_bootstrap_queue.queue
+        yield from scheduler.disagg_prefill_inflight_queue
+    for name in ("running_batch", "last_batch", "cur_batch"):  # the last in 0.5.15.post1 only
+        if (batch := getattr(scheduler, name, None)) is not None:
+            yield from batch.reqs
+    if scheduler.chunked_req is not None:
+        yield scheduler.chunked_req
+
+
+def _forget(scheduler: Any, rid: str) -> None:
+    """Take a request whose arrival raised out of the queue that it may have reached."""
+    waiting = scheduler.grammar_manager.grammar_queue
+    waiting[:] = [req for req in waiting if req.rid != rid]
+    if scheduler.server_args.disaggregation_mode == "decode":
+        queue = scheduler.disagg_decode_prealloc_queue
+        for entry in queue.queue:
+            if entry.req.rid == rid:
+                entry.kv_receiver.clear()
+        queue.queue = [entry for entry in queue.queue if entry.req.rid != rid]
+        queue.pending_reqs = [entry for entry in queue.pending_reqs if entry.req.rid != rid]
+    else:
+        queue = scheduler.disagg_prefill_bootstrap_queue
+        queue.queue = [req for req in queue.queue if req.rid != rid]
+
+
+@hook("managers.scheduler.Scheduler.abort_request", "around")
+def around_abort_request(original: Callable[..., None], scheduler: Any, request: Any) -> None:
+    """Abort the request with exactly this id, not every request whose id starts with it."""
+    others = {}
+    if not request.abort_all:
+        others = {id(req): (req, req.rid) for req in _held(scheduler) if req.rid != request.rid}
+    for req, _ in others.values():
+        req.rid = ""  # for this moment it begins with no id
+    try:
+        original(scheduler, request)
+    finally:
+        for req, rid in others.values():
+            req.rid = rid
+
+
+@hook("managers.scheduler.Scheduler.on_idle", "before")
+def before_on_idle(scheduler: Any) -> None:
+    """With `--sleep-on-idle`, do not busy-poll while requests are in transfer.
+
+    There is no batch to run. SGLang sleeps only if it holds no request either; a server whose requests wait for the
+    other server would busy-poll, on a core that the other server or an attention process may need.
+    """
+    if scheduler.idle_sleeper is not None and not scheduler.is_fully_idle():
+        scheduler.idle_sleeper.poller.poll(IDLE_POLL_MS)  # ends at a message
+
+
+@hook(
+    "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", "around", roles="decode"
+)
+def around_cumulate_penalty(original: Callable[[Any], None], batch: Any) -> None:
+    """With penalties, do not count a request's first token twice.
+
+    A step that overlaps its predecessor does not know the newest token: one server counts each token a step late, and
+    in the first step after the prompt the prompt's last. Here the first token is known then, and is the newest in the
+    next step too.
+    """
+    joined = [
+        request
+        for request in batch.reqs
+        if batch.enable_overlap and request.decode_batch_idx == 0 and len(request.output_ids) == 1
+    ]
+    tokens = [request.output_ids.pop() for request in joined]
+    original(batch)
+    for request, token in zip(joined, tokens, strict=True):
+        request.output_ids.append(token)
+
+
+# Transfers and lost servers of a pair.
+
+
+@hook(f"{_KV}Manager.__init__", "before")
+def before_kv_manager(*_: Any, **__: Any) -> None:
+    """Do not ask the other server of the pair through a proxy.
+
+    Runs once the model is loaded; from here on this process talks to other servers only.
+    """
+    os.environ["no_proxy"] = "*"
+
+
+@hook(
+    "distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine.batch_register",
+    "around",
+)
+def around_batch_register(
+    original: Callable[..., int], engine: Any, pointers: list[int], lengths: list[int]
+) -> int:
+    """End the server if the transfer engine rejects its memory; SGLang ignores that, and every transfer would fail.
+
+    https://github.com/sgl-project/sglang/pull/33264 does so too.
+    """
+    error = original(engine, pointers, lengths)
+    if error == 0:
+        return error
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.3g} MiB"
+    raise RuntimeError(
+        f"--kv-offload: the transfer engine cannot register {len(pointers)} buffers of "
+        f"{sum(lengths) / 2**30:.2f} GiB (error {error}; its own log lines above name the first one), so no KV can be "
+        f"transferred. RDMA locks them in memory: the limit on locked memory is {locked}; make it unlimited (ulimit "
+        "-l, LimitMEMLOCK of a service, --ulimit memlock=-1 of a container). The network device must have room for "
+        "them: lower --kv-offload-host-gb, or raise its limits (max_mr and max_mr_size in ibv_devinfo -v). Buffers on "
+        "a GPU (digests on a decode server, everything on a prefill server) also need the kernel module "
+        "nvidia_peermem, or a mooncake with CUDA and WITH_NVIDIA_PEERMEM=0. To work without RDMA, set "
+        "--disaggregation-transfer-backend mooncake_tcp"
+    )
+
+
+@hook({"0.5.15.post1": f"{_KV}Receiver._connect"}, "around", roles="decode")
+def around_connect(
+    original: Callable[..., Any], receiver: Any, endpoint: str, is_ipv6: bool = False
+) -> Any:
+    """Do not block forever on a message to a prefill server that is gone.
+
+    SGLang's PUSH sockets do not reconnect, and one that has lost its peer blocks in ``send``. The scheduler's thread
+    sends, holding the socket's lock, which the heartbeat thread that would detect the loss waits for. A new socket
+    queues messages before it is connected; without a peer they are lost, and heartbeats fail the requests. Newer
+    releases bound the wait: https://github.com/sgl-project/sglang/pull/31144.
+    """
+    connected = original(receiver, endpoint, is_ipv6)
+    sock, lock = connected
+    with lock:
+        if sock.poll(0, zmq.POLLOUT):
+            return connected
+    receiver.disconnect_endpoint(endpoint)
+    return original(receiver, endpoint, is_ipv6)
+
+
+@hook(f"{_KV}Manager.try_ensure_parallel_info", "around", roles="decode")
+def around_ensure_parallel_info(
+    original: Callable[[Any, str], bool], manager: Any, address: str
+) -> bool:
+    """Ask a prefill server for its ranks without blocking the steps of other requests.
+
+    SGLang asks in the scheduler's thread, for 5 s if there is no answer, and asks again each second. What differs
+    between the servers, such as the page size, it raises: then the requests of this address fail.
+    """
+    if address in manager.prefill_info_table:
+        return True
+    questions: dict[str, Future[bool]] = vars(manager).setdefault("kv_offload_questions", {})
+    is_new = address not in questions
+    if is_new:
+        future = questions[address] = Future()
+        asked = (original, manager, address, future)
+        Thread(target=_ask, args=asked, daemon=True).start()
+    try:
+        answer = questions[address].result(_ANSWER_S if is_new else 0)
+    except TimeoutError:
+        return False
+    except Exception as error:
+        answer = False
+        logger.error("--kv-offload: %s", error)
+        for room in list(manager.addr_to_rooms_tracker[address]):
+            manager.record_failure(room, str(error))
+            manager.update_status(room, KVPoll.Failed)
+    del questions[address]
+    return answer
+
+
+def _ask(
+    original: Callable[[Any, str], bool], manager: Any, address: str, answer: Future[bool]
+) -> None:
+    try:
+        answer.set_result(original(manager, address))
+    except Exception as error:
+        answer.set_exception(error)
+
+
+@hook(
+    "disaggregation.mooncake.conn.MooncakeKVManager._on_heartbeat_success", "after", roles="decode"
+)
+def after_heartbeat_success(_: None, manager: Any, address: str) -> None:
+    """Notice that a prefill server was replaced between two heartbeats.
+
+    The bootstrap server at ``address`` answers. If nothing listens at its scheduler's old address, it was replaced
+    since the last heartbeat, or will be: drop the old one, and fail the requests that wait for it.
+    """
+    with manager.connection_lock:
+        known = [
+            (info["rank_ip"], info["rank_port"])
+            for key, infos in manager.connection_pool.items()
+            if key.startswith(f"{address}_")
+            for info in infos
+        ]
+    for place in known:
+        try:
+            socket.create_connection(place, _PROBE_S).close()
+        except ConnectionRefusedError:
+            manager._handle_node_failure(address)
+            return
+        except OSError:  # slow, or no descriptor left: not proof that it is gone
+            pass
+
+
+@hook("disaggregation.utils._poll_with_failure_injection", "around", roles="decode")
+def around_poll(
+    original: Callable[[Sequence[Any]], list[int]], receivers: Sequence[Any]
+) -> list[int]:
+    """Notify the prefill server of an aborted transfer, and free its pages once they are no longer written.
+
+    Keeps the pages of a transfer that failed, or whose client has disconnected, for ``HOLD_S``: SGLang frees them at
+    once, and another request may get them while the prefill server still writes.
+    """
+    return [_kept(*polled) for polled in zip(receivers, original(receivers), strict=True)]
+
+
+def _kept(receiver: Any, status: int) -> int:
+    if status != KVPoll.Failed or getattr(receiver, "init_time", None) is None:  # no page was named
+        return status
+    if "kv_offload_failed_s" not in vars(receiver):
+        receiver.kv_offload_failed_s = time.monotonic()
+        receiver.conclude_state = KVPoll.Failed
+        # SGLang does not notify the prefill server if this side gave up: it would write much later.
+        if not receiver.abort_notified:
+            receiver._send_abort_notification()
+            receiver.abort_notified = True
+    held = time.monotonic() - receiver.kv_offload_failed_s < HOLD_S
+    return int(KVPoll.Transferring if held else KVPoll.Failed)
+
+
+class Sender:
+    """A thread-safe socket to a decode server. Send failures mean that it is gone and are dropped: an exception would
+    end the thread, and with it the transfers to all others."""
+
+    def __init__(self, sock: zmq.Socket[bytes], lock: Any) -> None:
+        self._sock, self._lock = sock, lock
+
+    def send_multipart(self, parts: Sequence[bytes]) -> None:
+        try:
+            with self._lock:
+                self._sock.send_multipart(parts)
+        except zmq.ZMQError as error:
+            logger.error(
+                "--kv-offload: a message to a decode server that is gone was lost: %s", error
+            )
+
+
+@hook(f"{_KV}Manager._connect", "around", roles="prefill")
+def around_connect_to_decode(
+    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> Sender:
+    """Serialise messages, as several threads share a socket; survive the loss of a decode server.
+
+    Else parts of two messages merge into one: an answer to an abort swallows the end-of-transfer message, and the other
+    request waits forever, or the thread of the decode server that reads them ends.
+    """
+    return Sender(original(manager, *args, **kwargs), manager._socket_lock)
+
+
+# 0.5.15.post1 only.
+
+
+@hook(
+    {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs"},
+    "around",
+    roles="decode",
+)
+def around_resume_retracted_reqs(
+    original: Callable[..., list[Any]], queue: Any, *args: Any, **kwargs: Any
+) -> list[Any]:
+    """With the radix cache, free all pages of a retracted request.
+
+    SGLang would look it up in the radix cache again, and then neither lock the pages that it finds nor free those that
+    they replace.
+    """
+    restored = original(queue, *args, **kwargs)
+    for req in restored:
+        # A lookup without a hit; ChunkCache has no such node and is queried again.
+        req.last_node = getattr(queue.tree_cache, "root_node", None)
+    return restored
+
+
+@hook(
+    {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue._resolve_pending_reqs"},
+    "around",
+    roles="decode",
+)
+def around_resolve_pending_reqs(original: Callable[[Any], None], queue: Any) -> None:
+    """Forget a request of a lost prefill server once its client has left; otherwise it would crash this server."""
+    queue.pending_reqs = [entry for entry in queue.pending_reqs if entry.kv_receiver is not None]
+    original(queue)
+
+
+@hook(
+    {"0.5.15.post1": "disaggregation.prefill.PrefillBootstrapQueue.add"}, "around", roles="prefill"
+)
+def around_add_to_bootstrap_queue(
+    original: Callable[..., None], queue: Any, req: Any, num_kv_heads: int
+) -> None:
+    """Answer with status 400 if a grammar does not compile, not with a token of a prompt put in its place."""
+    if req.to_finish is None:
+        original(queue, req, num_kv_heads)
+        return
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    prepare_abort(req, req.to_finish.message, status_code=req.to_finish.status_code)
+    queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+@hook(
+    {"0.5.15.post1": "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask"},
+    "around",
+    package="xgrammar",  # with another --grammar-backend it need not be installed
+)
+def around_apply_vocab_mask(
+    original: Callable[..., None], grammar: Any, logits: torch.Tensor, vocab_mask: torch.Tensor
+) -> None:
+    """On a CPU, keep a request with a grammar from crashing the server."""
+    if logits.device.type == "cpu":
+        import xgrammar
+
+        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
+    else:
+        original(grammar, logits, vocab_mask)
+
+
+# Prefill attention on a CPU.
+
+
+@hook(
+    "layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
+    "around",
+    roles="prefill",
+)
+def around_extend(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    totals: torch.Tensor,
+    cached: torch.Tensor,
+    new: torch.Tensor,
+    encoder_lens: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """On a CPU: skip attention for tokens with cached KV, which SGLang computes and discards.
+
+    With a long cached prefix that is nearly all of the work. Sequences with more new tokens than cached ones use the
+    original, which is then faster. So do encoders, cross attention and sliding windows.
+
+    Args:
+        query, output: [T, HQ, D]; the latter is filled and returned.
+        k_cache, v_cache: [slots, H, D].
+        totals, cached, new: tokens of each sequence.
+    """
+    caches, window = (k_cache, v_cache), options.get("sliding_window_size")
+    is_plain = options.get("causal") and not options.get("is_cross_attn") and encoder_lens is None
+    if not is_plain or (window is not None and window > -1):
+        lengths = (totals, cached, new, encoder_lens)
+        return original(self, query, output, *caches, table, rows, *lengths, **options)
+    begin = 0
+    for i, (total, count) in enumerate(zip(totals.tolist(), new.tolist(), strict=True)):
+        q, out = query[begin : begin + count], output[begin : begin + count]
+        if 2 * count > total:
+            lengths = [x[i : i + 1] for x in (rows, totals, cached, new)]
+            original(self, q, out, *caches, table, *lengths, **options)
+        else:
+            slots = table[rows[i], :total]
+            k, v = (cache[slots].movedim(1, 0)[None].to(q.dtype) for cache in caches)
+            columns = torch.arange(total, device=q.device)
+            for places in columns[total - count :].split(max(1, MASK_ELEMENTS // total)):
+                part = slice(int(places[0]) - total + count, int(places[-1]) + 1 - total + count)
+                found = scaled_dot_product_attention(
+                    q[part].movedim(1, 0)[None],
+                    k,
+                    v,
+                    attn_mask=columns <= places[:, None],
+                    enable_gqa=options.get("enable_gqa", False),
+                    scale=options.get("scaling"),
+                )
+                out[part] = found[0].movedim(0, 1)
+        begin += count
+    return output

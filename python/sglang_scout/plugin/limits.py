@@ -1,0 +1,354 @@
+"""What a server with ``--kv-offload`` refuses at its start: flags, machine and model. Requests: ``http.py``."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import get_device
+
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.files import check_socket_folder
+from sglang_scout.core.forecast import PageWeights, check_weights, weights_file
+from sglang_scout.core.profile import RecallProfile, check_profile
+from sglang_scout.core.served_models import DTYPES, FP8_KV, check_architecture, check_attention
+from sglang_scout.ops import triton
+from sglang_scout.plugin.model import TORCH_DTYPES, model_identity
+from sglang_scout.plugin.release import VERSION, adapter
+from sglang_scout.policy.base import Context, make_policy
+from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes, free_pool_bytes
+from sglang_scout.worker.settings import check_machine
+from sglang_scout.worker.spec import MAX_BATCH
+
+BACKEND_NAME = "scout"
+MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device
+TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "fake")
+_NIXL = (
+    ". SGLang's NIXL backend expects all KV on a GPU, and on 0.5.15.post1 a request that ends during its transfer "
+    "stops all others"
+)
+_CHECKSUMS = "use page_checksums in --kv-offload-config, which finds KV that changes in host memory"
+
+# Why: fields of ServerArgs, some of them in some releases only, and the values that they must have.
+_REQUIRED: dict[str, dict[str, Any]] = {
+    "": {
+        "disaggregation_decode_allocation_policy": "early",
+        "disaggregation_decode_host_receive_threshold": 1.0,
+        "disaggregation_decode_retraction_backup": "cpu_tensor",
+        "enable_kv_cache_sharding": False,
+        "enable_nvidia_megakernel": False,
+        "enable_page_major_kv_layout": False,
+        "enable_pd_role_switch": False,
+        "enable_pdmux": False,
+        "enable_prefill_cp": False,
+        "enable_torch_compile": False,
+        "enable_unified_memory": False,
+    },
+    ": CPU attention needs all pages of a request in this server's memory; use --tp-size instead": {
+        "nnodes": 1,
+        "pp_size": 1,
+        "attn_cp_size": 1,
+        "dcp_size": 1,
+    },
+    ": start a server for each replica, behind one router": {
+        "dp_size": 1,
+        "attn_dp_size": 1,
+        "enable_dp_attention": False,
+    },
+    ": queries are predicted from layer inputs, so every rank needs the whole input": {
+        "enable_attn_tp_input_scattered": False,
+        "enable_layernorm_sp": False,
+        "moe_dense_tp_size": None,
+        "moe_a2a_backend": "none",
+    },
+    ": it bypasses the request checks, without which a malformed request would end the scheduler": {
+        "tokenizer_worker_num": 1,
+        "grpc_mode": False,
+        "smg_grpc_mode": False,
+    },
+    ": queries are predicted from the base model's weights, and adapters are untested because SGLang has no LoRA on a "
+    "CPU; merge the adapter into the weights": {"enable_lora": None, "lora_paths": None},
+    ": a decode step has one query per request, but drafts have several tokens, and the KV of rejected ones would have "
+    "to be removed": {"speculative_algorithm": None},
+    ": it is untested; --tp-size also divides the experts": {"ep_size": 1},
+    ": the decode server already keeps all KV in host memory; on the prefill server it needs a GPU and is untested": {
+        "enable_hierarchical_cache": False
+    },
+    ": all KV is already in host memory": {"disaggregation_decode_enable_offload_kvcache": False},
+    ": both choose which KV is attended to": {"enable_hisparse": False},
+    ": it runs the halves of a batch alternately, but the hooks expect one batch per step": {
+        "enable_two_batch_overlap": False
+    },
+    ": the hooks need SGLang's own layers": {"model_impl": "sglang"},
+    ": its schedulers do not load plugins": {"use_ray": False},
+    ": they are added to a request after its checks; let clients send them": {
+        "preferred_sampling_params": None
+    },
+    ": each server of a pair would truncate a long prompt at its own limit, so the two would disagree": {
+        "allow_auto_truncate": False
+    },
+    ": its CUDA kernels check everything that is sent, also digests and hints, which only some pages have; "
+    f"{_CHECKSUMS}": {"disaggregation_enable_kv_checksum": False},
+    ": its CUDA kernels check only SGLang's own pools on the device, and its tags would be sent in front of K, where "
+    f"K, V and digests are told apart by position; {_CHECKSUMS}": {"kv_canary": "none"},
+}
+_SUMMED_BY_PLACE = (
+    "with --kv-offload the other requests of a batch decide which pages of a request are on the device, and so in "
+    "which order its attention is summed; drop the flag, or serve without --kv-offload"
+)
+# A layer that loads its weights to the device when it runs calls itself for that, which the pre-hooks see as a second
+# layer; and the next layer's query is computed before that layer has loaded its weights.
+_WEIGHTS_ELSEWHERE = (
+    "--kv-offload predicts the queries of a layer before it runs, from weights that are on the device; drop the flag, "
+    "or spread the weights with --tp-size"
+)
+# Fields that a decode server must leave as they are, and why: any, and one on a CUDA device.
+_UNSET_ON_DECODE = {
+    "enable_deterministic_inference": _SUMMED_BY_PLACE,
+    "rl_on_policy_target": _SUMMED_BY_PLACE,  # which implies it
+}
+_UNSET_ON_CUDA = {
+    "cpu_offload_gb": _WEIGHTS_ELSEWHERE,
+    "offload_group_size": _WEIGHTS_ELSEWHERE,
+    # SGLang runs it in pieces, and fails if the graphs are not piecewise.
+    "debug_cuda_graph": "--kv-offload runs a decode step as one CUDA graph or without graphs; drop the flag, or set "
+    "--cuda-graph-backend-decode disabled instead to run without graphs",
+}
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field of ``ServerArgs``."""
+    return "--" + name.replace("_", "-")
+
+
+def _refuse(args: ServerArgs, name: str, why: str) -> NoReturn:
+    raise ConfigError(f"{flag_of(name)} {getattr(args, name)}: {why}")
+
+
+def device_of(args: ServerArgs) -> str:
+    """The device that SGLang will choose, before it has set the field."""
+    return str(args.device or get_device())
+
+
+def on_cpu(args: ServerArgs) -> bool:
+    return device_of(args) == "cpu"
+
+
+def uses_graph_transport(config: OffloadConfig, device: str) -> bool:
+    """Whether the device's stream, not the host, posts to the attention process.
+
+    ``transport = graph`` does so on the CPU device too, with the ring's kernels in Triton's interpreter: slow, for
+    tests.
+    """
+    if config.transport != "auto":
+        return config.transport == "graph"
+    return torch.device(device).type == "cuda"
+
+
+def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
+    """Refuse what this version does not support."""
+    policy = f"--kv-offload {args.kv_offload}"
+    if args.disaggregation_mode not in ("prefill", "decode"):
+        raise ConfigError(
+            f"{policy}: works only on the servers of a prefill-decode pair, but this one has "
+            f"--disaggregation-mode {args.disaggregation_mode}; set it to prefill or decode"
+        )
+    if args.page_size not in (None, PAGE_SIZE_TOKENS):
+        why = f"{policy} uses pages of {PAGE_SIZE_TOKENS} tokens; drop the flag or set it to "
+        _refuse(args, "page_size", f"{why}{PAGE_SIZE_TOKENS}")
+    if args.kv_cache_dtype not in ("auto", *FP8_KV):
+        why = f"{policy} keeps KV in the model's dtype (auto) or in fp8; set it to auto, "
+        _refuse(args, "kv_cache_dtype", f"{why}{' or '.join(FP8_KV)}, on both servers")
+    if (backend := args.disaggregation_transfer_backend) not in TRANSFER_BACKENDS:
+        why = f"not supported with {policy}; choose one of {', '.join(TRANSFER_BACKENDS)}"
+        _refuse(args, "disaggregation_transfer_backend", why + _NIXL * (backend == "nixl"))
+    for why, fields in _REQUIRED.items():
+        for name, required in fields.items():
+            value = getattr(args, name, required)
+            if value not in (required, "auto") and value:
+                _refuse(args, name, f"not supported with {policy}{why}; drop one of the two")
+    if config.dummy_kv and backend != "fake":
+        raise ConfigError(
+            "--kv-offload-config: dummy_kv = true overwrites what a prefill server sends; drop it, or "
+            "set --disaggregation-transfer-backend fake"
+        )
+    if config.cpus is not None and len(config.cpus) < args.tp_size:
+        raise ConfigError(
+            f"--kv-offload-cpus {args.kv_offload_cpus!r}: fewer CPUs than the {args.tp_size} ranks of --tp-size, each "
+            f"of which has a CPU attention process; name at least {args.tp_size}, or drop the flag"
+        )
+    check_socket_folder()
+    check_memory_flag(config)
+    if args.disaggregation_mode == "decode":
+        check_machine()
+        _check_decode(args, config, policy)
+    if on_cpu(args):
+        _check_cpu_device(args, policy)
+
+
+def _check_cpu_device(args: ServerArgs, policy: str) -> None:
+    if args.enable_deterministic_inference:
+        # SGLang's message would name an attention backend that was not given.
+        why = "SGLang has no attention backend for it on a CPU; drop the flag"
+        _refuse(args, "enable_deterministic_inference", why)
+    if args.kv_cache_dtype not in ("auto", *adapter.FP8_ON_CPU):
+        why = f"SGLang {VERSION} does not support fp8 KV on a CPU with the attention backend torch_native, which "
+        _refuse(args, "kv_cache_dtype", f"{why}{policy} needs there; drop the flag on both servers")
+    for name in ("attention_backend", "prefill_attention_backend"):
+        if getattr(args, name) not in (None, "torch_native"):
+            _refuse(args, name, f"on a CPU {policy} needs torch_native; drop the flag")
+
+
+def _check_decode(args: ServerArgs, config: OffloadConfig, policy: str) -> None:
+    requests = args.max_running_requests
+    if requests is not None and not 1 <= requests <= MAX_BATCH:
+        why = f"{policy} serves 1 to {MAX_BATCH} requests at once; choose a number in this range"
+        _refuse(args, "max_running_requests", why)
+    if args.decode_attention_backend not in (None, BACKEND_NAME):
+        why = f"{policy} has its own backend; drop the flag or set it to {BACKEND_NAME}"
+        _refuse(args, "decode_attention_backend", why)
+    _check_unset(args, _UNSET_ON_DECODE)
+    device = device_of(args)
+    on_cuda, on_device = torch.device(device).type == "cuda", uses_graph_transport(config, device)
+    of_transport = f"--kv-offload-config: transport = {config.transport!r}"
+    if config.transport == "host" and on_cuda:
+        raise ConfigError(f"{of_transport} needs --device cpu; drop the key")
+    if on_device and not on_cuda and not triton.interpreted():
+        raise ConfigError(
+            f"{of_transport} on --device {device} needs Triton's interpreter; set TRITON_INTERPRET=1, or drop the key"
+        )
+    if on_device and args.enable_return_hidden_states:
+        why = "makes SGLang capture CUDA graphs again while it serves; drop the flag, or use --device cpu"
+        _refuse(args, "enable_return_hidden_states", why)
+    if on_device and graphs_of(args, "prefill") not in (None, "disabled"):
+        raise ConfigError(
+            f"--cuda-graph-backend-prefill {graphs_of(args, 'prefill')}: with --kv-offload the decode server runs no "
+            "prefill; drop the flag"
+        )
+    if on_cuda:
+        _check_unset(args, _UNSET_ON_CUDA)
+        _check_graphs(args, config)
+
+
+def _check_unset(args: ServerArgs, fields: dict[str, str]) -> None:
+    for name, why in fields.items():
+        if getattr(args, name) not in (None, False, 0, -1):
+            _refuse(args, name, why)
+
+
+def _check_graphs(args: ServerArgs, config: OffloadConfig) -> None:
+    graphs = graphs_of(args, "decode")
+    if graphs == "disabled":
+        return
+    if graphs not in (None, "full"):
+        raise ConfigError(
+            f"--cuda-graph-backend-decode {graphs}: --kv-offload runs a decode step as one CUDA graph or without "
+            "graphs; choose full or disabled"
+        )
+    if args.disable_cuda_graph_padding:
+        # It looks up its graphs by the number of requests, but their keys differ.
+        why = "with it this SGLang captures a graph for each batch size but replays none; drop the flag, or set "
+        why += "--cuda-graph-backend-decode disabled to run without graphs"
+        _refuse(args, "disable_cuda_graph_padding", why)
+    if config.verify:
+        raise ConfigError(
+            "--kv-offload-config: verify = true needs --cuda-graph-backend-decode disabled"
+        )
+
+
+def check_resolved_graphs(args: ServerArgs) -> None:
+    """Refuse SGLang's resolved flags and defaults if a step would be neither one graph nor eager."""
+    if torch.device(args.device).type != "cuda":
+        return
+    for phase, fine in (("decode", ("full", "disabled")), ("prefill", ("disabled",))):
+        backend = getattr(args.cuda_graph_config, phase).backend
+        if backend not in fine:
+            raise ConfigError(
+                f"--cuda-graph-backend-{phase} {backend}: SGLang derives this from the server's other flags, "
+                f"but --kv-offload needs {' or '.join(fine)}; set --cuda-graph-backend-{phase} {fine[0]}"
+            )
+
+
+def graphs_of(args: ServerArgs, phase: str) -> str | None:
+    """The graphs that SGLang's flags request in a phase, "decode" or "prefill": "full", "breakable", "tc_piecewise" or
+    "disabled"; None if left to SGLang. It merges the flags only later, in this order
+    (``ServerArgs._parse_cuda_graph_config``)."""
+    explicit = args.cuda_graph_config
+    phases = explicit if isinstance(explicit, dict) else getattr(explicit, "to_dict", dict)()
+    if backend := phases.get(phase, {}).get("backend"):
+        return str(backend)
+    if (backend := getattr(args, f"cuda_graph_backend_{phase}")) is not None:
+        return str(backend)
+    is_off = getattr(args, f"disable_{phase}_cuda_graph") or args.disable_cuda_graph
+    return "disabled" if is_off else None
+
+
+def check_memory_flag(config: OffloadConfig) -> None:
+    free_gb = max(available_bytes(), free_pool_bytes()) / 2**30
+    if config.host_gb is not None and config.host_gb > free_gb:
+        raise ConfigError(
+            f"--kv-offload-host-gb {config.host_gb:g}: only {free_gb:.1f} GiB of host memory are available; lower the "
+            f"flag, or free memory; {LAST_RESORT}"
+        )
+
+
+def check_context(context_tokens: int, page_size: int) -> None:
+    """Refuse a context that a device cannot select from."""
+    pages = -(-context_tokens // page_size)
+    if pages > MAX_TABLE_PAGES:
+        raise ConfigError(
+            f"--context-length {context_tokens}: {pages} pages of {page_size} tokens, but the device kernels "
+            f"select from at most {MAX_TABLE_PAGES}; lower it to {MAX_TABLE_PAGES * page_size}"
+        )
+
+
+def check_model(
+    server_args: Any,
+    config: OffloadConfig,
+    profile: RecallProfile | None,
+    weights: PageWeights | None,
+) -> None:
+    """Refuse a model that the decode step does not support, or that the files do not match."""
+    model = f"--model-path {server_args.model_path}"
+    policy = f"--kv-offload {server_args.kv_offload}"
+    served = adapter.model_config(server_args)
+    check_architecture(model, (served.hf_config.architectures or ["(none named)"])[0])
+    if served.attention_arch.name != "MHA":
+        raise ConfigError(
+            f"{model}: {policy} needs MHA or GQA, not {served.attention_arch.name}; choose a model "
+            "with one of these"
+        )
+    text = served.hf_text_config
+    window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    check_attention(
+        model,
+        head_dim=served.head_dim,
+        v_head_dim=served.v_head_dim,
+        has_window=bool(served.is_hybrid_swa or window),
+    )
+    if served.dtype not in TORCH_DTYPES:
+        raise ConfigError(
+            f"{model}: dtype {served.dtype} is not supported with {policy}; set --dtype to one of "
+            f"{', '.join(DTYPES)}"
+        )
+    # It refuses unsupported settings.
+    make_policy(Context(config, served.num_hidden_layers, 1, profile))
+    if weights is not None:
+        check_weights(
+            weights,
+            (weights_file(config) or ("", ""))[1],
+            identity=model_identity(served),
+            hidden_size=served.hidden_size,
+            model=server_args.model_path,
+        )
+    if profile is not None:
+        check_profile(
+            profile,
+            server_args.kv_offload_recall_profile,
+            num_layers=served.num_hidden_layers,
+            config=config,
+            model=server_args.model_path,
+            identity=model_identity(served),
+        )
