@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -50,9 +50,7 @@ register_attention_backend(BACKEND_NAME)(ScoutAttnBackend)
 
 
 @hook(pools_target("_profile_available_bytes"), "around")
-def around_profile_available_bytes(
-    original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
-) -> int:
+def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
     """Size the KV pool by host memory.
 
     Returns:
@@ -68,7 +66,7 @@ def around_profile_available_bytes(
 
 
 @hook(pools_target("_init_pools"), "around")
-def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -> Any:
+def around_init_pools(original, runner, **given):
     """Put the KV pool into the arena that the CPU attention process maps; use the allocator that reports pages."""
     config, shape, ranks = parse(runner.server_args), model_shape(runner), AttentionRanks()
     tokens, max_batch = adapter.pool_sizes(runner, **given)
@@ -105,14 +103,14 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
 
 
 @hook("disaggregation.decode.DecodeTransferQueue.pop_transferred", "after")
-def after_pop_transferred(result: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+def after_pop_transferred(result: list[Any], *args, **kwargs) -> list[Any]:
     """Notice that a request's KV has arrived."""
     current_backend().arrive(result)
     return result
 
 
 @hook("disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch", "around")
-def around_get_new_prebuilt_batch(original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
+def around_get_new_prebuilt_batch(original, scheduler, *args):
     """Delay a request's admission until its first pages have been copied, so that no step waits for them.
 
     While others decode, it waits until the copies are in flight, during a step of theirs.
@@ -136,20 +134,20 @@ def around_get_new_prebuilt_batch(original: Callable[..., Any], scheduler: Any, 
     "disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt",
     "after",
 )
-def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
+def after_prepare_for_prebuilt(_, batch) -> None:
     """Notice that a request joins the batch, new or after a retraction; take the digests that arrived with its KV."""
     current_backend().admit(batch.reqs, batch.seq_lens_cpu.tolist())
 
 
 @hook("managers.schedule_batch.alloc_for_decode", "after")
-def after_alloc_for_decode(result: Any, batch: Any, token_per_req: int) -> Any:
+def after_alloc_for_decode(result, batch, token_per_req: int):
     """Track on the host which pages a step allocates, row by row."""
     current_backend().announce_step(batch.req_pool_indices_cpu, batch.seq_lens_cpu)
     return result
 
 
 @hook(f"{_GRAPHS}.can_run_graph", "around")
-def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
+def around_can_run_graph(original, runner, forward_batch) -> bool:
     """Begin the step before it is known whether a graph can run it."""
     if not forward_batch.forward_mode.is_decode():
         return original(runner, forward_batch)
@@ -158,13 +156,7 @@ def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_bat
 
 @hook(f"{_GRAPHS}.capture_one_shape", "around")
 def around_capture_one_shape(
-    original: Callable[..., None],
-    runner: Any,
-    size: int,
-    forward: Any,
-    stream: int | None = None,
-    variant: None = None,
-    *more: Any,
+    original, runner, size: int, forward, stream: int | None = None, variant=None, *more
 ) -> None:
     """Capture a graph for dense steps too."""
     engine = current_backend().engine
@@ -175,13 +167,13 @@ def around_capture_one_shape(
 
 
 @hook(f"{_GRAPHS}._resolve_lora_variant", "after")
-def after_resolve_lora_variant(result: Any, runner: Any, forward_batch: Any) -> Any:
+def after_resolve_lora_variant(result, runner, forward_batch):
     """Select the step's graph, dense or with page selection, through SGLang's variants for LoRA, which is refused."""
     return DENSE if current_backend().engine.is_dense else result
 
 
 @hook("models.utils.enable_fused_set_kv_buffer", "replace")
-def no_fused_set_kv_buffer(forward_batch: Any) -> bool:
+def no_fused_set_kv_buffer(forward_batch) -> bool:
     """On a GPU, keep models from fusing RoPE with the write of K and V, as the pages are in host memory."""
     return False
 
@@ -190,9 +182,7 @@ def no_fused_set_kv_buffer(forward_batch: Any) -> bool:
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode",
     "around",
 )
-def around_process_batch_result(
-    original: Callable[..., None], processor: Any, batch: Any, result: Any
-) -> None:
+def around_process_batch_result(original, processor, batch, result) -> None:
     """Never return tokens of a step whose attention is incomplete, or of a request with a damaged page."""
     backend = current_backend()
     backend.check_results(result.copy_done)
@@ -233,9 +223,7 @@ def _fail_owners(requests: Sequence[Any], damaged: npt.NDArray[np.int64]) -> Non
 
 
 @hook("managers.schedule_batch.Req.offload_kv_cache", "around")
-def around_offload_kv_cache(
-    original: Callable[..., None], req: Any, tables: Any, allocator: Any
-) -> None:
+def around_offload_kv_cache(original, req, tables, allocator) -> None:
     """Keep the KV of a retracted request only if there is memory for a copy.
 
     Either every rank keeps a copy of its part, or none does.
@@ -257,9 +245,7 @@ def around_offload_kv_cache(
 
 
 @hook("managers.scheduler.Scheduler._add_request_to_queue", "around")
-def around_add_request_to_queue(
-    original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any
-) -> None:
+def around_add_request_to_queue(original, scheduler, req, *args, **kwargs) -> None:
     """Restore a retracted request from its KV, also after a pause; fail one whose KV was not kept."""
     kept = adapter.kept_copy(req)
     if kept is None:
@@ -281,7 +267,7 @@ def around_add_request_to_queue(
 
 
 @hook("observability.trace.TraceReqContext.trace_slice", "before")
-def before_trace_slice(context: Any, slice: Any, *_: Any, **__: Any) -> None:
+def before_trace_slice(context, slice, *_, **__) -> None:
     """With `--enable-trace`: add step counters as attributes to each token's span.
 
     ``decode_loop`` is a token's span: it gets the batch's counts since the request's previous token.
@@ -295,7 +281,7 @@ def before_trace_slice(context: Any, slice: Any, *_: Any, **__: Any) -> None:
 
 
 @hook("managers.scheduler.Scheduler.get_internal_state", "after")
-def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def after_get_internal_state(result, scheduler, *args, **kwargs):
     """Add the state to `/server_info`."""
     result.internal_state["kv_offload"] = status.decode_state_of_ranks(current_backend())
     return result

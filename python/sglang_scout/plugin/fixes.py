@@ -6,6 +6,7 @@ the hook with the last release that needs it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import resource
@@ -34,6 +35,8 @@ MASK_ELEMENTS = 1 << 24
 """Maximum mask size, rows x KV tokens; rows are processed in chunks."""
 _ANSWER_S = 0.05  # a step's time; a server that is well answers sooner
 _PROBE_S = 2.0
+on_decode = functools.partial(hook, roles="decode")
+on_prefill = functools.partial(hook, roles="prefill")
 _KV = "disaggregation.common.conn.CommonKV"
 
 
@@ -41,9 +44,7 @@ _KV = "disaggregation.common.conn.CommonKV"
 
 
 @hook("managers.scheduler.Scheduler.handle_generate_request", "around")
-def around_handle_generate_request(
-    original: Callable[..., None], scheduler: Any, request: Any, **more: Any
-) -> None:
+def around_handle_generate_request(original, scheduler, request, **more) -> None:
     """Refuse a prompt that can never fit and would block the queue; if a request raises, fail only that one."""
     try:
         _check_size(scheduler, request)
@@ -138,7 +139,7 @@ def _forget(scheduler: Any, rid: str) -> None:
 
 
 @hook("managers.scheduler.Scheduler.abort_request", "around")
-def around_abort_request(original: Callable[..., None], scheduler: Any, request: Any) -> None:
+def around_abort_request(original, scheduler, request) -> None:
     """Abort the request with exactly this id, not every request whose id starts with it."""
     others = {}
     if not request.abort_all:
@@ -153,7 +154,7 @@ def around_abort_request(original: Callable[..., None], scheduler: Any, request:
 
 
 @hook("managers.scheduler.Scheduler.on_idle", "before")
-def before_on_idle(scheduler: Any) -> None:
+def before_on_idle(scheduler) -> None:
     """With `--sleep-on-idle`, do not busy-poll while requests are in transfer.
 
     There is no batch to run. SGLang sleeps only if it holds no request either; a server whose requests wait for the
@@ -163,10 +164,8 @@ def before_on_idle(scheduler: Any) -> None:
         scheduler.idle_sleeper.poller.poll(IDLE_POLL_MS)  # ends at a message
 
 
-@hook(
-    "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", "around", roles="decode"
-)
-def around_cumulate_penalty(original: Callable[[Any], None], batch: Any) -> None:
+@on_decode("managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", "around")
+def around_cumulate_penalty(original, batch) -> None:
     """With penalties, do not count a request's first token twice.
 
     A step that overlaps its predecessor does not know the newest token: one server counts each token a step late, and
@@ -188,7 +187,7 @@ def around_cumulate_penalty(original: Callable[[Any], None], batch: Any) -> None
 
 
 @hook(f"{_KV}Manager.__init__", "before")
-def before_kv_manager(*_: Any, **__: Any) -> None:
+def before_kv_manager(*_, **__) -> None:
     """Do not ask the other server of the pair through a proxy.
 
     Runs once the model is loaded; from here on this process talks to other servers only.
@@ -200,9 +199,7 @@ def before_kv_manager(*_: Any, **__: Any) -> None:
     "distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine.batch_register",
     "around",
 )
-def around_batch_register(
-    original: Callable[..., int], engine: Any, pointers: list[int], lengths: list[int]
-) -> int:
+def around_batch_register(original, engine, pointers: list[int], lengths: list[int]) -> int:
     """End the server if the transfer engine rejects its memory; SGLang ignores that, and every transfer would fail.
 
     https://github.com/sgl-project/sglang/pull/33264 does so too.
@@ -224,10 +221,8 @@ def around_batch_register(
     )
 
 
-@hook({"0.5.15.post1": f"{_KV}Receiver._connect"}, "around", roles="decode")
-def around_connect(
-    original: Callable[..., Any], receiver: Any, endpoint: str, is_ipv6: bool = False
-) -> Any:
+@on_decode({"0.5.15.post1": f"{_KV}Receiver._connect"}, "around")
+def around_connect(original, receiver, endpoint: str, is_ipv6: bool = False):
     """Do not block forever on a message to a prefill server that is gone.
 
     SGLang's PUSH sockets do not reconnect, and one that has lost its peer blocks in ``send``. The scheduler's thread
@@ -244,10 +239,8 @@ def around_connect(
     return original(receiver, endpoint, is_ipv6)
 
 
-@hook(f"{_KV}Manager.try_ensure_parallel_info", "around", roles="decode")
-def around_ensure_parallel_info(
-    original: Callable[[Any, str], bool], manager: Any, address: str
-) -> bool:
+@on_decode(f"{_KV}Manager.try_ensure_parallel_info", "around")
+def around_ensure_parallel_info(original, manager, address: str) -> bool:
     """Ask a prefill server for its ranks without blocking the steps of other requests.
 
     SGLang asks in the scheduler's thread, for 5 s if there is no answer, and asks again each second. What differs
@@ -284,10 +277,8 @@ def _ask(
         answer.set_exception(error)
 
 
-@hook(
-    "disaggregation.mooncake.conn.MooncakeKVManager._on_heartbeat_success", "after", roles="decode"
-)
-def after_heartbeat_success(_: None, manager: Any, address: str) -> None:
+@on_decode("disaggregation.mooncake.conn.MooncakeKVManager._on_heartbeat_success", "after")
+def after_heartbeat_success(_, manager, address: str) -> None:
     """Notice that a prefill server was replaced between two heartbeats.
 
     The bootstrap server at ``address`` answers. If nothing listens at its scheduler's old address, it was replaced
@@ -310,10 +301,8 @@ def after_heartbeat_success(_: None, manager: Any, address: str) -> None:
             pass
 
 
-@hook("disaggregation.utils._poll_with_failure_injection", "around", roles="decode")
-def around_poll(
-    original: Callable[[Sequence[Any]], list[int]], receivers: Sequence[Any]
-) -> list[int]:
+@on_decode("disaggregation.utils._poll_with_failure_injection", "around")
+def around_poll(original, receivers: Sequence[Any]) -> list[int]:
     """Notify the prefill server of an aborted transfer, and free its pages once they are no longer written.
 
     Keeps the pages of a transfer that failed, or whose client has disconnected, for ``HOLD_S``: SGLang frees them at
@@ -353,10 +342,8 @@ class Sender:
             )
 
 
-@hook(f"{_KV}Manager._connect", "around", roles="prefill")
-def around_connect_to_decode(
-    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
-) -> Sender:
+@on_prefill(f"{_KV}Manager._connect", "around")
+def around_connect_to_decode(original, manager, *args, **kwargs) -> Sender:
     """Serialise messages, as several threads share a socket; survive the loss of a decode server.
 
     Else parts of two messages merge into one: an answer to an abort swallows the end-of-transfer message, and the other
@@ -368,14 +355,10 @@ def around_connect_to_decode(
 # 0.5.15.post1 only.
 
 
-@hook(
-    {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs"},
-    "around",
-    roles="decode",
+@on_decode(
+    {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs"}, "around"
 )
-def around_resume_retracted_reqs(
-    original: Callable[..., list[Any]], queue: Any, *args: Any, **kwargs: Any
-) -> list[Any]:
+def around_resume_retracted_reqs(original, queue, *args, **kwargs) -> list[Any]:
     """With the radix cache, free all pages of a retracted request.
 
     SGLang would look it up in the radix cache again, and then neither lock the pages that it finds nor free those that
@@ -388,23 +371,17 @@ def around_resume_retracted_reqs(
     return restored
 
 
-@hook(
-    {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue._resolve_pending_reqs"},
-    "around",
-    roles="decode",
+@on_decode(
+    {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue._resolve_pending_reqs"}, "around"
 )
-def around_resolve_pending_reqs(original: Callable[[Any], None], queue: Any) -> None:
+def around_resolve_pending_reqs(original, queue) -> None:
     """Forget a request of a lost prefill server once its client has left; otherwise it would crash this server."""
     queue.pending_reqs = [entry for entry in queue.pending_reqs if entry.kv_receiver is not None]
     original(queue)
 
 
-@hook(
-    {"0.5.15.post1": "disaggregation.prefill.PrefillBootstrapQueue.add"}, "around", roles="prefill"
-)
-def around_add_to_bootstrap_queue(
-    original: Callable[..., None], queue: Any, req: Any, num_kv_heads: int
-) -> None:
+@on_prefill({"0.5.15.post1": "disaggregation.prefill.PrefillBootstrapQueue.add"}, "around")
+def around_add_to_bootstrap_queue(original, queue, req, num_kv_heads: int) -> None:
     """Answer with status 400 if a grammar does not compile, not with a token of a prompt put in its place."""
     if req.to_finish is None:
         original(queue, req, num_kv_heads)
@@ -421,7 +398,7 @@ def around_add_to_bootstrap_queue(
     package="xgrammar",  # with another --grammar-backend it need not be installed
 )
 def around_apply_vocab_mask(
-    original: Callable[..., None], grammar: Any, logits: torch.Tensor, vocab_mask: torch.Tensor
+    original, grammar, logits: torch.Tensor, vocab_mask: torch.Tensor
 ) -> None:
     """On a CPU, keep a request with a grammar from crashing the server."""
     if logits.device.type == "cpu":
@@ -435,14 +412,13 @@ def around_apply_vocab_mask(
 # Prefill attention on a CPU.
 
 
-@hook(
+@on_prefill(
     "layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
     "around",
-    roles="prefill",
 )
 def around_extend(
-    original: Callable[..., torch.Tensor],
-    self: Any,
+    original,
+    self,
     query: torch.Tensor,
     output: torch.Tensor,
     k_cache: torch.Tensor,
@@ -453,7 +429,7 @@ def around_extend(
     cached: torch.Tensor,
     new: torch.Tensor,
     encoder_lens: torch.Tensor | None = None,
-    **options: Any,
+    **options,
 ) -> torch.Tensor:
     """On a CPU: skip attention for tokens with cached KV, which SGLang computes and discards.
 

@@ -236,6 +236,6 @@ halves = Halves()
 
 
 @hook("disaggregation.common.conn.CommonKVBootstrapServer._setup_routes", "after")
-def after_setup_routes(_: None, server: Any) -> None:
+def after_setup_routes(_, server) -> None:
     """Add a route by which the two servers tell each other about failed requests."""
     server.app.router.add_get(ROUTE, halves.accept)

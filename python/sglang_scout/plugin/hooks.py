@@ -1,4 +1,7 @@
-"""Hooks into SGLang: declared on their functions, applied and verified in the processes of their role."""
+"""Hooks into SGLang: declared on their functions, applied and verified in the processes of their role.
+
+A hook's parameters that are objects of SGLang have no annotation.
+"""
 
 from __future__ import annotations
 

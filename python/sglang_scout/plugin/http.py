@@ -214,7 +214,7 @@ def _check_place(request: GenerateReqInput) -> None:
 
 
 @hook("managers.tokenizer_manager.TokenizerManager._validate_one_request", "before")
-def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
+def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> None:
     """Refuse requests whose fields would crash a scheduler, by type and range, and requests after SIGTERM.
 
     Args:
@@ -253,9 +253,7 @@ def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | N
 
 
 @hook("managers.tokenizer_manager.TokenizerManager._create_tokenized_object", "after")
-def after_create_tokenized_object(
-    message: Any, manager: Any, obj: Any, *args: Any, **more: Any
-) -> Any:
+def after_create_tokenized_object(message, manager, obj, *args, **more):
     """Track which requests are on their way to a scheduler: the next thing that happens to this one."""
     obj.kv_offload_sent = True
     return message
@@ -266,7 +264,7 @@ def after_create_tokenized_object(
     "entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
     "around",
 )
-def around_convert(original: Callable[..., Any], *args: Any, **more: Any) -> Any:
+def around_convert(original, *args, **more):
     """Answer with status 400 if converting an OpenAI request raises."""
     try:
         return original(*args, **more)
@@ -282,9 +280,7 @@ def _odd_field(error: Exception) -> ValueError:
 
 
 @hook("managers.tokenizer_manager.TokenizerManager.generate_request", "around")
-async def around_generate_request(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
-) -> AsyncIterator[Any]:
+async def around_generate_request(original, manager, obj, request=None) -> AsyncIterator[Any]:
     """Answer with status 400 if a request raises before it is sent; tell the other server about failed requests.
 
     Every request of every endpoint.

@@ -79,7 +79,7 @@ hook({"0.5.23": "server_args.ServerArgs"}, "replace", roles="flags", why=_WITH_F
 
 
 @hook({"0.5.15.post1": "server_args.ServerArgs.__init__"}, "around")
-def around_init(original: Callable[..., None], self: ServerArgs, *args: Any, **kwargs: Any) -> None:
+def around_init(original, self: ServerArgs, *args, **kwargs) -> None:
     """Accept the `--kv-offload` fields; they are added to the live class, so that its parser has the flags.
 
     The generated ``__init__`` does not know them: set them here, pass the rest on.
@@ -96,7 +96,7 @@ def around_init(original: Callable[..., None], self: ServerArgs, *args: Any, **k
     },
     "around",
 )
-def around_resolve(original: Callable[..., None], self: ServerArgs) -> None:
+def around_resolve(original, self: ServerArgs) -> None:
     """Validate the flags, set page size and attention backends, check the model."""
     if getattr(self, "_resolution_finished", False):
         return  # SGLang 0.5.23 calls it again

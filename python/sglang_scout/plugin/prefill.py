@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,9 +99,7 @@ def _warn_of_other_digests() -> None:
 
 
 @hook(pools_target("_profile_available_bytes"), "around")
-def around_profile_available_bytes(
-    original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
-) -> int:
+def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
     """Reserve room for the digests in the memory that SGLang would give to KV."""
     available, config = original(runner, *args, **kwargs), parse(runner.server_args)
     if not config.prefill_digests:
@@ -112,7 +109,7 @@ def around_profile_available_bytes(
 
 
 @hook(pools_target("_init_pools"), "around")
-def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -> Any:
+def around_init_pools(original, runner, **given):
     """Allocate a digest pool in addition to the KV pool."""
     config: OffloadConfig = parse(runner.server_args)
     wanted = DigestKVPool if config.prefill_digests else MHATokenToKVPool
@@ -128,7 +125,7 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
 
 
 @hook("model_executor.model_runner.ModelRunner.init_attention_backends", "after")
-def after_init_attention_backends(_: None, runner: Any) -> None:
+def after_init_attention_backends(_, runner) -> None:
     """Record the real queries of each prompt's last token."""
     pool = runner.token_to_kv_pool
     if isinstance(pool, DigestKVPool) and pool.digests.hints is not None:
@@ -138,7 +135,7 @@ def after_init_attention_backends(_: None, runner: Any) -> None:
 
 @hook("disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk", "before")
 def before_send_kv_chunk(
-    scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None
+    scheduler, req, last_chunk: bool = False, end_idx: int | None = None
 ) -> None:
     """Compute the digests of the pages about to be sent, and the hint: the best pages for the last token.
 
@@ -183,9 +180,7 @@ def _same_layers(here: int, there: int, layers: int) -> bool:
 
 
 @hook("disaggregation.mooncake.conn.MooncakeKVManager._send_kvcache_generic", "around")
-def around_send_kvcache(
-    original: Callable[..., int], manager: Any, *args: Any, **kwargs: Any
-) -> int:
+def around_send_kvcache(original, manager, *args, **kwargs) -> int:
     """Omit the digests for a decode server without the flag, or with digests of another size; of hints, send only the
     prompt's.
 
@@ -235,13 +230,7 @@ def around_send_kvcache(
 
 @hook("disaggregation.mooncake.conn.MooncakeKVManager.send_kvcache_slice", "around")
 def around_send_kvcache_slice(
-    original: Callable[..., int],
-    manager: Any,
-    session: str,
-    pages: Any,
-    target: list[int],
-    *args: Any,
-    **kwargs: Any,
+    original, manager, session: str, pages, target: list[int], *args, **kwargs
 ) -> int:
     """Omit the digests for a decode server with another `--tp-size`.
 
@@ -260,7 +249,7 @@ def around_send_kvcache_slice(
 
 
 @hook("managers.scheduler.Scheduler.get_internal_state", "after")
-def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def after_get_internal_state(result, scheduler, *args, **kwargs):
     """Add the state to `/server_info`."""
     result.internal_state["kv_offload"] = status.prefill_state(scheduler)
     return result

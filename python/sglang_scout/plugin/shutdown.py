@@ -13,7 +13,6 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -54,7 +53,7 @@ def refuse_new(manager: Any, request: Any) -> None:
 
 
 @hook("managers.tokenizer_manager.TokenizerManager.sigterm_watchdog", "around", roles="http")
-async def around_sigterm_watchdog(original: Callable[[], Awaitable[None]], manager: Any) -> None:
+async def around_sigterm_watchdog(original, manager) -> None:
     """Shut down in bounded time: finish running requests, refuse the rest.
 
     Runs for the server's lifetime.
@@ -77,7 +76,7 @@ async def around_sigterm_watchdog(original: Callable[[], Awaitable[None]], manag
 
 
 @hook("managers.scheduler.Scheduler.handle_shutdown", "replace", roles="decode prefill")
-def handle_shutdown(scheduler: Any, request: Any) -> None:
+def handle_shutdown(scheduler, request) -> None:
     """At SIGTERM refuse waiting requests and complete running ones, which SGLang would drop or ignore.
 
     The first call refuses, the second ends the process. SGLang's would end a scheduler's event loop with what runs
