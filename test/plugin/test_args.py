@@ -140,7 +140,7 @@ CASES = {
     "verify on cuda without graphs": (cuda(**keys(verify=True), **NO_GRAPHS), []),
     "prefill graphs in JSON": (
         cuda(cuda_graph_config={"prefill": {"backend": "full"}}),
-        ["--cuda-graph-backend-prefill full", "drop the flag"],
+        ["--cuda-graph-backend-prefill full", "set it to disabled"],
     ),
     "graphs in pieces": (
         cuda(cuda_graph_backend_decode="breakable"),

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.sglang_versions import ADAPTERS
 
@@ -86,16 +87,16 @@ def test_a_scheduler_hears_what_the_launcher_may_run_on(monkeypatch):
         ("cuda", "full", "disabled", None),
         ("cuda:1", "disabled", "disabled", None),
         ("cpu", "tc_piecewise", "breakable", None),
-        ("cuda", "breakable", "disabled", "--cuda-graph-backend-decode breakable: .* full or disabled"),
-        ("cuda", "full", "full", "--cuda-graph-backend-prefill full: .* needs disabled; set"),
+        ("cuda", "breakable", "disabled", "--cuda-graph-backend-decode breakable: .* to full or disabled"),
+        ("cuda", "full", "full", "--cuda-graph-backend-prefill full: .* set it to disabled"),
     ],
 )  # fmt: skip
 def test_what_sglang_makes_of_its_own_graphs(where, decode, prefill, refused):
     phases = {"decode": decode, "prefill": prefill}
     config = SimpleNamespace(**{k: SimpleNamespace(backend=v) for k, v in phases.items()})
-    made = SimpleNamespace(device=where, cuda_graph_config=config)
+    made = SimpleNamespace(device=where, cuda_graph_config=config, disable_cuda_graph_padding=False)
     if refused is None:
-        limits.check_resolved_graphs(made)
+        limits.check_resolved_graphs(made, OffloadConfig("scout"))
         return
     with pytest.raises(ConfigError, match=refused):
-        limits.check_resolved_graphs(made)
+        limits.check_resolved_graphs(made, OffloadConfig("scout"))

@@ -51,9 +51,7 @@ class DummyKV:
             for position, page in enumerate(where):
                 plane[page] = self._noise[(first + position * 7) % _NOISE_PAGES]
 
-        first_k, first_v = seed, seed + _NOISE_PAGES // 2
-        jobs = [(plane, first_k + 2 * layer) for layer, plane in enumerate(self._host.k)]
-        jobs += [(plane, first_v + 2 * layer) for layer, plane in enumerate(self._host.v)]
+        jobs = [(plane, seed + i) for i, plane in enumerate((*self._host.k, *self._host.v))]
         threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
         with ThreadPoolExecutor(threads, "scout-noise") as pool:
             list(pool.map(fill_plane, jobs))  # numpy copies a page without the GIL

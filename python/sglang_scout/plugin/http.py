@@ -40,12 +40,7 @@ RANGES = {
     "top_k": (-(2**31), 2**31 - 1),
     "top_logprobs_num": (0, MAX_TOP_LOGPROBS),
 }
-_MADE_HERE = {
-    "input_ids",
-    "mm_inputs",
-    "sampling_params",
-    "session_params",
-}
+_MADE_HERE = {"input_ids", "mm_inputs", "sampling_params", "session_params"}
 _STATUSES = {
     "in KVPoll": HTTPStatus.SERVICE_UNAVAILABLE,  # timed out
     "Grammar accept_token failed": HTTPStatus.BAD_REQUEST,  # it matches nothing
@@ -65,9 +60,8 @@ class Limit(NamedTuple):
     ``asked`` is called before SGLang's normalization: fields may be lists, and of any type.
     """
 
-    field: str
-    asked: Callable[[GenerateReqInput], bool]
     sentence: str
+    asked: Callable[[GenerateReqInput], bool] | None = None  # None: any value but false ones
 
 
 def _each(value: Any) -> list[Any]:
@@ -79,11 +73,6 @@ def _sampling(request: GenerateReqInput, name: str) -> Iterable[Any]:
     return (one.get(name) for one in _each(request.sampling_params) if isinstance(one, dict))
 
 
-def _asks(name: str) -> Callable[[GenerateReqInput], bool]:
-    """Not every release has every field."""
-    return lambda request: any(_each(getattr(request, name, None)))
-
-
 def _logprob(request: GenerateReqInput) -> bool:
     return any(_each(request.return_logprob))
 
@@ -92,67 +81,45 @@ def _prompt_logprobs(request: GenerateReqInput) -> bool:
     starts = _each(request.logprob_start_len)
     if not (_logprob(request) and any(isinstance(at, int) and at >= 0 for at in starts)):
         return False
-    batch = isinstance(request.text, list) or any(
-        isinstance(ids, list) for ids in _each(request.input_ids)
-    )
-    return bool(request.stream) or batch or any(_each(request.top_logprobs_num))
+    is_batch = isinstance(request.text, list)
+    is_batch = is_batch or any(isinstance(ids, list) for ids in _each(request.input_ids))
+    return bool(request.stream) or is_batch or any(_each(request.top_logprobs_num))
 
 
-LIMITS = (
-    Limit(
-        "n",
-        lambda request: any(n not in (None, 1) for n in _sampling(request, "n")),
+_NONE_FOR_PROMPT = "a prefill-decode pair has none for the prompt; drop the field"
+_ONLY_TOKENS = "not supported by a prefill-decode pair; send text or input_ids"
+LIMITS = {
+    "n": Limit(
         "a prefill-decode pair gives one answer per request; send the request again for another",
+        lambda request: any(n not in (None, 1) for n in _sampling(request, "n")),
     ),
-    Limit(
-        "logprob_start_len",
-        _prompt_logprobs,
+    "logprob_start_len": Limit(
         "a prefill-decode pair returns log-probabilities of the prompt (in OpenAI's API: echo with logprobs) only from "
         "/generate, for one prompt, without stream and top_logprobs_num",
+        _prompt_logprobs,
     ),
-    Limit(
-        "token_ids_logprob",
+    "token_ids_logprob": Limit(
+        "a prefill-decode pair has none for the first token; use top_logprobs_num",
         lambda request: (
             _logprob(request) and any(a is not None for a in _each(request.token_ids_logprob))
         ),
-        "a prefill-decode pair has none for the first token; use top_logprobs_num",
     ),
-    Limit(
-        "max_new_tokens",
-        lambda request: _logprob(request) and 0 in _sampling(request, "max_new_tokens"),
+    "max_new_tokens": Limit(
         "must be at least 1 with return_logprob: a prefill-decode pair always computes a token",
+        lambda request: _logprob(request) and 0 in _sampling(request, "max_new_tokens"),
     ),
-    Limit(
-        "return_hidden_states",
-        _asks("return_hidden_states"),
-        "a prefill-decode pair has none for the prompt and the first token; drop the field",
+    "return_hidden_states": Limit(
+        "a prefill-decode pair has none for the prompt and the first token; drop the field"
     ),
-    Limit(
-        "return_routed_experts",
-        _asks("return_routed_experts"),
-        "a prefill-decode pair has none for the prompt; drop the field",
-    ),
-    Limit(
-        "return_indexer_topk",
-        _asks("return_indexer_topk"),
-        "a prefill-decode pair has none for the prompt; drop the field",
-    ),
-    Limit(
-        "input_embeds",
-        _asks("input_embeds"),
-        "not supported by a prefill-decode pair; send text or input_ids",
-    ),
-    Limit(
-        "positional_embed_overrides",
+    "return_routed_experts": Limit(_NONE_FOR_PROMPT),
+    "return_indexer_topk": Limit(_NONE_FOR_PROMPT),
+    "input_embeds": Limit(_ONLY_TOKENS),
+    "positional_embed_overrides": Limit(
+        _ONLY_TOKENS,
         lambda request: getattr(request, "positional_embed_overrides", None) is not None,
-        "not supported by a prefill-decode pair; send text or input_ids",
     ),
-    Limit(
-        "session_params",
-        _asks("session_params"),
-        "a prefill-decode pair has no sessions; send the whole prompt",
-    ),
-)
+    "session_params": Limit("a prefill-decode pair has no sessions; send the whole prompt"),
+}
 
 
 @hook("managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", "before")
@@ -162,9 +129,13 @@ def before_normalize(request: GenerateReqInput) -> None:
     Before SGLang makes ``n`` requests of it, for any n, with one bootstrap room for all. SGLang answers a ValueError
     with status 400.
     """
-    for limit in LIMITS:
-        if limit.asked(request):
-            raise ValueError(f"{limit.field}: {limit.sentence}")
+    for field, limit in LIMITS.items():
+        # Not every release has every field.
+        asked = limit.asked or (
+            lambda request, name=field: any(_each(getattr(request, name, None)))
+        )
+        if asked(request):
+            raise ValueError(f"{field}: {limit.sentence}")
 
 
 @functools.cache

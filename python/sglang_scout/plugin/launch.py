@@ -141,7 +141,7 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
     _apply_defaults(self)
     original(self)
     if self.disaggregation_mode == "decode":
-        check_resolved_graphs(adapter.resolved(self))
+        check_resolved_graphs(adapter.resolved(self), config)
     check_model(self, config, profile, trained_weights(config))
     apply(hooks_of("http"))
     # After halves.py has read the first: the HTTP processes know better whether the other half of a request waits in

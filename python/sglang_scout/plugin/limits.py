@@ -222,14 +222,8 @@ def _check_decode(args: ServerArgs, config: OffloadConfig, policy: str) -> None:
     if on_device and args.enable_return_hidden_states:
         why = "makes SGLang capture CUDA graphs again while it serves; drop the flag, or use --device cpu"
         _refuse(args, "enable_return_hidden_states", why)
-    if on_device and graphs_of(args, "prefill") not in (None, "disabled"):
-        raise ConfigError(
-            f"--cuda-graph-backend-prefill {graphs_of(args, 'prefill')}: with --kv-offload the decode server runs no "
-            "prefill; drop the flag"
-        )
     if on_cuda:
         _check_unset(args, _UNSET_ON_CUDA)
-        _check_graphs(args, config)
 
 
 def _check_unset(args: ServerArgs, fields: dict[str, str]) -> None:
@@ -238,15 +232,22 @@ def _check_unset(args: ServerArgs, fields: dict[str, str]) -> None:
             _refuse(args, name, why)
 
 
-def _check_graphs(args: ServerArgs, config: OffloadConfig) -> None:
-    graphs = graphs_of(args, "decode")
-    if graphs == "disabled":
+def check_resolved_graphs(args: ServerArgs, config: OffloadConfig) -> None:
+    """Refuse SGLang's resolved flags and defaults if a step would be neither one graph nor eager."""
+    if torch.device(args.device).type != "cuda":
         return
-    if graphs not in (None, "full"):
-        raise ConfigError(
-            f"--cuda-graph-backend-decode {graphs}: --kv-offload runs a decode step as one CUDA graph or without "
-            "graphs; choose full or disabled"
-        )
+    graphs = {
+        phase: getattr(args.cuda_graph_config, phase).backend for phase in ("decode", "prefill")
+    }
+    for phase, fine in (("decode", ("full", "disabled")), ("prefill", ("disabled",))):
+        if graphs[phase] not in fine:
+            raise ConfigError(
+                f"--cuda-graph-backend-{phase} {graphs[phase]}: given, or derived by SGLang from other flags, but a "
+                f"decode server with --kv-offload runs a step as one CUDA graph or without graphs, and no prefill; set "
+                f"it to {' or '.join(fine)}"
+            )
+    if graphs["decode"] == "disabled":
+        return
     if args.disable_cuda_graph_padding:
         # It looks up its graphs by the number of requests, but their keys differ.
         why = "with it this SGLang captures a graph for each batch size but replays none; drop the flag, or set "
@@ -256,33 +257,6 @@ def _check_graphs(args: ServerArgs, config: OffloadConfig) -> None:
         raise ConfigError(
             "--kv-offload-config: verify = true needs --cuda-graph-backend-decode disabled"
         )
-
-
-def check_resolved_graphs(args: ServerArgs) -> None:
-    """Refuse SGLang's resolved flags and defaults if a step would be neither one graph nor eager."""
-    if torch.device(args.device).type != "cuda":
-        return
-    for phase, fine in (("decode", ("full", "disabled")), ("prefill", ("disabled",))):
-        backend = getattr(args.cuda_graph_config, phase).backend
-        if backend not in fine:
-            raise ConfigError(
-                f"--cuda-graph-backend-{phase} {backend}: SGLang derives this from the server's other flags, "
-                f"but --kv-offload needs {' or '.join(fine)}; set --cuda-graph-backend-{phase} {fine[0]}"
-            )
-
-
-def graphs_of(args: ServerArgs, phase: str) -> str | None:
-    """The graphs that SGLang's flags request in a phase, "decode" or "prefill": "full", "breakable", "tc_piecewise" or
-    "disabled"; None if left to SGLang. It merges the flags only later, in this order
-    (``ServerArgs._parse_cuda_graph_config``)."""
-    explicit = args.cuda_graph_config
-    phases = explicit if isinstance(explicit, dict) else getattr(explicit, "to_dict", dict)()
-    if backend := phases.get(phase, {}).get("backend"):
-        return str(backend)
-    if (backend := getattr(args, f"cuda_graph_backend_{phase}")) is not None:
-        return str(backend)
-    is_off = getattr(args, f"disable_{phase}_cuda_graph") or args.disable_cuda_graph
-    return "disabled" if is_off else None
 
 
 def check_memory_flag(config: OffloadConfig) -> None:

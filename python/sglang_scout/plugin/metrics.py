@@ -19,42 +19,34 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_INTERVAL_S = 1.0
 
+gauge, counter, histogram = (partial(Stat, kind) for kind in ("gauge", "counter", "histogram"))
 METRICS = {
-    "budget_tokens": Stat(
-        "gauge", "tokens", "Attended to in full pages, per request, layer and step"
-    ),
-    "page_size": Stat("gauge", "tokens", "Size of a page"),
-    "host_pages_total": Stat("gauge", "pages", "Capacity of host memory for KV"),
-    "host_pages_used": Stat("gauge", "pages", "In host memory for requests or the radix cache"),
-    "resident_pages": Stat("gauge", "pages", "In the device's cache, summed over layers"),
-    "cpu_compute_ratio": Stat(
-        "gauge", "ratio", "Pages computed on the CPU divided by the budget, since start"
+    "budget_tokens": gauge("tokens", "Attended to in full pages, per request, layer and step"),
+    "page_size": gauge("tokens", "Size of a page"),
+    "host_pages_total": gauge("pages", "Capacity of host memory for KV"),
+    "host_pages_used": gauge("pages", "In host memory for requests or the radix cache"),
+    "resident_pages": gauge("pages", "In the device's cache, summed over layers"),
+    "cpu_compute_ratio": gauge(
+        "ratio", "Pages computed on the CPU divided by the budget, since start"
     ),
     **{x.name: x.metadata["stat"] for x in fields(Counters) if x.metadata},
-    "recall_wait_seconds": Stat("counter", "seconds", "Time that steps waited for recalls"),
-    "fallback_pages": Stat(
-        "counter", "pages", "Computed by the server in place of the CPU attention process"
+    "recall_wait_seconds": counter("seconds", "Time that steps waited for recalls"),
+    "fallback_pages": counter(
+        "pages", "Computed by the server in place of the CPU attention process"
     ),
-    "checksum_failures": Stat("counter", "pages", "Of a layer, found changed in host memory"),
-    "context_pages_total": Stat(
-        "gauge", "pages", "Capacity for tokens that heads keep, over all layers"
-    ),
-    "context_pages_used": Stat(
-        "gauge", "pages", "In use for tokens that heads keep, over all layers"
-    ),
-    "worker_restarts": Stat(
-        "counter",
+    "checksum_failures": counter("pages", "Of a layer, found changed in host memory"),
+    "context_pages_total": gauge("pages", "Capacity for tokens that heads keep, over all layers"),
+    "context_pages_used": gauge("pages", "In use for tokens that heads keep, over all layers"),
+    "worker_restarts": counter(
         "starts",
         "Starts of the CPU attention process but the first, failed ones included",
     ),
-    "worker_up": Stat("gauge", "1 or 0", "1 while the CPU attention process serves, otherwise 0"),
-    "step_seconds": Stat(
-        "histogram", "seconds", "A step, from its boundary or, if later, the last step's end"
+    "worker_up": gauge("1 or 0", "1 while the CPU attention process serves, otherwise 0"),
+    "step_seconds": histogram(
+        "seconds", "A step, from its boundary or, if later, the last step's end"
     ),
-    "boundary_seconds": Stat("histogram", "seconds", "Work of the host before it launches a step"),
-    "gpu_wait_seconds": Stat(
-        "histogram", "seconds", "Wait of a step for CPU attention, over all layers"
-    ),
+    "boundary_seconds": histogram("seconds", "Work of the host before it launches a step"),
+    "gpu_wait_seconds": histogram("seconds", "Wait of a step for CPU attention, over all layers"),
 }
 """By key of the state, or field of :class:`StepTimes`. prometheus-client adds ``_total`` to a counter's name."""
 _BUCKETS_S = tuple(x * 10.0**power for power in range(-4, 1) for x in (1, 2, 5))

@@ -6,8 +6,7 @@ import copy
 import functools
 import logging
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,11 +42,10 @@ KEPT_BATCHES = 3
 """More than one, as SGLang sends a batch's KV while the next one runs."""
 
 
-@dataclass
-class _Batch:
+class _Batch(NamedTuple):
     rids: list[str]
     last: torch.Tensor  # [B] row of each request's last token
-    layers: list[torch.Tensor] = field(default_factory=list)  # [B, HQ, D] each
+    layers: list[torch.Tensor]  # [B, HQ, D] each
 
 
 class LastQueries:
@@ -60,9 +58,7 @@ class LastQueries:
         """Record the calls of SGLang's attention ``backend`` from now on."""
         original = backend.forward_extend
 
-        def forward_extend(
-            q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
-        ) -> Any:
+        def forward_extend(q, k, v, layer, forward_batch, *args, **kwargs):
             self.note(q, layer, forward_batch)
             return original(q, k, v, layer, forward_batch, *args, **kwargs)
 
@@ -74,11 +70,10 @@ class LastQueries:
             return  # SGLang warms up or captures
         if layer.layer_id == 0:
             last = np.cumsum(forward_batch.extend_seq_lens_cpu) - 1
-            self._batches.append(_Batch(forward_batch.rids, upload(last, q.device)))
-        rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).index_select(
-            0, self._batches[-1].last
-        )
-        self._batches[-1].layers.append(rows)
+            self._batches.append(_Batch(forward_batch.rids, upload(last, q.device), []))
+        batch = self._batches[-1]
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        batch.layers.append(q.index_select(0, batch.last))
 
     def of(self, rid: str) -> torch.Tensor | None:
         """``[L, HQ, D]`` fp32 queries of the last token of request ``rid`` in its newest batch."""
@@ -142,7 +137,9 @@ def before_send_kv_chunk(
     Of the full pages of this chunk, while their K is still on the device; with the last chunk the hint.
     """
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    adapter.prepare_sender(req, pool.device)
+    if torch.device(pool.device).type == "cpu":
+        # Of 0.5.23: they are page-locked, by CUDA.
+        req.disagg_kv_sender.supports_host_tensor_indices = False
     if not isinstance(pool, DigestKVPool):
         return
     size = pool.page_size

@@ -105,10 +105,6 @@ def extend_end(req: Any) -> int:
     return int(req.extend_range.end)
 
 
-def prepare_sender(req: Any, device: str) -> None:
-    """Before a part of a prompt's KV is sent from ``device``."""
-
-
 def kept_copy(req: Any) -> bool | None:
     """Whether the KV of a retracted request was kept; None: it was not retracted."""
     return req.kv_cache_cpu is not None if hasattr(req, "kv_cache_cpu") else None

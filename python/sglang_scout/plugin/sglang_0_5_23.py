@@ -110,11 +110,6 @@ def extend_end(req: Any) -> int:
     return int(req.extend_end)
 
 
-def prepare_sender(req: Any, device: str) -> None:
-    if torch.device(device).type == "cpu":
-        req.disagg_kv_sender.supports_host_tensor_indices = False  # these are page-locked, by CUDA
-
-
 def kept_copy(req: Any) -> bool | None:
     if getattr(req, "kv_offload_dropped", False):
         return False
