@@ -12,6 +12,7 @@ import pytest
 from ring_view import RingView
 from sglang_scout.worker.client import WorkerClient
 from sglang_scout.worker.ring import EVENT_DTYPE
+from worker_cases import make_request, until
 
 EVENT_ENTRIES = 256  # of a thread
 
@@ -32,7 +33,7 @@ def serve(ring, requests):
         assert ring.wait(ticket, layer, step, len(request[0]))[2] == 0
 
 
-def test_events_are_in_order_and_say_what_was_done(make_arena, make_ring, make_request):
+def test_events_are_in_order_and_say_what_was_done(make_arena, make_ring):
     arena = make_arena()
     ring = make_ring(arena)
     ring.producer.set_trace(True)
@@ -58,7 +59,7 @@ def test_events_are_in_order_and_say_what_was_done(make_arena, make_ring, make_r
 
 
 @pytest.mark.parametrize("first", [0, (1 << 32) - 100, (1 << 64) - 100])
-def test_wrap_around_keeps_the_newest(make_arena, make_ring, make_request, first):
+def test_wrap_around_keeps_the_newest(make_arena, make_ring, first):
     arena = make_arena()
     RingView(arena).stats["events"][0] = first
     ring = make_ring(arena)
@@ -92,7 +93,7 @@ BAD_FIELDS = {
 
 
 @pytest.mark.parametrize("what", BAD_FIELDS)
-def test_a_damaged_event_is_left_out_and_counted(make_arena, make_ring, make_request, what):
+def test_a_damaged_event_is_left_out_and_counted(make_arena, make_ring, what):
     arena = make_arena()
     ring = make_ring(arena)
     ring.producer.set_trace(True)
@@ -105,7 +106,7 @@ def test_a_damaged_event_is_left_out_and_counted(make_arena, make_ring, make_req
     assert [int(e["seq"]) & 0xFF for e in events] == [1, 3] and (following, lost) == (3, 1)
 
 
-def test_client_reads_each_event_once_over_a_restart(make_arena, make_request, cpu, until):
+def test_client_reads_each_event_once_over_a_restart(make_arena, cpu):
     arena = make_arena()
     request = make_request(arena.spec, 2, 1, full=True)
     out, lse = np.empty_like(request[0]), np.empty(request[0].shape[:2], np.float32)

@@ -29,14 +29,14 @@ def machine(tmp_path, monkeypatch):
 
     def make(*free):
         monkeypatch.setattr(host_memory, "_SYS_MM", tmp_path / "mm")
-        monkeypatch.setattr(numa, "_NODES", tmp_path)
+        monkeypatch.setattr(numa, "SYS", tmp_path)
         for node, pages in {None: sum(free), **dict(enumerate(free))}.items():
             folder = host_memory.pool_folder(node)
             folder.mkdir(parents=True)
             used = 3 * len(free) if node is None else 3
             for name, count in (("free", pages), ("nr", pages + used)):
                 (folder / f"{name}_hugepages").write_text(f"{count}\n")
-        monkeypatch.setattr(numa, "_mbind", lambda *call: 0)
+        monkeypatch.setattr(host_memory, "_mbind", lambda *call: 0)
         monkeypatch.setattr(arena_module, "_MFD_HUGE_2MB", 0)
         monkeypatch.setattr(os, "MFD_HUGETLB", 0)
 

@@ -26,8 +26,7 @@ from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.die_with_parent import die_with_parent
-from sglang_scout.worker.numa import use_own_node
-from sglang_scout.worker.populate import PopulateThread
+from sglang_scout.worker.host_memory import PopulateThread, use_own_node
 from sglang_scout.worker.ring import LAYOUT_VERSION
 
 logger = logging.getLogger("sglang_scout.worker")
@@ -72,7 +71,9 @@ class Worker:
         populating = None
         try:
             if configure.populate:
-                populating = PopulateThread(arena, others)
+                ring_bytes = arena.layout().kv_offset
+                pages = arena.address + ring_bytes, arena.nbytes - ring_bytes
+                populating = PopulateThread(*pages, others)
             self._channel.send(m.Ready(isa=_native.isa(), threads=len(configure.cpus)))
             self._beat(runtime, configure.heartbeat_interval_s)
         finally:

@@ -74,7 +74,7 @@ class Configure(Message, frozen=True, kw_only=True):
         background_cpus: for mapping pages; empty: any but `cpus`.
         threads_per_group: threads of a node that may share one sequence.
         spin_us: how long an idle thread polls before it sleeps.
-        populate: pre-fault the whole arena in the background, see `populate.py`.
+        populate: pre-fault the whole arena in the background, see `PopulateThread`.
         heartbeat_interval_s: time between heartbeats.
     """
 
