@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
+from ring_view import RingView
 from sglang_scout import _native
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from worker_cases import buffers, to_bits
@@ -49,7 +50,8 @@ class Ring:
     def __init__(
         self, arena: Arena, cpus: list[int], parts: int, nodes: Sequence[int], help_after_us: int
     ) -> None:
-        self.arena, self.cpus, self.parts = arena, cpus, parts
+        self.arena, self.view = arena, RingView(arena)
+        self.cpus, self.parts = cpus, parts
         self.nodes, self.help_after_us = nodes, help_after_us
         self.at = arena.address, arena.nbytes
         self.producer = _native.RingProducer(*self.at)
@@ -93,17 +95,18 @@ class Ring:
 
 
 @pytest.fixture
-def make_ring(cpu):
+def make_ring(make_arena, cpu):
+    """Of an ordinary arena unless one is given."""
     with contextlib.ExitStack() as stack:
 
         def make(
-            arena: Arena,
+            arena: Arena | None = None,
             threads: int = 1,
             parts: int = 1,
             nodes: Sequence[int] = (),
             help_after_us: int = 50,
         ) -> Ring:
-            ring = Ring(arena, [cpu] * threads, parts, nodes, help_after_us)
+            ring = Ring(arena or make_arena(), [cpu] * threads, parts, nodes, help_after_us)
             stack.callback(ring.die)
             return ring
 

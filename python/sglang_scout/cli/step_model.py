@@ -91,8 +91,8 @@ DEVICES = {
     "paper": Device(1900, 312e12, 32, 100, 84e9),
 }
 """Rates of NVIDIA's data sheets, and of 8 memory channels. Memory: free on an idle device, as its 80 GB are 80 GiB.
-Until such a device is measured, shares reached and times are assumptions: 2 us per launch; the boundary as measured on a
-CPU (docs/results/boundary.jsonl)."""
+Until such a device is measured, shares reached and times are assumptions: 2 us per launch; the boundary as measured on
+a CPU (docs/results/boundary.jsonl)."""
 
 
 def low_end(device: Device) -> Device:
