@@ -19,6 +19,7 @@ from sglang_scout.worker import messages as m
 from sglang_scout.worker import process as process_module
 from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.process import WorkerProcess
+from sglang_scout.worker.settings import WorkerConfig
 from worker_cases import gone, until
 
 LOG = logging.getLogger("test")
@@ -68,10 +69,7 @@ MESSAGES = [
         cpus=list(range(512)),
         cpu_nodes=[0, 1] * 256,
         background_cpus=[600],
-        threads_per_group=2,
-        spin_us=50,
-        populate=True,
-        heartbeat_interval_s=0.2,
+        config=WorkerConfig(threads_per_group=2),
     ),
     m.Drain(),
     m.Stop(),
@@ -155,14 +153,12 @@ def test_a_process_that_does_not_read_does_not_block(process):
 
 
 def test_end_of_the_process_is_noticed_at_once(process):
-    wake_fd = os.eventfd(0)
-    assert process.wait(0.01, wake_fd) == ([], False)
+    assert process.wait(0.01) == ([], False)
     os.kill(process.pid, 9)
     begin_s = time.monotonic()
-    assert process.wait(5.0, wake_fd) == ([], True)
+    assert process.wait(5.0) == ([], True)
     assert time.monotonic() - begin_s < 4.5, "not the end of the wait"
     assert process.exit_text() == f"CPU attention process {process.pid} was killed by SIGKILL"
-    os.close(wake_fd)
     process.end()
     process.end()
     assert gone(process.pid)

@@ -70,9 +70,9 @@ def test_a_starved_supervisor_finds_a_stall_in_time(make_arena, cpu, monkeypatch
     steps would be shut down."""
     wait = WorkerProcess.wait
 
-    def starved(process, timeout_s, wake_fd):
+    def starved(process, timeout_s, *wake_fds):
         time.sleep(0.25)
-        return wait(process, timeout_s, wake_fd)
+        return wait(process, timeout_s, *wake_fds)
 
     arena = make_arena()
     config = WorkerConfig(heartbeat_interval_s=0.05, stall_timeout_s=0.8, wait_timeout_s=3.0)

@@ -23,8 +23,9 @@ from types import UnionType
 import msgspec
 
 from sglang_scout.core.errors import WorkerError
+from sglang_scout.worker.settings import WorkerConfig
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT_CHARS = 4000  # of an error text, so that Failed stays far below the cap
 
@@ -72,19 +73,13 @@ class Configure(Message, frozen=True, kw_only=True):
         cpus: one thread is pinned to each.
         cpu_nodes: the arena's node of each, from 0.
         background_cpus: for mapping pages; empty: any but `cpus`.
-        threads_per_group: threads of a node that may share one sequence.
-        spin_us: how long an idle thread polls before it sleeps.
-        populate: pre-fault the whole arena in the background, see `PopulateThread`.
-        heartbeat_interval_s: time between heartbeats.
+        config: with the number of `threads_per_group`.
     """
 
     cpus: list[int]
     cpu_nodes: list[int]
     background_cpus: list[int]
-    threads_per_group: int
-    spin_us: int
-    populate: bool
-    heartbeat_interval_s: float
+    config: WorkerConfig
 
 
 class Ready(Message, frozen=True, kw_only=True):
