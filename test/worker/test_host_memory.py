@@ -215,23 +215,13 @@ def test_a_system_that_refuses_to_map_is_told_of(caplog):
 
 
 def test_a_group_of_this_machine():
-    """A process in a real one sees its limit, and is refused an arena beyond it instead of being killed."""
+    """A process in a real one sees its limit."""
     parents = [folder for kind, folder in host_memory._memory_groups() if kind == "cgroup"]
     group = (parents or [Path("/absent")])[0] / f"scout-test-{os.getpid()}"
-    code = """
-import sys
-from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.host_memory import available_bytes
-open(sys.argv[1], "w").write("0")
-sizes = dict(num_layers=4, page_size=32, num_kv_heads=8, num_q_heads=8, head_dim=128, kv_dtype="float32")
-sizes |= dict(scale=1.0, max_batch=1, max_pages=1)
-print(available_bytes())
-try:
-    Arena.create(ArenaSpec(num_pages=300, **sizes))  # 300 MiB
-except ArenaError as error:
-    print(error)
-"""
+    code = (
+        "import sys; from sglang_scout.worker.host_memory import available_bytes;"
+        "open(sys.argv[1], 'w').write('0'); print(available_bytes())"
+    )
     try:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text("256M")
@@ -239,10 +229,7 @@ except ArenaError as error:
         pytest.skip(f"no group of version 1 can be made: {error}")
     try:
         command = [sys.executable, "-c", code, str(group / "cgroup.procs")]
-        done = subprocess.run(command, capture_output=True, text=True)
+        available = int(subprocess.check_output(command))
     finally:
         group.rmdir()
-    assert done.returncode == 0, done.stderr
-    available, refusal = done.stdout.splitlines()
-    assert 128 * 2**20 < int(available) <= 256 * 2**20
-    assert "does not fit" in refusal and "lower num_pages=300 to at most" in refusal
+    assert 128 * 2**20 < available <= 256 * 2**20

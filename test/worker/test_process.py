@@ -11,8 +11,6 @@ import time
 import msgspec
 import pytest
 import zmq
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
@@ -23,7 +21,7 @@ from sglang_scout.worker.settings import WorkerConfig
 from worker_cases import gone, until
 
 LOG = logging.getLogger("test")
-STATS = m.Stats(items=1 << 60, pending=3)
+STATS = m.Stats()
 
 
 @pytest.fixture
@@ -58,39 +56,10 @@ def heard(channel: Channel, count: int, timeout_s: float = 5.0) -> list[m.Messag
     return found
 
 
-MESSAGES = [
-    m.Hello(),
-    m.Ready(isa="avx2", threads=4),
-    m.Failed(error="ü" * m.MAX_TEXT_CHARS),
-    m.Heartbeat(stats=STATS),
-    m.Drained(stats=STATS),
-    m.Register(arena_bytes=1 << 40, layout_version=1),
-    m.Configure(
-        cpus=list(range(512)),
-        cpu_nodes=[0, 1] * 256,
-        background_cpus=[600],
-        config=WorkerConfig(threads_per_group=2),
-    ),
-    m.Drain(),
-    m.Stop(),
-]
-
-
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_goes_one_way(message):
-    data, ways = m.encode(message), [m.FromProcess, m.FromServer]
-    for way in ways:
-        if isinstance(message, way):
-            assert m.decode(data, way) == message
-        else:
-            with pytest.raises(WorkerError, match="malformed"):
-                m.decode(data, way)
-
-
-@given(st.binary(max_size=200))
-def test_noise_is_refused(data):
-    with pytest.raises(WorkerError):
-        m.decode(data, m.FromProcess)
+def test_the_largest_messages_are_below_the_cap():
+    config, many = WorkerConfig(), [*range(4096)]
+    assert m.encode(m.Failed(error="ü" * m.MAX_TEXT_CHARS))
+    assert m.encode(m.Configure(cpus=many, cpu_nodes=many, background_cpus=many, config=config))
 
 
 def test_bad_messages_are_refused_and_counted(process):

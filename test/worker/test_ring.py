@@ -7,8 +7,6 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ring_view import RingView
 from sglang_scout import _native
@@ -52,40 +50,19 @@ def test_the_worker_s_answer_is_the_oracle_s_and_bitwise_the_caller_s(
     assert ring.producer.totals()["local_tickets"] == arena.spec.num_layers, "the callers'"
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    counts=st.lists(st.integers(0, 8), min_size=1, max_size=64).filter(any),
-    split=st.builds(Split, st.integers(1, 12), st.integers(1, 4), st.integers(1, 5)),
-)
-def test_the_producer_splits_by_the_rule(posted_parts, counts, split):
-    batch = sum(n > 0 for n in counts), sum(counts), max(counts)
-    assert posted_parts(counts, split) == _native.split_runs(*split, *batch)
-
-
-@pytest.fixture
-def posted_parts(make_arena, make_ring):
-    """The number of runs in a posted record, by pages per row; the worker then serves it."""
-    arena = make_arena(max_batch=64)
-    ring = make_ring(arena, threads=2, parts=4)
+@pytest.mark.parametrize("counts", [[8], [1, 0, 8], [8] * 64])
+@pytest.mark.parametrize("split", [Split(12, 4, 1), Split(6, 3, 4), Split(3, 4, 2), Split(1, 1, 5)])
+def test_the_producer_splits_by_the_rule(make_arena, make_ring, counts, split):
+    ring = make_ring(make_arena(max_batch=64), threads=2, parts=4)
     ring.live()
-    step = 0
-
-    def parts_of(counts, split):
-        nonlocal step
-        step += 1
-        q, pages, n_pages = make_request(arena.spec, len(counts), step, full=True)
-        n_pages[:] = counts
-        pages[:, 1::2] = -1  # padding counts, as in the device's kernel, which does not check ids
-        ring.producer.set_split(*split)
-        ring.parts = 0
-        ticket = ring.post(0, step, q, pages, n_pages)
-        parts = int(ring.view.record(step % 2 * arena.spec.num_layers)["parts"])
-        assert ring.wait(ticket, 0, step, len(counts))[2] == 0
-        return parts
-
-    return parts_of
+    q, pages, n_pages = make_request(ring.arena.spec, len(counts), 1, full=True)
+    n_pages[:] = counts
+    pages[:, 1::2] = -1  # padding counts, as in the device's kernel, which does not check ids
+    ring.producer.set_split(*split)
+    ring.parts = 0
+    assert ring.serve(0, 0, (q, pages, n_pages))[2] == 0
+    batch = sum(n > 0 for n in counts), sum(counts), max(counts)
+    assert int(ring.view.record(0)["parts"]) == _native.split_runs(*split, *batch)
 
 
 def test_a_request_has_all_its_lists(make_arena, make_ring):
@@ -138,20 +115,10 @@ def test_waiter_learns_at_once_that_the_epoch_is_over(make_ring):
     ring = make_ring()
     ring.mute()
     request = make_request(ring.arena.spec, 2, 1, full=True)
-    ticket = ring.post(0, 0, *request)
-    ended_s: list[float] = []
-
-    def end() -> None:
-        time.sleep(0.1)
-        ended_s.append(time.monotonic())
-        ring.producer.set_live_epoch(0)
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    _, _, fallback = ring.wait(ticket, 0, 0, 2)
-    late_s = time.monotonic() - ended_s[0]
-    thread.join()
-    assert fallback > 0 and late_s < 5 and ring.producer.totals()["late_tickets"] == 0
+    threading.Timer(0.1, ring.producer.set_live_epoch, (0,)).start()
+    begin_s = time.monotonic()
+    assert ring.serve(0, 0, request)[2] > 0 and time.monotonic() - begin_s < 5
+    assert ring.producer.totals()["late_tickets"] == 0
 
 
 def test_epochs_do_not_come_from_memory_that_a_worker_can_write(make_ring):

@@ -16,7 +16,7 @@ from ring_view import CLOSED_ITEM, RingView
 from sglang_scout.worker import process as process_module
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from sglang_scout.worker.process import WorkerProcess
-from worker_cases import buffers, close, freeze, gone, make_request, oracle, until
+from worker_cases import buffers, close, freeze, make_request, oracle, until
 
 # A record that keeps one thread busy for a good part of a second: many pages, few of them distinct.
 HEAVY = {"num_pages": 64, "page_size": 16, "head_dim": 64, "max_pages": 12_000, "max_batch": 16}
@@ -133,28 +133,3 @@ def test_what_is_posted_is_finished_before_a_stop(make_arena, cpu):
         ticket = client.post(0, 0, *heavy)
     assert client.snapshot().state == "stopped" and client.snapshot().items == 4
     assert client.wait(ticket, *buffers(arena, 4)).fallback_pages == 0
-
-
-PARENT = """
-import os, sys, time
-from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.client import WorkerClient
-spec = ArenaSpec(num_layers=1, num_pages=40, page_size=4, num_kv_heads=2, num_q_heads=4,
-                 head_dim=16, kv_dtype="float32", scale=0.25, max_batch=4, max_pages=8)
-arena = Arena.create(spec)
-with WorkerClient(arena, [int(sys.argv[1])]) as client:
-    print(client.snapshot().pid, flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_stopped_worker_ends_with_its_killed_server(cpu):
-    """One that runs: test/e2e/test_faults.py."""
-    command = [sys.executable, "-c", PARENT, str(cpu)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        try:
-            pid = int(parent.stdout.readline())
-            freeze(pid)
-        finally:
-            parent.kill()
-    until(lambda: gone(pid), "end of the worker", 20)
