@@ -29,21 +29,13 @@ COUNT_DEVICES = (
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        state: "ok", "warning" (serves, but suboptimally) or "failed" (does not serve).
-        found: the observation.
-        fix: what to do; empty if ok.
-        values: the same as numbers, for --json.
-        below: lines of text below it, not for --json.
-    """
-
-    state: str
+    state: str  # OK, WARNING (serves, but suboptimally) or FAILED (does not serve)
     found: str
-    fix: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    below: str = ""
+    fix: str = ""  # what to do; empty if ok
+    values: dict[str, Any] = field(default_factory=dict)  # the same as numbers, for --json
+    below: str = ""  # lines of text below it, not for --json
 
 
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:

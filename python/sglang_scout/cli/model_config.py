@@ -19,16 +19,7 @@ VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Parameters that determine memory and step time.
-
-    Attributes:
-        dtype: of weights and digests, resolved.
-        kv_dtype: of KV.
-        weight_source: the source of ``weight_bytes``.
-        embedding_bytes: of them, the part of which a step reads one row per token; 0 if tied with the head.
-        expert_bytes: of them, all experts of an MoE model.
-        expert_share: share of a layer's experts that a token uses.
-    """
+    """Parameters that determine memory and step time."""
 
     architecture: str
     num_layers: int
@@ -37,13 +28,15 @@ class ModelConfig:
     head_dim: int
     hidden_size: int
     max_context_tokens: int
-    dtype: str
+    dtype: str  # of weights and digests, resolved
     kv_dtype: str
     weight_bytes: int
-    weight_source: str
-    embedding_bytes: int
-    expert_bytes: int = 0
-    expert_share: float = 1.0
+    weight_source: str  # of the number
+    embedding_bytes: (
+        int  # of them, the part of which a step reads one row per token; 0 if tied with the head
+    )
+    expert_bytes: int = 0  # of them, all experts of an MoE model
+    expert_share: float = 1.0  # of a layer's experts, what a token uses
 
     @property
     def value_bytes(self) -> int:

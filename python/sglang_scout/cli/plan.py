@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-path",
         required=True,
         metavar="DIR",
-        help="folder of the model, with its config.json",
+        help="folder of the model, or the name of one that has been downloaded from the Hugging Face Hub",
     )
     add(
         "--context",

@@ -132,22 +132,15 @@ class Fit:
 
 @dataclass(frozen=True)
 class Plan:
-    """The command's output.
-
-    Attributes:
-        host_bytes: for KV pages.
-        gpu_kv_bytes: GPU memory after the weights, if its size was given.
-        asked: requests to plan for; None: as many as fit.
-        memory: of these, or of one if none fits.
-    """
+    """The command's output."""
 
     server: Server
-    host_bytes: int
-    gpu_kv_bytes: int | None
+    host_bytes: int  # for KV pages
+    gpu_kv_bytes: int | None  # GPU memory after the weights, if its size was given
     offload: Fit
     stock: Fit | None
-    asked: int | None
-    memory: MemoryPlan
+    asked: int | None  # requests to plan for; None: as many as fit
+    memory: MemoryPlan  # of these, or of one if none fits
 
     @property
     def requests(self) -> int:

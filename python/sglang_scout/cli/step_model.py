@@ -51,28 +51,18 @@ RECALL_STEPS = 8.7
 
 @dataclass(frozen=True)
 class Device:
-    """Bandwidths of a device and of its host.
-
-    Attributes:
-        flop_s: of dense bfloat16.
-        link_gb_s: to the host, one direction.
-        host_gb_s: of host memory for one server's CPU attention.
-        launch_us: of a kernel in a graph, including ramp-up.
-        boundary_us: once, and for each request.
-        unexplained_us: of a layer with a share on the CPU, which no term accounts for.
-        in_order: whether layer-ahead selection runs in order with the model.
-        reached: share of a published rate that a part of the step reaches; ``""``: of all others.
-    """
+    """Bandwidths of a device and of its host."""
 
     memory_gb_s: float
-    flop_s: float
-    link_gb_s: float
-    host_gb_s: float
+    flop_s: float  # of dense bfloat16
+    link_gb_s: float  # to the host, one direction
+    host_gb_s: float  # of host memory for one server's CPU attention
     memory_bytes: float
-    launch_us: float = 2.0
-    boundary_us: tuple[float, float] = (2200.0, 83.0)
-    unexplained_us: float = 0.0
-    in_order: bool = False
+    launch_us: float = 2.0  # of a kernel in a graph, including ramp-up
+    boundary_us: tuple[float, float] = (2200.0, 83.0)  # once, and for each request
+    unexplained_us: float = 0.0  # of a layer with a share on the CPU, which no term accounts for
+    in_order: bool = False  # layer-ahead selection runs in order with the model
+    # Share of a published rate that a part of the step reaches; "": of all others.
     reached: Mapping[str, float] = field(default_factory=lambda: {"": 0.8})
 
     def us(self, part: str, gb_s: float, nbytes: float) -> float:
@@ -121,26 +111,18 @@ def find_device(name: str) -> Device:
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes that a step moves; per request where stated.
-
-    Attributes:
-        weight_bytes: read in every step, except experts that no request uses.
-        parameters: that a token uses.
-        ahead_bytes: of all W_q; ``ahead_parameters``.
-        kv_bytes_per_token, digest_bytes: over all layers; digests of one request.
-        query_values: of a request in one layer.
-    """
+    """Bytes that a step moves."""
 
     layers: int
-    weight_bytes: float
-    parameters: float
-    ahead_bytes: float
+    weight_bytes: float  # read in every step, except experts that no request uses
+    parameters: float  # that a token uses
+    ahead_bytes: float  # of all W_q
     ahead_parameters: float
     context_tokens: int
     budget_tokens: int
-    kv_bytes_per_token: float
-    digest_bytes: float
-    query_values: int
+    kv_bytes_per_token: float  # over all layers
+    digest_bytes: float  # of a request, over all layers
+    query_values: int  # of a request in one layer
     expert_bytes: float = 0.0
     expert_share: float = 1.0
 

@@ -29,19 +29,12 @@ class CpuUse(NamedTuple):
 
 
 class CpuPlan(NamedTuple):
-    """The CPUs of a decode server's rank.
+    """The CPUs of a decode server's rank."""
 
-    Attributes:
-        threads: an attention thread is pinned to each; SMT siblings of others last.
-        background: of background work; empty: any but these.
-        rows: each CPU of the machine in one of them.
-        warning: empty if there is none.
-    """
-
-    threads: list[int]
-    background: list[int]
-    rows: list[CpuUse]
-    warning: str
+    threads: list[int]  # an attention thread is pinned to each; SMT siblings of others last
+    background: list[int]  # of background work; empty: any but these
+    rows: list[CpuUse]  # each CPU of the machine in one of them
+    warning: str  # empty if there is none
 
 
 def plan_cpus(

@@ -95,8 +95,6 @@ def bytes_now(node: int | None = None, grown: bool = False) -> int:
         growth = max(most - memory["MemTotal"], 0)
     if node is not None:
         return memory["MemFree"] + memory.get("Inactive(file)", 0) + growth
-    if "MemAvailable" not in memory:
-        raise ArenaError("/proc/meminfo has no MemAvailable")
     left = [memory["MemAvailable"] + growth]
     if numa.read(_PROC / "sys/vm/overcommit_memory") == "2":
         left.append(memory["CommitLimit"] - memory["Committed_AS"])
