@@ -1,12 +1,13 @@
 """The command line itself: readable help, fast start, and imports only from its floor."""
 
+import os
 import subprocess
 import sys
 import time
 
 import pytest
 
-from sglang_scout.cli import COMMANDS, main
+from sglang_scout.cli import COMMANDS, doctor, main
 
 HELP_LIMIT_S = 0.3
 PROGRAM = [sys.executable, "-m", "sglang_scout.cli"]
@@ -36,8 +37,10 @@ def test_no_command_and_an_unknown_one(capsys, arguments):
     assert stop.value.code == 2 and "usage" in capsys.readouterr().err
 
 
-def test_a_reader_that_stops_early_is_no_error(tiny_model):
-    plan = [*PROGRAM, "plan", "--model-path", str(tiny_model()), "--host-gb", "1", "--json"]
-    quoted = f"{' '.join(plan)} | head -c 1"
-    done = subprocess.run(["bash", "-c", quoted], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "{" and "Error" not in done.stderr
+def test_a_reader_that_stops_early_is_no_error(monkeypatch):
+    monkeypatch.setattr(doctor, "checks", lambda args: {})
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["doctor", "--json"]) == 0

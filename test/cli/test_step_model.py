@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -161,26 +161,12 @@ def test_where_all_pages_fit_the_device_a_step_is_within_one_percent_of_stocks(
 
 
 def test_the_command_prints_both_steps(model, tmp_path, capsys):
-    asked = [
-        "plan",
-        "--model-path",
-        str(model()),
-        "--context",
-        "65536",
-        "--host-gb",
-        "256",
-        "--gpu",
-    ]
+    asked = ["plan", "--model-path", str(model()), "--context", "65536"]
+    asked += ["--host-gb", "256", "--gpu"]
     assert main([*asked, "h100"]) == 0
     out = capsys.readouterr().out
     assert "A decode step, predicted (not measured)" in out and CAVEAT in " ".join(out.split())
-    own = {
-        "memory_gb_s": 900,
-        "flop_s": 1e14,
-        "link_gb_s": 12,
-        "host_gb_s": 40,
-        "memory_bytes": 8e10,
-    }
+    own = asdict(DEVICES["a100"]) | {"link_gb_s": 12, "host_gb_s": 40}
     (tmp_path / "own.json").write_text(json.dumps(own))
     assert main([*asked, str(tmp_path / "own.json"), "--json"]) == 0
     step = json.loads(capsys.readouterr().out)["step"]

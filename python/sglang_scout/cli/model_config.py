@@ -71,7 +71,7 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
         file = cached_file(model_path, "config.json", local_files_only=True)
         config = AutoConfig.from_pretrained(Path(str(file)).parent, trust_remote_code=False)
     except Exception as error:  # transformers names no set of them
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(
             f"{flag}: cannot read config.json: {reason}; give the folder of a model, with the model's own file, or the "
             "name of one that has been downloaded from the Hugging Face Hub"
