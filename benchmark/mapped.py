@@ -1,4 +1,4 @@
-"""Waiting until an attention process has mapped its arena, which it does in the background (``worker/populate.py``)."""
+"""Waiting until an attention process has mapped its arena, which it does in the background (``PopulateThread``)."""
 
 from __future__ import annotations
 

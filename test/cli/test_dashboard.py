@@ -1,7 +1,6 @@
 """The dashboard's numbers from two states, and its page and events over HTTP."""
 
 import contextlib
-import copy
 import http.server
 import json
 import threading
@@ -11,34 +10,40 @@ import pytest
 from servers.dashboard_process import dashboard
 from servers.sglang_http import DIRECT
 from sglang_scout.cli import main
-from sglang_scout.cli.live_state import view
+from sglang_scout.cli.dashboard import Poller, view
 
-STATE = {
-    "policy": "scout", "backend": "cpu-avx2", "budget_tokens": 64, "page_size": 32,
-    "host_pages_total": 100, "host_pages_used": 30, "resident_slots": 40,
-    "resident_pages_by_layer": [12, 7], "copying_pages_by_layer": [0, 3],
-    "steps": 10, "budget_pages": 80, "cpu_compute_ratio_by_layer": [0.5, 0.25],
-    "gpu_wait_us": 1000, "recall_wait_us": 0, "recall_bytes": 5000, "fallback_pages": 0,
+WORKER = {"pid": 5, "state": "ready", "restarts": 0, "last_error": "", "pages": 50, "cpus": [0, 1]}
+COUNTERS = {"gpu_wait_us": 1000, "recall_wait_us": 0, "recall_bytes": 5000, "fallback_pages": 0}
+STATE = COUNTERS | {
+    "policy": "scout",
+    "backend": "cpu-avx2",
+    "budget_tokens": 64,
+    "page_size": 32,
+    "host_pages_total": 100,
+    "host_pages_used": 30,
+    "resident_slots": 40,
+    "resident_pages_by_layer": [12, 7],
+    "copying_pages_by_layer": [0, 3],
+    "steps": 10,
+    "budget_pages": 80,
+    "cpu_compute_ratio_by_layer": [0.5, 0.25],
     "plan": [{"what": "host pages", "count": 100, "bytes": 200 * 512}],
     "recall": {"mode": "adaptive", "threshold": 0.12},
-    "worker": {"pid": 5, "state": "ready", "restarts": 0, "last_error": "", "pages": 50, "cpus": [0, 1]},
-}  # fmt: skip
+    "worker": WORKER,
+}
 
 
-def later(**changed):
-    """The state after ten more steps of two requests."""
-    state = copy.deepcopy(STATE) | {"steps": 20, "budget_pages": 160} | changed
-    return state
+LATER = STATE | {"steps": 20, "budget_pages": 160}
+"""After ten more steps of two requests."""
 
 
 def test_rates_are_of_the_time_between():
-    worker = STATE["worker"] | {"pages": 150}
-    now = later(
-        cpu_compute_ratio_by_layer=[0.25, 0.25],
-        gpu_wait_us=501000,
-        recall_bytes=9000,
-        worker=worker,
-    )
+    counted = {
+        "gpu_wait_us": 501000,
+        "recall_bytes": 9000,
+        "cpu_compute_ratio_by_layer": [0.25, 0.25],
+    }
+    now = LATER | counted | {"worker": WORKER | {"pages": 150}}
     shown = view(STATE, now, 2.0)
     assert shown["cpu_ratio"] == [0.0, 0.25]  # 0.5 of the first half, 0.25 of all
     assert shown["steps_per_s"] == 5 and shown["wait_share"] == 0.25
@@ -54,10 +59,9 @@ def test_no_step_no_ratio():
 
 
 def test_a_new_worker_and_a_new_server_begin_at_zero():
-    worker = STATE["worker"] | {"pages": 4, "restarts": 1}
-    assert view(STATE, later(worker=worker), 1.0)["worker_bytes_per_s_core"] == 0
-    fresh = later(steps=5, budget_pages=20)
-    shown = view(STATE, fresh, 1.0)
+    worker = WORKER | {"pages": 4, "restarts": 1}
+    assert view(STATE, LATER | {"worker": worker}, 1.0)["worker_bytes_per_s_core"] == 0
+    shown = view(STATE, LATER | {"steps": 5, "budget_pages": 20}, 1.0)
     assert shown["steps_per_s"] == 5 and shown["cpu_ratio"] == [0.5, 0.25]
 
 
@@ -98,9 +102,7 @@ def test_the_page_and_its_numbers():
     with decode_server(answer) as decode_url, dashboard(decode_url) as url:
         with DIRECT.open(url) as page:
             text = page.read().decode()
-        assert 'fetch("view")' in text and "://" not in text, (
-            "the page needs nothing from elsewhere"
-        )
+        assert 'fetch("view")' in text and "://" not in text, "it needs nothing from elsewhere"
         assert all(shown["resident"] == [12, 7] for shown in views(url, 20))
         assert 0 < len(polls) < 20, "a poll serves several viewers"
 
@@ -110,8 +112,8 @@ def test_the_page_and_its_numbers():
     [({"internal_states": [{}]}, "not a decode server with --kv-offload"), ({}, "internal_states")],
 )
 def test_another_server_is_named(answer, says):
-    with decode_server(lambda: answer) as decode_url, dashboard(decode_url) as url:
-        assert [x for x in views(url, 1) if says in x["error"]]
+    with decode_server(lambda: answer) as url:
+        assert says in Poller(url).view()["error"]
 
 
 def test_what_is_no_url_is_refused(capsys):

@@ -12,10 +12,12 @@ import pytest
 
 from fake_sys import TWO_NODES, use_sys
 from page_weights import forecast_weights
-from sglang_scout.cli import doctor, machine, main, policy_check, worker_check
-from sglang_scout.core.errors import ConfigError, WorkerError
+from sglang_scout.cli import doctor, main, worker_check
+from sglang_scout.cli import machine_checks as machine
+from sglang_scout.cli.machine_checks import Check
+from sglang_scout.core.errors import WorkerError
 from sglang_scout.core.forecast import save_weights
-from sglang_scout.worker import host_memory
+from sglang_scout.worker import host_memory, numa
 
 
 def test_this_machine_can_serve():
@@ -37,43 +39,23 @@ def test_this_machine_can_serve():
     assert checks["sglang"]["values"]["version"] in checks["sglang"]["values"]["supported"]
 
 
+def refuse():
+    raise WorkerError("process 1 ended with exit code 1")
+
+
 def test_report_and_exit_code(monkeypatch, capsys):
-    fine = doctor.Check("python", "ok", "3.11.0")
-    slow = doctor.Check("huge pages", "warning", "none", "make some")
-    broken = doctor.Check("CPU attention", "failed", "no", "repair it")
-    for code, found in ((0, [fine, slow]), (1, [fine, slow, broken])):
-        monkeypatch.setattr(doctor, "checks", lambda cpus, f=found: [lambda r=r: r for r in f])
+    found = {
+        "python": lambda: Check("ok", "3.11.0"),
+        "huge pages": lambda: Check("warning", "none", "make some"),
+    }
+    for code, more in ((0, {}), (1, {"CPU attention": refuse})):
+        monkeypatch.setattr(doctor, "checks", lambda args, found=found | more: found)
         assert main(["doctor"]) == code
         text = capsys.readouterr().out
-        assert all(check.fix in text for check in found)
+        assert "-> make some" in text and ("exit code 1\n" in text) == bool(code)
         assert ("cannot serve" in text) == bool(code) and "warnings: 1" in text
         last = text.splitlines()[-1]
         assert last.startswith("next: ") and ("sglang-scout plan" in last) == (code == 0)
-
-
-def test_variables_without_which_a_server_ends(monkeypatch):
-    monkeypatch.setattr(doctor.machine, "nvidia_gpus", lambda: [])
-    monkeypatch.setattr(doctor.machine, "has_rdma", lambda: False)
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
-    assert doctor.check_environment().state == "ok"
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
-    check = doctor.check_environment()
-    assert check.state == "warning" and check.found.startswith("SGLANG_USE_CPU_ENGINE is not set")
-    assert "scripts/cpu_env.sh" in check.fix and "export SGLANG_USE_CPU_ENGINE=1" in check.fix
-    monkeypatch.setattr(doctor.machine, "nvidia_gpus", lambda: ["one"])
-    assert doctor.check_environment().state == "ok", "a GPU's server does without"
-
-
-def test_a_folder_whose_path_is_too_long_for_sockets(monkeypatch, tmp_path):
-    for size, states in ((95, ("ok", "warning")), (96, ("failed",))):
-        folder = f"{tmp_path}/".ljust(size, "t")
-        os.mkdir(folder)
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr("tempfile.tempdir", None)
-        check = doctor.check_environment()
-        assert check.state in states
-    assert check.found.startswith(f"TMPDIR={folder}: its 96 bytes") and "95" in check.fix
 
 
 def test_a_wrong_cpu_list_is_named(capsys):
@@ -84,68 +66,70 @@ def test_a_wrong_cpu_list_is_named(capsys):
     assert "--cpus ''" in capsys.readouterr().err
 
 
-def test_what_does_not_answer_has_failed(monkeypatch):
-    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.001)
-    check = doctor.check_native()
-    assert check.state == "failed" and "no answer within 0.001 s" in check.found
+def test_variables_without_which_a_server_ends(monkeypatch, tmp_path):
+    use_sys(monkeypatch, tmp_path, {})
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
+    assert machine.check_environment().state == "ok"
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
+    check = machine.check_environment()
+    assert check.state == "warning" and check.found.startswith("SGLANG_USE_CPU_ENGINE is not set")
+    assert "scripts/cpu_env.sh" in check.fix and "export SGLANG_USE_CPU_ENGINE=1" in check.fix
+    use_sys(monkeypatch, tmp_path)
+    assert machine.check_environment().state == "ok", "a GPU's server does without"
+
+
+def test_a_folder_whose_path_is_too_long_for_sockets(monkeypatch, tmp_path):
+    for size, states in ((95, ("ok", "warning")), (96, ("failed",))):
+        folder = f"{tmp_path}/".ljust(size, "t")
+        os.mkdir(folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        check = doctor.outcome(machine.check_environment)
+        assert check.state in states
+    assert check.found.startswith(f"TMPDIR={folder}: its 96 bytes") and "95" in check.fix
 
 
 def test_another_processor_cannot_serve(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    check = doctor.check_worker([0])
+    check = doctor.outcome(lambda: doctor.check_worker([0]))
     assert check.state == "failed" and check.found.startswith("this machine is aarch64: the ring")
     assert check.fix == "serve on x86_64"
 
 
-def test_what_a_policy_needs(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(doctor, "TIMEOUT_S", 600)  # on a busy machine
-    monkeypatch.setattr(doctor, "checks", lambda cpus: [])
-    path = tmp_path / "w.npz"
-    save_weights(forecast_weights(), str(path))
-    config = ["--kv-offload-config", json.dumps({"forecast_file": str(path)})]
-    for code, words, parts in (
-        (
-            0,
-            config,
-            ["the CPU computes no attention", "budget of 1024 tokens", f"{path}, of", "3 layers"],
-        ),
-        (1, [], ["failed", "forecast_file", "-> make one with scripts/train_forecast.py"]),
-    ):
-        assert main(["doctor", "--kv-offload", "sparda", *words]) == code
-        text = capsys.readouterr().out
-        assert all(part in text for part in parts), text
+@pytest.mark.parametrize(
+    ("policy", "keys", "state", "parts"),
+    [
+        ("sparda", {"forecast_file": "w"}, "ok", ["computes no attention", "of 1024", "3 layers"]),
+        ("sparda", {}, "failed", ["forecast_file", "make one with scripts/train_forecast.py"]),
+        ("hgca", {}, "ok", ["from outside the window", "budget of 4096 tokens"]),
+        ("rheo", {"pilot_file": "w"}, "failed", ["holds forecast weights"]),
+        ("none", {}, "failed", ["choose one of hgca"]),
+    ],
+)
+def test_what_a_policy_needs(monkeypatch, tmp_path, policy, keys, state, parts):
+    monkeypatch.chdir(tmp_path)
+    save_weights(forecast_weights(), "w")
+    check = doctor.outcome(lambda: doctor.check_policy(policy, json.dumps(keys)))
+    assert check.state == state
+    assert all(part in f"{check.found} {check.fix}" for part in parts), check
 
 
-def test_what_other_policies_need(tmp_path):
-    found = policy_check.requirements("hgca", "{}")
-    assert found["worker"] and "from outside the window" in found["missing"] and not found["files"]
-    assert found["budget_tokens"] == 4096
-    save_weights(forecast_weights(), str(tmp_path / "w"))
-    for name, keys, part in (
-        ("rheo", {"pilot_file": str(tmp_path / "w")}, "holds forecast weights"),
-        ("none", {}, "choose one of hgca"),
-    ):
-        with pytest.raises(ConfigError, match=part):
-            policy_check.requirements(name, json.dumps(keys))
-
-
-def test_another_sglang_is_refused(monkeypatch):
-    monkeypatch.setattr(doctor, "version", lambda name: "0.4.0")
-    check = doctor.check_sglang()
-    assert check.state == "failed"
-    assert "0.4.0, expected 0.5.23 or 0.5.15.post1" in check.found
-    assert "pip install sglang==0.5.23" in check.fix
-
-
-@pytest.mark.parametrize(("found", "state"), [("0.5.23", "failed"), ("0.5.15.post1", "ok")])
-def test_without_the_drivers_library_a_newer_sglang_does_not_start(monkeypatch, found, state):
-    error = "ImportError: libcuda.so.1: cannot open shared object file"
-    done = subprocess.CompletedProcess([], 1, "", error)
+@pytest.mark.parametrize(
+    ("found", "error", "state", "parts"),
+    [
+        ("0.4.0", "", "failed", ["0.4.0, expected 0.5.23 or 0.5.15.post1", "sglang==0.5.23"]),
+        ("0.5.23", "libcuda.so.1: cannot open", "failed", ["libcuda", "scripts/no_driver.sh"]),
+        ("0.5.15.post1", "libcuda.so.1: cannot open", "ok", []),
+    ],
+)
+def test_sglang_s_release_and_the_library_of_the_driver(monkeypatch, found, error, state, parts):
+    done = subprocess.CompletedProcess([], bool(error), "", error)
     monkeypatch.setattr(doctor, "version", lambda name: found)
-    monkeypatch.setattr(doctor, "_python", lambda *words: done)
+    monkeypatch.setattr(doctor, "python", lambda *words: done)
     check = doctor.check_sglang()
     assert check.state == state
-    assert state == "ok" or ("libcuda" in check.found and "scripts/no_driver.sh" in check.fix)
+    assert all(part in f"{check.found} {check.fix}" for part in parts), check
 
 
 def test_a_plugin_that_sglang_would_skip(monkeypatch):
@@ -163,30 +147,13 @@ def test_a_module_without_its_libraries_names_the_packages(monkeypatch, tmp_path
         "raise ImportError('libibverbs.so.1: cannot open shared object file: No such file')"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    check = doctor._importable("transfer", "half_there", "sglang-router", "libibverbs1 librdmacm1")
+    check = doctor._importable("half_there", "sglang-router", "libibverbs1 librdmacm1")
     assert check.state == "failed" and "libibverbs.so.1" in check.found
     assert check.fix == "apt-get install -y libibverbs1 librdmacm1"
-    check = doctor._importable("transfer", "not_there_at_all", "no-such-distribution")
+    check = doctor._importable("not_there_at_all", "no-such-distribution")
     assert check.fix == "pip install no-such-distribution"
-
-
-def test_a_worker_that_does_not_start_or_is_wrong(monkeypatch):
-    def refuse(cpus):
-        raise WorkerError("process 1 ended with exit code 1")
-
-    monkeypatch.setattr(worker_check, "compare_and_time", refuse)
-    check = doctor.check_worker([0])
-    assert check.state == "failed" and "exit code 1" in check.found and check.fix
-    wrong = worker_check.Result(
-        False, "the result is off by 1", 0.1, 4, 16, 1.0, 1.0, 1.0, "avx2", "ipc://@x"
-    )
-    monkeypatch.setattr(worker_check, "compare_and_time", lambda cpus: wrong)
-    check = doctor.check_worker([0])
-    assert check.state == "failed" and "off by 1" in check.found
-
-
-def of_other_pages(out, lse):
-    return np.roll(out, 1, axis=0), np.roll(lse, 1, axis=0)
+    monkeypatch.setattr(machine, "TIMEOUT_S", 0.001)
+    assert "no answer within 0.001 s" in doctor.check_native().found
 
 
 def with_a_nan_in_lse(out, lse):
@@ -194,22 +161,23 @@ def with_a_nan_in_lse(out, lse):
     return out, lse
 
 
-@pytest.mark.parametrize("spoil", [of_other_pages, with_a_nan_in_lse])
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda out, lse: (np.roll(out, 1, axis=0), np.roll(lse, 1, axis=0)), with_a_nan_in_lse],
+)
 def test_a_wrong_answer_is_noticed(spoil, monkeypatch):
     plainly = worker_check.attend_plainly
     monkeypatch.setattr(worker_check, "attend_plainly", lambda *args: spoil(*plainly(*args)))
-    result = worker_check.compare_and_time(sorted(os.sched_getaffinity(0))[:1])
-    assert not result.right and "exceeds the tolerance" in result.problem
+    check = doctor.check_worker(sorted(os.sched_getaffinity(0))[:1])
+    assert check.state == "failed" and "exceeds the tolerance" in check.found
 
 
 def test_two_nodes_a_gpu_and_a_quota(monkeypatch, tmp_path):
     use_sys(monkeypatch, tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(15)))
-    assert machine.nvidia_gpus() == [machine.Gpu("0000:01:00.0", 1)]
-    assert machine.cpu_quota() is None
-    assert machine.has_rdma()
-    check = doctor.check_cpus()
-    text = doctor.report([check])
+    assert numa.nvidia_gpus() == ["0000:01:00.0"] and numa.cpu_quota() is None
+    check = machine.check_cpus()
+    text = doctor.report({"cpus": check})
     for line in (
         "NUMA node 0: CPUs 0-3,8-11, 2.00 GiB, 1.00 GiB free, distances 10 21",
         "NUMA node 1: CPUs 4-7,12-15, 4.00 GiB, 3.00 GiB free, distances 21 10",
@@ -217,40 +185,40 @@ def test_two_nodes_a_gpu_and_a_quota(monkeypatch, tmp_path):
     ):
         assert f"\n    {line}\n" in text
     assert re.search("\n      5-7 +attention threads, one each +one per core of NUMA node 1", text)
-    assert check.state == "ok" and check.values["numa_nodes"][1] == {
-        "node": 1, "cpus": [4, 5, 6, 7, 12, 13, 14, 15], "total_bytes": 4 << 30,
-        "free_bytes": 3 << 30, "distances": [21, 10],
-    }  # fmt: skip
+    node = {"node": 1, "cpus": [4, 5, 6, 7, 12, 13, 14, 15], "distances": [21, 10]}
+    sizes = {"total_bytes": 4 << 30, "free_bytes": 3 << 30}
+    assert check.state == "ok" and check.values["numa_nodes"][1] == node | sizes
     [use] = check.values["uses"]
     assert use["gpus"] == ["0000:01:00.0"]
     assert [row["cpus"] for row in use["rows"]] == ["5-7", "13-14", "4,12", "0-3,8-11", "15"]
-    [use] = doctor.check_cpus([0, 1]).values["uses"]
+    [use] = machine.check_cpus([0, 1]).values["uses"]
     assert [row["cpus"] for row in use["rows"]] == ["0-1", "2-7,10-14", "8-9", "15"]
     monkeypatch.setattr(host_memory, "_SYS_MM", tmp_path / "kernel/mm")
-    check = doctor.check_hugepages()
+    check = machine.check_hugepages()
     assert check.state == "ok"
     assert check.values == {"free_pool_pages": 64, "shmem_enabled": "advise"}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    check = doctor.check_cpus()
+    check = machine.check_cpus()
     assert check.state == "warning" and "CPUs near the GPU (4-7,12-15)" in check.found
     use_sys(monkeypatch, tmp_path, {"fs/cgroup/cpu.max": "150000 100000"})
-    check = doctor.check_cpus()
+    check = machine.check_cpus()
     assert check.state == "warning" and "CPU quota is 1.5" in check.found
 
 
 @pytest.mark.parametrize(
-    ("seen", "state", "parts"),
+    ("code", "state", "parts"),
     [
-        ((1, ""), "ok", ["0000:01:00.0 on NUMA node 1", "torch sees 1", "--device cuda"]),
-        ((0, "no driver"), "warning", ["torch sees no CUDA device (no driver)"]),
+        ("print('so'); print(1)", "ok", ["0000:01:00.0 on NUMA node 1", "sees 1", "--device cuda"]),
+        ("print(0)", "warning", ["no CUDA device (no driver or no device)", "--device cpu"]),
+        ("raise SystemExit('no torch')", "warning", ["torch sees no CUDA device (no torch)"]),
     ],
 )
-def test_a_gpu_that_torch_can_or_cannot_use(monkeypatch, tmp_path, seen, state, parts):
+def test_a_gpu_that_torch_can_or_cannot_use(monkeypatch, tmp_path, code, state, parts):
     use_sys(monkeypatch, tmp_path)
-    monkeypatch.setattr(machine, "cuda_devices", lambda: seen)
-    check = doctor.check_gpu()
-    assert check.state == state and all(part in check.found for part in parts)
-    assert ("--device cpu" in check.fix) == (state == "warning")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "COUNT_DEVICES", code)
+    check = machine.check_gpu()
+    assert check.state == state and all(part in f"{check.found} {check.fix}" for part in parts)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -260,54 +228,29 @@ def test_locked_memory_is_needed_by_a_gpu_and_by_rdma(monkeypatch, tmp_path, gpu
     files = {name: text for name, text in TWO_NODES.items() if name.startswith(wanted)}
     use_sys(monkeypatch, tmp_path, files)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
-    check = doctor.check_locked_memory()
+    check = machine.check_locked_memory()
     assert check.state == ("warning" if gpu or rdma else "ok")
     assert ("--device cuda page-locks" in check.fix) == gpu
     assert ("MOONCAKE_PROTOCOL=tcp" in check.fix) == rdma
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-    assert doctor.check_locked_memory().state == "ok"
-
-
-def test_both_mooncakes_are_of_one_version():
-    versions = {doctor.pinned(f"mooncake-transfer-engine-{x}") for x in ("cuda13", "non-cuda")}
-    assert len(versions) == 1 and re.fullmatch(r"[\w.]+", versions.pop())
+    assert machine.check_locked_memory().state == "ok"
 
 
 def test_a_mooncake_without_cuda_matters_beside_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "_importable", lambda *_: doctor.Check("mooncake", "ok", "0.3"))
-    use_sys(monkeypatch, tmp_path, {})
-    monkeypatch.setattr(machine, "transfer_reads_device", lambda: False)
-    assert doctor.check_mooncake().state == "ok"
-    use_sys(monkeypatch, tmp_path)
-    check = doctor.check_mooncake()
-    assert check.state == "warning" and "without CUDA" in check.found and "prefill" in check.fix
-    monkeypatch.setattr(machine, "transfer_reads_device", lambda: True)
-    assert doctor.check_mooncake().state == "ok"
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("print('a warning'); print(3)", (3, "")),
-        ("print(0)", (0, "no driver or no device")),
-        ("raise SystemExit('no torch')", (0, "no torch")),
-    ],
-)
-def test_torch_is_asked_in_a_process_of_its_own(monkeypatch, code, expected):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(machine, "COUNT_DEVICES", code)
-    assert machine.cuda_devices() == expected
-
-
-def test_whether_mooncake_can_read_a_device(monkeypatch, tmp_path):
+    versions = {doctor.pinned(f"mooncake-transfer-engine-{x}") for x in ("cuda13", "non-cuda")}
+    assert len(versions) == 1 and re.fullmatch(r"[\w.]+", versions.pop()), "both of one version"
     package = tmp_path / "mooncake"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mooncake", raising=False)  # other tests use it
-    assert not machine.transfer_reads_device()
+    monkeypatch.setattr(doctor, "_importable", lambda *_: Check("ok", "0.3"))
     module = package / "engine.cpython-312-x86_64-linux-gnu.so"
     module.write_bytes(b"\x7fELF\0memcpy\0")
-    assert not machine.transfer_reads_device()
+    use_sys(monkeypatch, tmp_path, {})
+    assert doctor.check_mooncake().state == "ok"
+    use_sys(monkeypatch, tmp_path)
+    check = doctor.check_mooncake()
+    assert check.state == "warning" and "without CUDA" in check.found and "prefill" in check.fix
     module.write_bytes(b"\x7fELF\0cudaMemcpy\0")
-    assert machine.transfer_reads_device()
+    assert doctor.check_mooncake().state == "ok"

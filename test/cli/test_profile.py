@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
+from msgspec.structs import replace as change
 
 from sglang_scout.cli import main
 from sglang_scout.core.config import OffloadConfig
@@ -32,42 +33,30 @@ CONFIG = OffloadConfig(policy="scout", budget_tokens=128)
 SERVER = dict(num_layers=2, config=CONFIG, model="/models/m", identity=IDENTITY)
 
 
-def interval(*ratios, samples=None):
-    curve = np.array(ratios)
-    return choose_interval(curve, np.ones(len(curve)) if samples is None else samples, BETA)
+LINE = [0.005 * n for n in range(1, 41)]
+HUMP = [0.03 * n for n in range(1, 11)] + [0.0] * 200
+FEW = [0.05, 0.05, 0.3, 0.05, 0.05, 0.05, 0.05]
 
 
-# -- the choice ------------------------------------------------------------------------------------
-
-
-def test_the_last_step_at_the_threshold():
-    assert interval(0.02, 0.05, 0.12, 0.13, 0.2) == 3
-
-
-def test_never_above_is_the_measured_length_and_above_at_once_is_every_step():
-    assert interval(*[0.01] * 40) == 40
-    assert interval(0.4, 0.5, 0.6) == interval(0.121) == interval(0.12) == 1
-
-
-def test_one_odd_step_neither_ends_an_interval_nor_makes_it_longer():
-    line = np.arange(1, 41) * 0.005
-    assert interval(*line) == 24
-    high, low = line.copy(), line.copy()
-    high[9], low[26] = 0.3, 0.0
-    assert interval(*high) == 24
-    assert 24 <= interval(*low) < 32
-
-
-def test_what_falls_again_later_does_not_count():
-    hump = np.concatenate([np.arange(1, 11) * 0.03, np.full(200, 0.0)])
-    assert interval(*hump) == 4
-    assert interval(*np.linspace(0.3, 0.0, 200)) == 1
-
-
-def test_many_requests_outvote_one():
-    few = [0.05, 0.05, 0.3, 0.05, 0.05, 0.05, 0.05]
-    assert interval(*few, samples=np.array([8.0, 8, 1, 8, 8, 8, 8])) == 7
-    assert interval(*few, samples=np.array([1.0, 1, 8, 1, 1, 1, 1])) < 3
+@pytest.mark.parametrize(
+    ("ratios", "samples", "found"),
+    [
+        ([0.02, 0.05, 0.12, 0.13, 0.2], None, 3),  # the last step at the threshold
+        ([0.01] * 40, None, 40),  # never above: the measured length
+        ([0.4, 0.5, 0.6], None, 1),
+        ([0.121], None, 1),
+        (LINE, None, 24),
+        ([*LINE[:9], 0.3, *LINE[10:]], None, 24),  # one odd step does not end an interval
+        ([*LINE[:26], 0.0, *LINE[27:]], None, 27),  # nor make it much longer
+        (HUMP, None, 4),  # what falls again later does not count
+        (np.linspace(0.3, 0.0, 200), None, 1),
+        (FEW, [8, 8, 1, 8, 8, 8, 8], 7),  # many requests outvote one
+        (FEW, [1, 1, 8, 1, 1, 1, 1], 1),
+    ],
+)
+def test_the_longest_interval_at_the_threshold(ratios, samples, found):
+    weights = np.ones(len(ratios)) if samples is None else np.array(samples, float)
+    assert choose_interval(np.array(ratios), weights, BETA) == found
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0, 1), st.integers(1, 9))
@@ -75,55 +64,51 @@ def test_lines_stay_and_the_choice_grows_with_the_threshold(ratios, threshold, r
     samples = np.full(len(ratios), float(requests))
     line = 0.1 + 0.01 * np.arange(len(ratios))
     assert np.allclose(smooth(line, samples), line)
-    found = interval(*ratios, samples=samples)
-    assert 1 <= found <= len(ratios)
     curve = np.array(ratios)
     choices = [choose_interval(curve, samples, x) for x in (threshold, min(1.0, threshold + 0.1))]
-    assert choices[0] <= choices[1]
+    assert 1 <= choices[0] <= choices[1] <= len(ratios)
 
 
-# -- the file --------------------------------------------------------------------------------------
-
-
-def a_profile(**changes):
-    values = dict(
-        version=1, model="m", page_size_tokens=32, budget_tokens=128, threshold=BETA,
-        intervals=[3, 40], num_layers=2, workload="4 requests", identity=IDENTITY,
-        samples=[4] * 40, curves=[[0.1] * 3 + [0.5] * 37, [0.01] * 40], made_by="this test",
-        selection=selection_of(CONFIG),
-    )  # fmt: skip
-    return RecallProfile(**(values | changes))
+PROFILE = RecallProfile(
+    version=1,
+    model="m",
+    page_size_tokens=32,
+    budget_tokens=128,
+    threshold=BETA,
+    intervals=[3, 40],
+    num_layers=2,
+    workload="4 requests",
+    identity=IDENTITY,
+    samples=[4] * 40,
+    curves=[[0.1] * 3 + [0.5] * 37, [0.01] * 40],
+    made_by="this test",
+    selection=selection_of(CONFIG),
+)
 
 
 def test_round_trip(tmp_path):
-    path = str(tmp_path / "p.json")
-    save_profile(a_profile(), path)
-    assert load_profile(path) == a_profile()
-    assert len((tmp_path / "p.json").read_text().splitlines()) == len(a_profile().__struct_fields__)
+    path = tmp_path / "p.json"
+    save_profile(PROFILE, str(path))
+    assert load_profile(str(path)) == PROFILE
+    assert len(path.read_text().splitlines()) == len(PROFILE.__struct_fields__)
 
 
 @pytest.mark.parametrize(
-    ("change", "parts"),
+    ("server", "parts"),
     [
         ({"num_layers": 3}, ["2 layers", "has 3"]),
         ({"config": replace(CONFIG, page_size_tokens=64)}, ["pages of 32", "64"]),
-        (
-            {"config": replace(CONFIG, budget_tokens=256)},
-            ["budget of 128", "--kv-offload-budget 256", "set that to 128"],
-        ),
-        (
-            {"config": replace(CONFIG, digest="minmax")},
-            ["digest", "'minmax'", "--kv-offload-config"],
-        ),
-        ({"identity": msgspec.structs.replace(IDENTITY, architecture="Llama")}, ["Llama"]),
-        ({"identity": msgspec.structs.replace(IDENTITY, config_digest="fedc")}, ["fedc"]),
+        ({"config": replace(CONFIG, budget_tokens=256)}, ["--kv-offload-budget 256", "to 128"]),
+        ({"config": replace(CONFIG, digest="minmax")}, ["'minmax'", "--kv-offload-config"]),
+        ({"identity": change(IDENTITY, architecture="Llama")}, ["Llama"]),
+        ({"identity": change(IDENTITY, config_digest="fedc")}, ["fedc"]),
     ],
 )
-def test_a_profile_of_something_else_is_refused_by_name(change, parts):
-    check_profile(a_profile(), "p.json", **SERVER)
-    check_profile(a_profile(identity=None, selection={}), "p.json", **SERVER)
+def test_a_profile_of_something_else_is_refused_by_name(server, parts):
+    check_profile(PROFILE, "p.json", **SERVER)
+    check_profile(change(PROFILE, identity=None, selection={}), "p.json", **SERVER)
     with pytest.raises(ValueError, match=FLAG) as caught:
-        check_profile(a_profile(), "p.json", **(SERVER | change))
+        check_profile(PROFILE, "p.json", **(SERVER | server))
     for part in ["'p.json'", *parts, "sglang-scout profile"]:
         assert part in str(caught.value)
 
@@ -135,23 +120,30 @@ def test_the_digest_is_of_the_model_and_not_of_the_file():
     assert config_digest(config) != config_digest(config | {"hidden_size": 128})
 
 
-# -- from a step log -------------------------------------------------------------------------------
+FACTS = {
+    "format": FORMAT,
+    "version": VERSION,
+    "policy": "scout",
+    "recall": "off",
+    "model": "m",
+    "layers": 2,
+    "budget_tokens": 128,
+    "page_size_tokens": 32,
+    "identity": msgspec.to_builtins(IDENTITY),
+    "selection": selection_of(CONFIG),
+}
+STEP = {"step_us": 900, "gpu_wait_us": [1, 2]}
+STEP |= {"recalled_pages": 3, "recall_bytes": 3000, "recall_wait_us": 10}
 
 
 def write_log(path, steps, *, full_pages=(8, 8), growth=(0.02, 0.3), **changes):
     """A server's log: the ratio of layer l grows by growth[l] a step from its second step on."""
-    facts = {"format": FORMAT, "version": VERSION, "policy": "scout", "recall": "off", "model": "m",
-             "layers": 2, "budget_tokens": 128, "page_size_tokens": 32,
-             "identity": msgspec.to_builtins(IDENTITY), "selection": selection_of(CONFIG)}  # fmt: skip
-    lines = [facts | changes]
+    lines, requests = [FACTS | changes], len(full_pages)
     for age in range(steps):
-        missed = [[min(4, round(4 * g * age)) if age else 4] * len(full_pages) for g in growth]
-        lines.append(
-            {"step": age + 1, "start_us": 1000 * age, "step_us": 900, "ages": [age] * len(full_pages),
-             "full_pages": list(full_pages), "cpu_pages": missed, "gpu_wait_us": [1, 2],
-             "recalled_pages": 3, "recall_bytes": 3000, "recall_wait_us": 10,
-             "query_cosine": [None, 0.5 if age else None]}
-        )  # fmt: skip
+        missed = [[min(4, round(4 * g * age)) if age else 4] * requests for g in growth]
+        of_requests = {"ages": [age] * requests, "full_pages": full_pages, "cpu_pages": missed}
+        of_step = {"start_us": 1000 * age, "query_cosine": [None, 0.5 if age else None]}
+        lines.append(STEP | {"step": age + 1} | of_requests | of_step)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -212,9 +204,6 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys, log, arguments, parts):
     assert main(["profile", "s.jsonl", "--output", "p.json", *arguments]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in parts), error
-
-
-# -- the report ------------------------------------------------------------------------------------
 
 
 def test_report(tmp_path, capsys):

@@ -10,7 +10,7 @@ import torch
 
 from fake_sys import use_sys
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.worker import numa
+from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient
 
@@ -104,7 +104,7 @@ def test_a_gpu_on_the_second_of_two_nodes(
     """From /sys and the cpuset to CPUs, table, arena and memory policy, as a decode server does it."""
     use_sys(monkeypatch, tmp_path)
     bound = []
-    monkeypatch.setattr(numa, "_mbind", lambda *call: bound.append(call) or 0)
+    monkeypatch.setattr(host_memory, "_mbind", lambda *call: bound.append(call) or 0)
     pci = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pci)
     monkeypatch.setattr(ranks_module, "PROCESS_CPUS", frozenset(allowed))

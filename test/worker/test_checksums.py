@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
 from sglang_scout import _native
-from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker.checksums import PageChecksums
 from sglang_scout.worker.client import WorkerClient
-
-KV_BYTES = (32, 96, 512, 1056)
+from worker_cases import buffers, close, make_request, oracle
 
 
 def crc32c(data: bytes) -> int:
@@ -35,24 +31,11 @@ def checksum(k: np.ndarray, v: np.ndarray) -> int:
     return _native.page_checksum(k.ctypes.data, v.ctypes.data, k.nbytes)
 
 
-def test_the_reference_is_the_standard_one():
-    assert crc32c(b"123456789") == 0xE3069283
-
-
-@pytest.mark.parametrize("nbytes", KV_BYTES)
+@pytest.mark.parametrize("nbytes", [32, 96, 512, 1056])
 def test_the_value_is_that_of_the_reference(nbytes):
+    assert crc32c(b"123456789") == 0xE3069283, "as published"
     k, v = np.random.default_rng(nbytes).integers(0, 256, (2, nbytes), np.uint8)
     assert checksum(k, v) == reference(k, v)
-
-
-def test_no_two_flipped_bits_cancel_out():
-    k, v = np.random.default_rng(3).integers(0, 256, (2, 64), np.uint8)
-    seen = {checksum(k, v)}
-    for half, at, bit in itertools.product((k, v), range(64), range(8)):
-        half[at] ^= 1 << bit
-        seen.add(checksum(k, v))
-        half[at] ^= 1 << bit
-    assert len(seen) == 1 + 2 * 64 * 8
 
 
 @pytest.fixture
@@ -68,8 +51,9 @@ def make_sealed(make_arena):
     return make
 
 
-def flip(arena, layer: int, page: int, which: str = "v") -> None:
-    plane = arena.v_pages(layer) if which == "v" else arena.k_pages(layer)
+def flip(arena, layer: int, page: int) -> None:
+    """A bit of a page: in its V, or in the first layer in its K."""
+    plane = arena.v_pages(layer) if layer else arena.k_pages(layer)
     plane[page].reshape(-1).view(np.uint8)[5] ^= 4
 
 
@@ -84,12 +68,12 @@ def check_all(arena, checksums: PageChecksums) -> list[list[int]]:
 def test_a_flipped_bit_is_found_once_and_forgotten_with_its_page(make_sealed, changes):
     arena, checksums = make_sealed(**changes)
     assert check_all(arena, checksums) == [] and checksums.failures == 0
-    flip(arena, 1, 7, "k")
+    flip(arena, 0, 7)
     flip(arena, 2, 39)
-    assert check_all(arena, checksums) == [[1, 7], [2, 39]]
-    assert check_all(arena, checksums) == [[1, 7], [2, 39]] and checksums.failures == 2
-    flip(arena, 1, 7, "k")
-    assert check_all(arena, checksums) == [[1, 7], [2, 39]], "what has been computed was wrong"
+    assert check_all(arena, checksums) == [[0, 7], [2, 39]]
+    assert check_all(arena, checksums) == [[0, 7], [2, 39]] and checksums.failures == 2
+    flip(arena, 0, 7)
+    assert check_all(arena, checksums) == [[0, 7], [2, 39]], "what has been computed was wrong"
     checksums.clear(np.array([7]))
     assert checksums.damaged().tolist() == [[2, 39]]
 
@@ -121,13 +105,8 @@ def test_a_copy_takes_its_checksums_along(make_sealed):
     assert check_all(arena, checksums) == [[1, 9]], "it was wrong when it was copied"
 
 
-def test_pages_of_no_whole_turns_are_refused(make_spec):
-    with pytest.raises(ArenaError, match="pages of 16 bytes are not a multiple of 32"):
-        make_spec(checksums=True, page_size=1, num_kv_heads=1, kv_dtype="float8_e5m2")
-
-
 def test_ids_out_of_range_are_refused(make_sealed):
-    arena, checksums = make_sealed()
+    _, checksums = make_sealed()
     with pytest.raises(ValueError, match="ids are 40 to 40"):
         checksums.seal(np.array([40]))
     with pytest.raises(ValueError, match="ids are -1 to 2"):
@@ -139,7 +118,7 @@ def test_ids_out_of_range_are_refused(make_sealed):
 @pytest.mark.parametrize("serves", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"lists": 2, "max_batch": 8}, {"num_nodes": 2}])
 def test_a_damaged_page_is_left_out_and_other_rows_keep_their_bits(
-    make_sealed, make_request, oracle, buffers, cpu, serves, changes
+    make_sealed, cpu, serves, changes
 ):
     arena, checksums = make_sealed(**changes)
     q, pages, n_pages = make_request(arena.spec, 4, 1, full=True)
@@ -151,17 +130,14 @@ def test_a_damaged_page_is_left_out_and_other_rows_keep_their_bits(
         client.start()
     answers = []
     for step in range(2):
-        out, lse = buffers(arena, 4)
-        reply = client.wait(client.post(1, step, q, pages, n_pages), out, lse)
+        answers.append(buffers(arena, 4))
+        reply = client.wait(client.post(1, step, q, pages, n_pages), *answers[-1])
         assert (reply.fallback_pages > 0) != serves
-        answers.append((out, lse))
         flip(arena, 1, 11)
     client.stop()
     assert checksums.damaged().tolist() == [[1, 11]] and checksums.failures == 1
-    (before, _), (after, after_lse) = answers
+    before, after = (out for out, _ in answers)
     assert not np.array_equal(before[0], after[0])
     np.testing.assert_array_equal(before[1:], after[1:])
     pages[0, 2] = -1
-    expected = oracle(arena, 1, q, pages, n_pages)
-    np.testing.assert_allclose(after, expected[0], atol=2e-5, rtol=2e-5)
-    np.testing.assert_allclose(after_lse, expected[1], atol=2e-5, rtol=2e-5)
+    close(answers[1], oracle(arena, 1, q, pages, n_pages))

@@ -16,16 +16,12 @@ import pytest
 
 from sglang_scout.core.errors import ConfigError, WorkerError
 from sglang_scout.worker import process as process_module
-from sglang_scout.worker import settings
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
-
-TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
+from worker_cases import buffers, close, freeze, make_request, oracle, until
 
 
 @pytest.mark.parametrize(("threads_per_group", "lists"), [(2, 1), (0, 1), (0, 2)])
-def test_round_trips_match_the_oracle(
-    buffers, make_arena, make_request, oracle, cpu, until, threads_per_group, lists
-):
+def test_round_trips_match_the_oracle(make_arena, cpu, threads_per_group, lists):
     arena = make_arena(kv_dtype="bfloat16", lists=lists, max_batch=4 * lists)
     config = WorkerConfig(threads_per_group=threads_per_group)
     pages = 0
@@ -34,11 +30,9 @@ def test_round_trips_match_the_oracle(
         for step in range(8):
             for layer in range(arena.spec.num_layers):
                 request = make_request(arena.spec, 1 + step % 4, 10 * step + layer)
-                out, lse = buffers(arena, len(request[0]))
-                reply = client.wait(client.post(layer, step, *request), out, lse)
-                expected = oracle(arena, layer, *request)
-                np.testing.assert_allclose(out, expected[0], **TOLERANCE)
-                np.testing.assert_allclose(lse, expected[1], **TOLERANCE)
+                answer = buffers(arena, len(request[0]))
+                reply = client.wait(client.post(layer, step, *request), *answer)
+                close(answer, oracle(arena, layer, *request))
                 assert reply.fallback_pages == 0 and reply.waited_us >= 0
                 counted = request[1][np.arange(8) < request[2][:, None]]
                 pages += int((counted >= 0).sum())
@@ -53,19 +47,16 @@ def test_round_trips_match_the_oracle(
     assert (after.state, after.pid, after.pages) == ("stopped", None, pages)
 
 
-def test_before_start_and_after_stop_the_caller_computes(
-    buffers, make_arena, make_request, oracle, cpu
-):
+def test_before_start_and_after_stop_the_caller_computes(make_arena, cpu):
     arena = make_arena()
     request = make_request(arena.spec, 4, 1, full=True)
     expected = oracle(arena, 1, *request)
     client = WorkerClient(arena, [cpu])
     assert not client.ready and client.snapshot().state == "stopped"
     for step in range(2):
-        out, lse = buffers(arena, 4)
-        reply = client.wait(client.post(1, step, *request), out, lse)
-        np.testing.assert_allclose(out, expected[0], **TOLERANCE)
-        assert reply.fallback_pages == 32
+        answer = buffers(arena, 4)
+        assert client.wait(client.post(1, step, *request), *answer).fallback_pages == 32
+        close(answer, expected)
         if step == 0:
             client.start()
             with pytest.raises(WorkerError, match="started already"):
@@ -73,12 +64,12 @@ def test_before_start_and_after_stop_the_caller_computes(
             client.stop()
             client.stop()
     client.start()  # a stopped client can be restarted
-    out, lse = buffers(arena, 4)
-    assert client.wait(client.post(1, 2, *request), out, lse).fallback_pages == 0
+    reply = client.wait(client.post(1, 2, *request), *buffers(arena, 4))
+    assert reply.fallback_pages == 0
     client.stop()
 
 
-def test_mistakes_are_named(buffers, make_arena, make_request, cpu):
+def test_mistakes_are_named(make_arena, cpu):
     arena = make_arena()
     client = WorkerClient(arena, [cpu])
     q, pages, n_pages = make_request(arena.spec, 2, 1, full=True)
@@ -110,7 +101,7 @@ def test_mistakes_are_named(buffers, make_arena, make_request, cpu):
             WorkerClient(arena, cpus)
 
 
-def test_bad_cpu_comes_back_as_the_worker_s_reason(make_arena, gone):
+def test_bad_cpu_comes_back_as_the_worker_s_reason(make_arena):
     children = len(psutil.Process().children())
     client = WorkerClient(make_arena(), [1023])
     with pytest.raises(WorkerError, match=r"cannot run on CPUs \[1023\].*online are"):
@@ -126,53 +117,37 @@ def test_worker_that_exits_or_says_nothing(make_arena, cpu, monkeypatch):
         return subprocess.Popen([sys.executable, "-c", program])
 
     monkeypatch.setattr(process_module, "_spawn", spawn)
-    client = WorkerClient(make_arena(), [cpu], config=WorkerConfig(ready_timeout_s=0.5))
+    client = WorkerClient(make_arena(), [cpu], config=WorkerConfig(ready_timeout_s=0.2))
     with pytest.raises(WorkerError, match=r"process \d+ ended with exit code 3"):
         client.start()
     program = "import time; time.sleep(60)"
-    with pytest.raises(WorkerError, match=r"process \d+ was not ready within 0.5 s"):
+    with pytest.raises(WorkerError, match=r"process \d+ was not ready within 0.2 s"):
         client.start()
 
 
-def test_waiting_does_not_hold_the_gil(buffers, make_arena, make_request, cpu, freeze):
-    """While one thread waits for a worker that does not answer, others run."""
+def test_waiting_does_not_hold_the_gil(make_arena, cpu):
+    """Another thread wakes the worker that is waited for."""
     arena = make_arena()
-    config = WorkerConfig(wait_timeout_s=0.3, heartbeat_timeout_s=30, stall_timeout_s=30)
+    config = WorkerConfig(wait_timeout_s=5, heartbeat_timeout_s=30)
     with WorkerClient(arena, [cpu], config=config) as client:
         pid = client.snapshot().pid
         freeze(pid)
         ticket = client.post(0, 0, *make_request(arena.spec, 4, 1, full=True))
-        ticks: list[float] = []
-        stop = threading.Event()
-
-        def tick() -> None:
-            while not stop.is_set():
-                ticks.append(time.monotonic())
-                time.sleep(0.005)
-
-        thread = threading.Thread(target=tick)
-        thread.start()
+        threading.Timer(0.2, os.kill, (pid, signal.SIGCONT)).start()
         reply = client.wait(ticket, *buffers(arena, 4))
-        stop.set()
-        thread.join()
-        os.kill(pid, signal.SIGCONT)
-        assert reply.fallback_pages == 32 and 290_000 < reply.waited_us < 10e6
-        assert client.snapshot().late_tickets == 1
-        assert len(ticks) > 3, (
-            "with the GIL held there is one at most before the wait and one after it"
-        )
+        assert reply.fallback_pages == 0 and reply.waited_us > 100_000
 
 
-def test_idle_worker_sleeps(buffers, make_arena, make_request, cpu):
+def test_idle_worker_sleeps(make_arena, cpu):
     arena = make_arena()
     with WorkerClient(arena, [cpu]) as client:
-        out, lse = buffers(arena, 4)
-        client.wait(client.post(0, 0, *make_request(arena.spec, 4, 1)), out, lse)
+        request = make_request(arena.spec, 4, 1)
+        client.wait(client.post(0, 0, *request), *buffers(arena, 4))
         time.sleep(0.1)
         process = psutil.Process(client.snapshot().pid)
         before = process.cpu_times()
         own = time.process_time()
-        time.sleep(1.0)
+        time.sleep(0.6)
         after = process.cpu_times()
         used_s = after.user + after.system - before.user - before.system
         assert used_s < 0.05
@@ -183,18 +158,17 @@ def test_no_growth_over_starts(make_arena, cpu):
     arena = make_arena()
 
     def cycle() -> None:
-        client = WorkerClient(arena, [cpu])
-        client.start()
-        client.stop()
+        with WorkerClient(arena, [cpu]):
+            pass
 
     cycle()
     gc.collect()
-    fds = sorted(os.listdir("/proc/self/fd"))
+    fds = len(os.listdir("/proc/self/fd"))
     threads = len(os.listdir("/proc/self/task"))  # ZMQ's too
-    for _ in range(3):
+    for _ in range(2):
         cycle()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= len(fds)
+    assert len(os.listdir("/proc/self/fd")) <= fds
     assert len(os.listdir("/proc/self/task")) == threads
     assert [p for p in psutil.Process().children() if "worker.main" in " ".join(p.cmdline())] == []
 
@@ -210,13 +184,3 @@ def test_a_start_without_threads_is_refused(make_arena, cpu, monkeypatch):
         client.start()
     client.stop()
     assert len(os.listdir("/proc/self/fd")) <= fds + 2, "the arena and its mapping"
-
-
-def test_only_on_x86_64(make_arena, cpu, monkeypatch):
-    monkeypatch.setattr(settings.platform, "machine", lambda: "aarch64")
-    client = WorkerClient(make_arena(), [cpu])
-    with pytest.raises(
-        ConfigError, match=r"this machine is aarch64: the ring .* memory order of x86-64"
-    ):
-        client.start()
-    assert client.snapshot().state == "stopped"

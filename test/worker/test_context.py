@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
+from worker_cases import buffers, close
 
 SIZE, CONTEXT = 4, 20
 
@@ -19,53 +20,49 @@ def arena(make_arena):
     return made
 
 
-def requests(spec, rng):
-    """Query, ids and counts of a batch, and the tokens that each row denotes: (page, tokens) of which pool."""
+def request_and_answer(arena, layer, rng):
+    """Query, ids and counts of a batch: lists of host pages, of context pages, of these with a partial last one, none.
+    And out and lse in float64."""
+    spec = arena.spec
     q = rng.standard_normal((4, spec.num_q_heads, spec.head_dim), np.float32)
-    pages, counts, meant = np.full((4, 8), -1, np.int32), np.zeros(4, np.int32), []
-    for row, kind in enumerate(rng.permutation(["host", "whole", "partial", "none"])):
-        counts[row] = count = 0 if kind == "none" else rng.integers(1, 9)
-        own = rng.choice(CONTEXT if kind != "host" else spec.num_pages, count, replace=False)
-        lengths = np.full(count, SIZE)
-        if kind == "partial":
-            lengths[-1] = rng.integers(1, SIZE)
-        ids = own if kind == "host" else spec.num_pages + own * SIZE + lengths - 1
-        pages[row, :count] = ids
-        meant.append((kind == "host", list(zip(own, lengths, strict=True))))
-    return q, pages, counts, meant
-
-
-def expected(arena, layer, q, meant):
+    pages, counts = np.full((4, 8), -1, np.int32), rng.integers(1, 9, 4, np.int32)
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
-    for row, (is_host, tokens) in enumerate(meant):
-        if not tokens:
+    for row, kind in enumerate(rng.permutation(["host", "whole", "partial", "none"])):
+        if kind == "none":
+            counts[row] = 0
             continue
         pools = [arena.k_pages(layer)[:, :, 0], arena.v_pages(layer)[:, :, 0]]
-        pools = pools if is_host else [arena.context(layer, which) for which in (0, 1)]
+        if kind != "host":
+            pools = [arena.context(layer, which) for which in (0, 1)]
+        ids = own = rng.choice(len(pools[0]), counts[row], replace=False)
+        lengths = np.full(len(own), SIZE)
+        if kind == "partial":
+            lengths[-1] = rng.integers(1, SIZE)
+        if kind != "host":
+            ids = spec.num_pages + own * SIZE + lengths - 1
+        pages[row, : len(ids)] = ids
         k, v = (
-            np.concatenate([pool[page, :n] for page, n in tokens]).astype(float) for pool in pools
+            np.concatenate([x[p, :n] for p, n in zip(own, lengths, strict=True)]) for x in pools
         )
-        s = q[row] @ k.T * arena.spec.scale
-        lse[row] = np.log(np.exp(s).sum(1))
-        out[row] = np.exp(s - lse[row][:, None]) @ v
-    return out, lse
+        scores = q[row].astype(float) @ k.T * spec.scale
+        lse[row] = np.log(np.exp(scores).sum(1))
+        out[row] = np.exp(scores - lse[row][:, None]) @ v
+    return (q, pages, counts), (out, lse)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("starts", [True, False])
-def test_worker_and_caller_attend_to_the_kept_tokens(arena, buffers, cpu, starts, threads):
+def test_worker_and_caller_attend_to_the_kept_tokens(arena, cpu, starts, threads):
     rng = np.random.default_rng(5)
     client = WorkerClient(arena, [cpu], config=WorkerConfig(threads_per_group=threads))
     if starts:
         client.start()
     for step in range(8):
         for layer in range(arena.spec.num_layers):
-            *request, meant = requests(arena.spec, rng)
-            out, lse = buffers(arena, 4)
-            reply = client.wait(client.post(layer, step, *request), out, lse)
-            of = expected(arena, layer, request[0], meant)
-            np.testing.assert_allclose(out, of[0], atol=2e-5, rtol=2e-5)
-            np.testing.assert_allclose(lse, of[1], atol=2e-5, rtol=2e-5)
+            request, expected = request_and_answer(arena, layer, rng)
+            found = buffers(arena, 4)
+            reply = client.wait(client.post(layer, step, *request), *found)
+            close(found, expected)
             assert (reply.fallback_pages == 0) == starts
     client.stop()
 

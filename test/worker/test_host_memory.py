@@ -4,12 +4,18 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
-from sglang_scout.core.errors import ArenaError, ConfigError
-from sglang_scout.worker import host_memory, numa
+from fake_sys import use_sys
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.worker import host_memory
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
+from worker_cases import buffers, make_request, until
 
 GIB = 2**30
 MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: {} kB\nCommitLimit: {} kB\nCommitted_AS: {} kB\n"
@@ -100,6 +106,11 @@ def zones(*present):
     return {"proc/zoneinfo": text}
 
 
+@pytest.mark.parametrize(("overcommit", "found"), [(0, 64), (1, 64), (2, 30)])
+def test_beyond_the_commit_limit_a_write_would_be_a_sigbus(machine, overcommit, found):
+    assert machine({}, overcommit=overcommit) == found
+
+
 def test_a_machine_that_grows_has_what_is_present_but_not_yet_in_its_total(machine):
     """Of 128 GiB all but 1/32; so 60 more than its MemTotal of 64."""
     assert machine(zones(128)) == machine(zones(64, 64)) == 64 + 60
@@ -111,11 +122,9 @@ def test_a_machine_that_grows_has_what_is_present_but_not_yet_in_its_total(machi
 
 def test_a_node_grows_by_its_own(machine, tmp_path, monkeypatch):
     machine(zones(64, 128))
-    monkeypatch.setattr(numa, "_NODES", tmp_path)
-    for node in range(2):
-        (tmp_path / f"node{node}").mkdir()
-        text = f"Node {node} MemTotal: 65011712 kB\nNode {node} MemFree: 1048576 kB\n"
-        (tmp_path / f"node{node}/meminfo").write_text(text)
+    text = "Node 0 MemTotal: 65011712 kB\nNode 0 MemFree: 1048576 kB\n"
+    files = {f"devices/system/node/node{node}/meminfo": text for node in range(2)}
+    use_sys(monkeypatch, tmp_path, files)
     assert [host_memory.bytes_now(node) // GIB for node in range(2)] == [1, 1]
     assert [host_memory.available_bytes(node) // GIB for node in range(2)] == [1, 1 + 62]
     monkeypatch.setenv(host_memory.OVERRIDE, "100")
@@ -131,74 +140,88 @@ def test_what_the_user_promises_is_taken(machine, monkeypatch):
             host_memory.available_bytes()
 
 
-class Growing:
-    """A machine with so many MiB, which gets ``grows`` more when less than ``low`` are left, up to ``most``."""
-
-    def __init__(self, mib, grows, low, most, monkeypatch):
-        self.mib, self.grows, self.low, self.most = mib, grows, low, most
-        self.used, self.steps = 0, []
-        monkeypatch.setattr(host_memory, "populate_together", self.populate)
-        monkeypatch.setattr(host_memory.time, "sleep", self.sleep)
-        monkeypatch.setattr(host_memory, "GROWTH_WAIT_S", 0.01)
-
-    def now(self):
-        return (self.mib - self.used) << 20
-
-    def sleep(self, _):
-        if self.mib - self.used <= self.low:
-            self.mib = min(self.mib + self.grows, self.most)
-
-    def populate(self, address, nbytes):
-        assert address == 4096 + (self.used << 20) and nbytes <= self.now() - (512 << 20)
-        self.steps.append(nbytes >> 20)
-        self.used += self.steps[-1]
-        return 0
-
-
 @pytest.mark.parametrize("low", [512 + 32, 512 + 1500])
 def test_memory_is_taken_in_steps_as_the_machine_grows(monkeypatch, low):
-    """Also if it grows only when less than a step is left."""
-    machine = Growing(6 << 10, 1 << 10, low, 24 << 10, monkeypatch)
-    host_memory.take_in_steps(4096, 20 * GIB, machine.now)
-    assert sum(machine.steps) == 20 << 10 and machine.steps[0] == max(machine.steps) == 2 << 10
+    """One of 6 GiB, which gets 1 more where less than ``low`` MiB are left. One that does not: test_arena.py."""
+    size, used, steps = 6 << 10, 0, []
+
+    def grow(_):
+        nonlocal size
+        size += 1024 if size - used <= low else 0
+
+    def populate(address, nbytes):
+        nonlocal used
+        assert address == 4096 + (used << 20) and (nbytes >> 20) <= size - used - 512
+        steps.append(nbytes >> 20)
+        used += steps[-1]
+        return 0
+
+    monkeypatch.setattr(host_memory, "populate_together", populate)
+    monkeypatch.setattr(host_memory.time, "sleep", grow)
+    host_memory.take_in_steps(4096, 20 * GIB, lambda: (size - used) << 20)
+    assert sum(steps) == 20 << 10 and steps[0] == max(steps) == 2 << 10
 
 
-def test_a_machine_that_does_not_grow_in_time_is_refused(monkeypatch):
-    machine = Growing(6 << 10, 1 << 10, 1 << 10, 9 << 10, monkeypatch)
-    with pytest.raises(ArenaError) as caught:
-        host_memory.take_in_steps(4096, 20 * GIB, machine.now)
-    assert (8 << 10) < machine.used <= (9 << 10) - 512
-    for part in (
-        f"{machine.used / 1024:.3f} GiB of 20.000 GiB are allocated",
-        "--kv-offload-host-gb",
-        "HOST_MEMORY_GB",
-    ):
-        assert part in str(caught.value)
+def mapped_bytes(pid, address=None):
+    """Resident bytes mapped in a process, of all arenas or of the one at an address."""
+    maps = psutil.Process(pid).memory_maps(grouped=False)
+    arenas = (m for m in maps if "sglang-scout" in m.path)
+    return sum(m.rss for m in arenas if address in (None, int(m.addr.split("-")[0], 16)))
 
 
-@pytest.mark.parametrize(("overcommit", "found"), [(0, 64), (1, 64), (2, 30)])
-def test_beyond_the_commit_limit_a_write_would_be_a_sigbus(machine, overcommit, found):
-    assert machine({}, overcommit=overcommit) == found
+def pages_of(arena):
+    """Address and bytes of all but the ring."""
+    ring_bytes = arena.layout().kv_offset
+    return arena.address + ring_bytes, arena.nbytes - ring_bytes
+
+
+@pytest.mark.usefixtures("populates")
+def test_a_worker_maps_all_pages_and_changes_nothing(make_arena, cpu):
+    arena = make_arena(num_pages=4000)
+    before = arena.k_pages(0).copy()
+    request = make_request(arena.spec, 4, 1)
+    with WorkerClient(arena, [cpu], config=WorkerConfig(populate=True)) as client:
+        pid = client.snapshot().pid
+        until(lambda: mapped_bytes(pid) >= pages_of(arena)[1], "everything is mapped")
+        reply = client.wait(client.post(0, 0, *request), *buffers(arena, 4))
+        assert reply.fallback_pages == 0
+    np.testing.assert_array_equal(arena.k_pages(0), before)
+
+
+def test_the_thread_that_maps_is_nice_keeps_to_its_cpus_and_stops(make_arena, cpu, monkeypatch):
+    places, asked = [], threading.Event()
+
+    def populate(address, nbytes, write):
+        thread = threading.get_native_id()
+        places.append((os.getpriority(os.PRIO_PROCESS, thread), os.sched_getaffinity(thread)))
+        asked.set()
+        return 0
+
+    monkeypatch.setattr(host_memory, "populate", populate)
+    monkeypatch.setattr(host_memory, "SMALL_PIECE_BYTES", 1)
+    begin, nbytes = pages_of(make_arena())
+    thread = host_memory.PopulateThread(begin, nbytes, [cpu])
+    assert asked.wait(5)
+    for _ in range(2):
+        thread.stop()
+    assert 0 < len(places) < nbytes and set(map(str, places)) == {str((19, {cpu}))}
+
+
+@pytest.mark.usefixtures("populates")
+def test_a_system_that_refuses_to_map_is_told_of(caplog):
+    host_memory.PopulateThread(2**46, 4096)._thread.join()  # nothing is mapped there
+    assert "mapped 0.000 GiB of 0.000 GiB of the arena" in caplog.text
+    assert "Cannot allocate memory" in caplog.text
 
 
 def test_a_group_of_this_machine():
-    """A process in a real one sees its limit, and is refused an arena beyond it instead of being killed."""
+    """A process in a real one sees its limit."""
     parents = [folder for kind, folder in host_memory._memory_groups() if kind == "cgroup"]
     group = (parents or [Path("/absent")])[0] / f"scout-test-{os.getpid()}"
-    code = """
-import sys
-from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.host_memory import available_bytes
-open(sys.argv[1], "w").write("0")
-sizes = dict(num_layers=4, page_size=32, num_kv_heads=8, num_q_heads=8, head_dim=128, kv_dtype="float32")
-sizes |= dict(scale=1.0, max_batch=1, max_pages=1)
-print(available_bytes())
-try:
-    Arena.create(ArenaSpec(num_pages=300, **sizes))  # 300 MiB
-except ArenaError as error:
-    print(error)
-"""
+    code = (
+        "import sys; from sglang_scout.worker.host_memory import available_bytes;"
+        "open(sys.argv[1], 'w').write('0'); print(available_bytes())"
+    )
     try:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text("256M")
@@ -206,10 +229,7 @@ except ArenaError as error:
         pytest.skip(f"no group of version 1 can be made: {error}")
     try:
         command = [sys.executable, "-c", code, str(group / "cgroup.procs")]
-        done = subprocess.run(command, capture_output=True, text=True)
+        available = int(subprocess.check_output(command))
     finally:
         group.rmdir()
-    assert done.returncode == 0, done.stderr
-    available, refusal = done.stdout.splitlines()
-    assert 128 * 2**20 < int(available) <= 256 * 2**20
-    assert "does not fit" in refusal and "lower num_pages=300 to at most" in refusal
+    assert 128 * 2**20 < available <= 256 * 2**20

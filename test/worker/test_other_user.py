@@ -64,7 +64,7 @@ def test_nobody_else_talks_to_the_attention_process(served):
 SLOW_NAMES = """
 import os, socket, sys, time
 from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.client import WorkerClient
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
 os.makedirs("/var/run/nscd", exist_ok=True)
 mute = socket.socket(socket.AF_UNIX)
 mute.bind("/var/run/nscd/socket")
@@ -72,13 +72,14 @@ os.chmod("/var/run/nscd/socket", 0o777)
 mute.listen(50)
 spec = ArenaSpec(num_layers=1, num_pages=40, page_size=4, num_kv_heads=2, num_q_heads=4,
                  head_dim=16, kv_dtype="float32", scale=0.25, max_batch=4, max_pages=8)
-with Arena.create(spec) as arena, WorkerClient(arena, [int(sys.argv[1])]) as client:
+config = WorkerConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
+with Arena.create(spec) as arena, WorkerClient(arena, [int(sys.argv[1])], config=config) as client:
     name = client.snapshot().endpoint.removeprefix("ipc://@")
     if os.fork() == 0:
         os.setresuid(65534, 65534, 65534)
         one = socket.socket(socket.AF_UNIX)
         one.connect(chr(0) + name)
-        time.sleep(1.5)
+        time.sleep(0.8)
         os._exit(0)
     os.wait()
     print(client.snapshot().restarts, client.snapshot().state)

@@ -6,29 +6,18 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 
-from sglang_scout.cli import machine
-from sglang_scout.cli.machine_checks import (
-    FAILED,
-    OK,
-    WARNING,
-    Check,
-    check_cpus,
-    check_environment,
-    check_gpu,
-    check_hugepages,
-    check_locked_memory,
-    check_memory,
-)
+from sglang_scout.cli import machine_checks as machine
+from sglang_scout.cli.machine_checks import FAILED, OK, WARNING, Check, python, reason
 from sglang_scout.cli.table import columns
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.sglang_versions import ADAPTERS
+from sglang_scout.worker import numa
 
 DESCRIPTION = (
     "Check whether this machine can serve. Each line says ok, warning or failed and what was found; a line "
@@ -38,13 +27,17 @@ DESCRIPTION = (
 )
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "scout"
-TIMEOUT_S = 120
 AGAIN = "do what the lines marked -> say, then run sglang-scout doctor again"
 START = (
     "run sglang-scout plan --model-path DIR to see how many requests fit, then start both servers of a pair with "
     "--kv-offload scout (docs/tutorial.md)"
 )
 INSTALL = "in a clone, run scripts/setup.sh, or pip install '.[cpu]' or '.[cuda]' into your own environment"
+MISSING = {
+    "cpu": "missing pages are attended to on the CPU",
+    "fetch": "missing pages are copied to the device; the CPU computes no attention",
+}
+WITH_FEEDBACK = "the CPU attends to the tokens kept from outside the window"
 
 
 def pinned(distribution: str) -> str | None:
@@ -61,8 +54,8 @@ def check_python() -> Check:
     values = {"version": found, "executable": sys.executable}
     if sys.version_info >= (3, 13):
         fix = "use Python 3.11 or 3.12: not all of SGLang's packages have wheels for newer versions"
-        return Check("python", WARNING, found, fix, values)
-    return Check("python", OK, found, values=values)
+        return Check(WARNING, found, fix, values)
+    return Check(OK, found, values=values)
 
 
 def check_sglang() -> Check:
@@ -73,108 +66,83 @@ def check_sglang() -> Check:
     try:
         found = version("sglang")
     except PackageNotFoundError:
-        return Check("sglang", FAILED, "not installed", fix)
+        return Check(FAILED, "not installed", fix)
     values = {"version": found, "supported": supported}
     if found not in supported:
-        return Check("sglang", FAILED, f"{found}, expected {' or '.join(supported)}", fix, values)
-    done = _python("-c", "import torch, sgl_kernel")
+        return Check(FAILED, f"{found}, expected {' or '.join(supported)}", fix, values)
+    done = python("-c", "import torch, sgl_kernel")
     if "libcuda.so.1" in done.stderr and found != "0.5.15.post1":  # which works without them
         fix = "without a GPU: run scripts/no_driver.sh VENV, then . scripts/cpu_env.sh; with a GPU: install its driver"
-        return Check(
-            "sglang", FAILED, f"{found}; its kernels do not load: {_reason(done)}", fix, values
-        )
-    return Check("sglang", OK, found, values=values)
+        return Check(FAILED, f"{found}; its kernels do not load: {reason(done)}", fix, values)
+    return Check(OK, found, values=values)
 
 
 def check_queries() -> Check:
     """Whether SGLang's layers get the inputs that queries are predicted from. On the CPU, even if there is a GPU."""
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = _python("-m", "sglang_scout.plugin.query_check", **on_cpu)
+    done = python("-m", "sglang_scout.plugin.query_check", **on_cpu)
     if done.returncode != 0:
         fix = (
             "see the sglang check above; a decode server repeats this comparison in its first steps"
         )
-        return Check(
-            "queries", WARNING, f"could not compare predicted queries: {_reason(done)}", fix
-        )
+        return Check(WARNING, f"could not compare predicted queries: {reason(done)}", fix)
     found = json.loads(done.stdout.splitlines()[-1])
     if "error" in found:
-        return Check("queries", FAILED, found["error"], "please report it")
-    return Check("queries", OK, "predicted queries match those that SGLang's layers compute")
+        return Check(FAILED, found["error"], "please report it")
+    return Check(OK, "predicted queries match those that SGLang's layers compute")
 
 
 def check_plugin() -> Check:
     found = {e.name: e.value for e in entry_points(group=PLUGIN_GROUP)}
     if PLUGIN_NAME not in found:
-        return Check("plugin", FAILED, f"no entry point {PLUGIN_NAME!r} in {PLUGIN_GROUP}", INSTALL)
+        return Check(FAILED, f"no entry point {PLUGIN_NAME!r} in {PLUGIN_GROUP}", INSTALL)
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     names = [name.strip() for name in allowed.split(",") if name.strip()]
     values = {"entry_point": found[PLUGIN_NAME], "allowed": names}
     if names and PLUGIN_NAME not in names:
-        fix = f"add {PLUGIN_NAME} to SGLANG_PLUGINS, or unset it"
-        return Check(
-            "plugin",
-            FAILED,
-            f"SGLANG_PLUGINS={allowed} does not include {PLUGIN_NAME}",
-            fix,
-            values,
-        )
-    return Check("plugin", OK, found[PLUGIN_NAME], values=values)
+        text = f"SGLANG_PLUGINS={allowed} does not include {PLUGIN_NAME}"
+        return Check(FAILED, text, f"add {PLUGIN_NAME} to SGLANG_PLUGINS, or unset it", values)
+    return Check(OK, found[PLUGIN_NAME], values=values)
 
 
 def check_native() -> Check:
-    done = _python("-c", "from sglang_scout import _native; print(_native.isa())")
+    done = python("-c", "from sglang_scout import _native; print(_native.isa())")
     if done.returncode != 0:
-        return Check("native module", FAILED, f"cannot be imported: {_reason(done)}", INSTALL)
+        return Check(FAILED, f"cannot be imported: {reason(done)}", INSTALL)
     isa, forced = done.stdout.strip(), os.environ.get("SCOUT_ISA")
     values = {"isa": isa, "forced": forced}
     if forced:
         fix = "unset SCOUT_ISA to use the best instruction set of this CPU"
-        return Check("native module", WARNING, f"{isa}, SCOUT_ISA={forced} is set", fix, values)
-    return Check("native module", OK, isa, values=values)
+        return Check(WARNING, f"{isa}, SCOUT_ISA={forced} is set", fix, values)
+    return Check(OK, isa, values=values)
 
 
-def _python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a subprocess: its imports may crash, print or start threads."""
-    command, env = [sys.executable, *words], {**os.environ, **variables}
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=env)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", f"no answer within {TIMEOUT_S} s")
-
-
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-
-
-def _importable(name: str, module: str, distribution: str, packages: str = "") -> Check:
+def _importable(module: str, distribution: str, packages: str = "") -> Check:
     """Whether ``module`` imports; ``packages``: Debian packages of its shared libraries."""
-    done = _python("-c", f"import {module}")
+    done = python("-c", f"import {module}")
     found = wanted = None
     with contextlib.suppress(PackageNotFoundError):
         found, wanted = version(distribution), pinned(distribution)
     values = {"distribution": distribution, "version": found, "wanted": wanted}
     if done.returncode != 0:
-        reason = _reason(done)
         fix = f"pip install {distribution}"
-        if "cannot open shared object file" in reason and packages:
+        if "cannot open shared object file" in reason(done) and packages:
             fix = f"apt-get install -y {packages}"
-        return Check(name, FAILED, reason, fix, values)
+        return Check(FAILED, reason(done), fix, values)
     if wanted is not None and found != wanted:
         fix = f"tested with {wanted}: pip install {distribution}=={wanted}"
-        return Check(name, WARNING, f"{found}, expected {wanted}", fix, values)
-    return Check(name, OK, found or "found (another distribution)", values=values)
+        return Check(WARNING, f"{found}, expected {wanted}", fix, values)
+    return Check(OK, found or "found (another distribution)", values=values)
 
 
 def check_mooncake() -> Check:
-    name, packages = "mooncake", "libibverbs1 librdmacm1"
-    if not machine.nvidia_gpus():
-        distribution = "mooncake-transfer-engine-non-cuda"
-        return _importable(name, "mooncake.engine", distribution, packages)
+    packages = "libibverbs1 librdmacm1"
+    if not numa.nvidia_gpus():
+        return _importable("mooncake.engine", "mooncake-transfer-engine-non-cuda", packages)
     # The CUDA build finds libcudart as in a server, which imports torch first.
     distribution = "mooncake-transfer-engine-cuda13"
     packages += " ibverbs-providers libcurl4"
-    check = _importable(name, "torch, mooncake.engine", distribution, packages)
+    check = _importable("torch, mooncake.engine", distribution, packages)
     if check.state == OK and not machine.transfer_reads_device():
         found = f"{check.found}; built without CUDA, so TCP cannot send from a GPU"
         fix = f"pip install {distribution}=={pinned(distribution)}, or start the prefill server with --device cpu"
@@ -183,69 +151,97 @@ def check_mooncake() -> Check:
 
 
 def check_router() -> Check:
-    return _importable("router", "sglang_router", "sglang-router")
+    return _importable("sglang_router", "sglang-router")
 
 
 def check_worker(cpus: list[int]) -> Check:
-    from sglang_scout.cli.worker_check import compare_and_time
+    from sglang_scout.cli import worker_check  # imports the native module
 
-    try:
-        result = compare_and_time(cpus)
-    except ConfigError as error:
-        what, _, fix = str(error).rpartition("; ")
-        return Check("CPU attention", FAILED, what, fix)
-    except Exception as error:  # any failure is a result of the check
-        fix = "fix the error above; in a checkout, scripts/setup.sh --force rebuilds the native module"
-        return Check("CPU attention", FAILED, f"{type(error).__name__}: {error}", fix)
-    text = (
-        f"ready in {result.ready_s * 1e3:.0f} ms, control socket {result.endpoint}; "
-        f"{result.rows} sequences x {result.pages} pages: largest error {result.max_error:.1e}, "
-        f"round trip {result.batch_us:.0f} us; one page: {result.page_us:.0f} us"
-    )
-    if not result.right:
-        found = f"{text}: {result.problem}"
-        return Check("CPU attention", FAILED, found, "please report it", asdict(result))
-    return Check("CPU attention", OK, text, values=asdict(result))
+    return worker_check.check_worker(cpus)
 
 
 def check_policy(name: str, keys: str) -> Check:
-    """The policy's own requirements."""
-    done = _python("-m", "sglang_scout.cli.policy_check", name, keys)
-    if done.returncode != 0:
-        return Check("policy", FAILED, _reason(done), INSTALL)
-    found = json.loads(done.stdout)
-    if "error" in found:
-        what, _, fix = found["error"].rpartition("; ")
-        return Check("policy", FAILED, what, fix)
-    files = "".join(f"; {file}" for file in found["files"])
-    text = f"{name}: {found['missing']}; budget of {found['budget_tokens']} tokens{files}"
-    return Check("policy", OK, text, values=found)
+    """What a policy needs with these keys of ``--kv-offload-config``."""
+    from sglang_scout.cli.sizes import server_config  # imports torch
+    from sglang_scout.core.forecast import load_weights, weights_file
+    from sglang_scout.policy.base import Context, make_policy
+
+    config, files = server_config(name, keys), []
+    layers = max(config.exact_layers, default=0) + 1
+    policy = make_policy(Context(config, num_layers=layers, page_bytes=1))
+    if named := weights_file(config):
+        kind, path = named
+        model = load_weights(path, kind).header.identity
+        files.append(f"{kind}_file {path}, of {model.describe()}")
+    missing = MISSING[policy.route] if policy.feedback is None else WITH_FEEDBACK
+    text = f"{name}: {missing}; budget of {config.budget_tokens} tokens"
+    values = {
+        "policy": policy.name,
+        "budget_tokens": config.budget_tokens,
+        "digest": config.digest,
+        "worker": policy.route == "cpu",
+        "missing": missing,
+        "files": files,
+    }
+    return Check(OK, "; ".join([text, *files]), values=values)
 
 
-def checks(given: list[int] | None) -> list[Callable[[], Check]]:
-    """All checks, in the order of the report."""
-    return [
-        check_python, check_sglang, check_plugin, check_native, lambda: check_cpus(given), check_gpu,
-        check_environment, check_memory, check_hugepages, check_locked_memory, check_mooncake,
-        check_router, check_queries, lambda: check_worker(given or sorted(os.sched_getaffinity(0))),
-    ]  # fmt: skip
+def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
+    """All checks by name, in the order of the report.
+
+    Raises:
+        ConfigError: ``args.cpus`` is not a list of CPUs of this process.
+    """
+    given = None if args.cpus is None else list(parse_cpu_list(args.cpus, flag="--cpus"))
+    found: dict[str, Callable[[], Check]] = {
+        "python": check_python,
+        "sglang": check_sglang,
+        "plugin": check_plugin,
+        "native module": check_native,
+        "cpus": lambda: machine.check_cpus(given),
+        "gpu": machine.check_gpu,
+        "environment": machine.check_environment,
+        "memory": machine.check_memory,
+        "huge pages": machine.check_hugepages,
+        "locked memory": machine.check_locked_memory,
+        "mooncake": check_mooncake,
+        "router": check_router,
+        "queries": check_queries,
+        "CPU attention": lambda: check_worker(given or sorted(os.sched_getaffinity(0))),
+    }
+    if args.kv_offload is not None:
+        found["policy"] = lambda: check_policy(args.kv_offload, args.kv_offload_config)
+    return found
 
 
-def report(results: list[Check]) -> str:
+def outcome(check: Callable[[], Check]) -> Check:
+    """What a check finds. What it raises is a result too; a ConfigError ends with its fix."""
+    try:
+        return check()
+    except ConfigError as error:
+        what, _, fix = str(error).rpartition("; ")
+        return Check(FAILED, what, fix)
+    except ImportError as error:
+        return Check(FAILED, str(error), INSTALL)
+    except Exception as error:
+        fix = "fix the error above; in a checkout, scripts/setup.sh --force rebuilds the native module"
+        return Check(FAILED, f"{type(error).__name__}: {error}", fix)
+
+
+def report(results: Mapping[str, Check]) -> str:
     """The text report; each fix is below its line."""
-    lines = columns([(check.state, check.name, check.found) for check in results]).splitlines()
-    gap = " " * (max(len(check.state) for check in results) + 2)
+    found = list(results.values())
+    lines = columns([(check.state, name, check.found) for name, check in results.items()])
+    gap = " " * (max(len(check.state) for check in found) + 2)
     out = []
-    for check, line in zip(results, lines, strict=True):
+    for check, line in zip(found, lines.splitlines(), strict=True):
         out.append(line)
         out += [f"{gap}{more}" for more in check.below.splitlines()]
         if check.fix:
             out.append(f"{gap}-> {check.fix}")
-    failed = sum(check.state == FAILED for check in results)
-    warned = sum(check.state == WARNING for check in results)
-    verdict = (
-        "this machine can serve" if not failed else f"{failed} failed: this machine cannot serve"
-    )
+    failed = sum(check.state == FAILED for check in found)
+    warned = sum(check.state == WARNING for check in found)
+    verdict = f"{failed} failed: this machine cannot serve" if failed else "this machine can serve"
     out.append(f"\n{verdict}" + (f"; warnings: {warned}" if warned else ""))
     out.append(f"next: {AGAIN if failed else START}")
     return "\n".join(out)
@@ -269,18 +265,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs all checks, prints them, returns the exit code.
-
-    Raises:
-        ConfigError: ``args.cpus`` is not a list of CPUs of this process.
-    """
-    given = None if args.cpus is None else list(parse_cpu_list(args.cpus, flag="--cpus"))
-    results = [check() for check in checks(given)]
-    if args.kv_offload is not None:
-        results.append(check_policy(args.kv_offload, args.kv_offload_config))
-    ok = all(check.state != FAILED for check in results)
+    """Runs all checks, prints them, returns the exit code."""
+    results = {name: outcome(check) for name, check in checks(args).items()}
+    ok = all(check.state != FAILED for check in results.values())
     if args.json:
-        found = [{k: v for k, v in asdict(check).items() if k != "below"} for check in results]
+        found = [{"name": name} | asdict(check) for name, check in results.items()]
+        for check in found:
+            del check["below"]
         print(json.dumps({"ok": ok, "checks": found}, indent=2))
     else:
         print(report(results))

@@ -2,47 +2,81 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from sglang_scout.cli import machine
 from sglang_scout.cli.table import columns, gib
 from sglang_scout.core.cpu_list import ranges
-from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_socket_folder
-from sglang_scout.worker import numa
+from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.cpus import plan_cpus
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 SMALL_MEMORY_BYTES = 4 * 2**30
+TIMEOUT_S = 120
+COUNT_DEVICES = (
+    "import torch, sys; torch.version.cuda or sys.exit('torch is built without CUDA'); "
+    "print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        state: "ok", "warning" (serves, but suboptimally) or "failed" (does not serve).
-        found: the observation.
-        fix: what to do; empty if ok.
-        values: the same as numbers, for --json.
-        below: lines of text below it, not for --json.
-    """
-
-    name: str
-    state: str
+    state: str  # OK, WARNING (serves, but suboptimally) or FAILED (does not serve)
     found: str
-    fix: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    below: str = ""
+    fix: str = ""  # what to do; empty if ok
+    values: dict[str, Any] = field(default_factory=dict)  # the same as numbers, for --json
+    below: str = ""  # lines of text below it, not for --json
+
+
+def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a subprocess: its imports may crash, print or start threads."""
+    command, env = [sys.executable, *words], {**os.environ, **variables}
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=env)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"no answer within {TIMEOUT_S} s")
+
+
+def reason(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+
+
+def cuda_devices() -> tuple[int, str]:
+    """How many CUDA devices torch can use, and why none. Takes seconds, to import torch."""
+    done = python("-c", COUNT_DEVICES)
+    if done.returncode:
+        return 0, reason(done)
+    count, hidden = int(done.stdout.split()[-1]), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if count or hidden not in ("", "-1"):
+        return count, "" if count else "no driver or no device"
+    return 0, f"CUDA_VISIBLE_DEVICES={hidden!r}"
+
+
+def transfer_reads_device() -> bool:
+    """Whether the installed mooncake was built with CUDA.
+
+    Without it mooncake passes the address of device memory to the socket, which refuses it, and every transfer fails;
+    also of digests that arrive in device memory. With it, device memory is copied through the host.
+    """
+    spec = importlib.util.find_spec("mooncake")  # a lookup without an import
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    modules = (module for folder in folders for module in Path(folder).glob("engine*.so"))
+    return any(b"cudaMemcpy" in module.read_bytes() for module in modules)
 
 
 def check_cpus(given: Collection[int] | None = None) -> Check:
     """Args: given: as ``--kv-offload-cpus`` of a decode server."""
-    cpus, quota, nodes = sorted(os.sched_getaffinity(0)), machine.cpu_quota(), numa.hardware()
+    cpus, quota, nodes = sorted(os.sched_getaffinity(0)), numa.cpu_quota(), numa.hardware()
     text = f"{len(cpus)} for this process ({ranges(cpus)})"
     below = [
         f"NUMA node {node['node']}: CPUs {ranges(node['cpus']) or 'none'}, "
@@ -51,8 +85,8 @@ def check_cpus(given: Collection[int] | None = None) -> Check:
         for node in nodes
     ]
     by_home: dict[tuple[int, ...] | None, list[str]] = {}
-    for gpu in machine.nvidia_gpus():
-        by_home.setdefault(tuple(numa.near_cpus(gpu.address)), []).append(gpu.address)
+    for gpu in numa.nvidia_gpus():
+        by_home.setdefault(tuple(numa.near_cpus(gpu)), []).append(gpu)
     uses, problem = [], ""
     for near, gpus in (by_home or {None: []}).items():
         plan = plan_cpus(cpus, near, given)
@@ -68,54 +102,44 @@ def check_cpus(given: Collection[int] | None = None) -> Check:
     elif len(cpus) < 2:
         fix = "CPU attention and the server share one CPU; give this process more CPUs"
     elif problem:
-        text, fix = (
-            f"{text}; {problem}",
-            "add CPUs near the GPU to the cpuset, for example with docker's --cpuset-cpus",
-        )
-    return Check("cpus", WARNING if fix else OK, text, fix, values, "\n".join(below))
+        text += f"; {problem}"
+        fix = "add CPUs near the GPU to the cpuset, for example with docker's --cpuset-cpus"
+    return Check(WARNING if fix else OK, text, fix, values, "\n".join(below))
 
 
 def check_gpu() -> Check:
-    gpus = machine.nvidia_gpus()
-    values: dict[str, Any] = {"gpus": [asdict(gpu) for gpu in gpus]}
+    gpus = [{"address": gpu, "numa_node": numa.node_of(gpu)} for gpu in numa.nvidia_gpus()]
+    values: dict[str, Any] = {"gpus": gpus}
     if not gpus:
-        return Check("gpu", OK, "none; start servers with --device cpu", values=values)
-    found = ", ".join(f"{gpu.address} on NUMA node {gpu.numa_node}" for gpu in gpus)
-    count, why = machine.cuda_devices()
+        return Check(OK, "none; start servers with --device cpu", values=values)
+    found = ", ".join(f"{gpu['address']} on NUMA node {gpu['numa_node']}" for gpu in gpus)
+    count, why = cuda_devices()
     values["cuda_devices"] = count
     if not count:
         fix = "install NVIDIA's driver and, in a container, give access to the GPU; or start servers with --device cpu"
-        return Check("gpu", WARNING, f"{found}, but torch sees no CUDA device ({why})", fix, values)
+        return Check(WARNING, f"{found}, but torch sees no CUDA device ({why})", fix, values)
     note = f"; torch sees {count}: start servers with --device cuda, which is untested on a GPU (docs/gpu.md)"
-    return Check("gpu", OK, found + note, values=values)
+    return Check(OK, found + note, values=values)
 
 
 def check_environment() -> Check:
     """The variables by which a manually started server fails at start."""
-    try:
-        check_socket_folder()
-    except ConfigError as error:
-        what, _, fix = str(error).rpartition("; ")
-        return Check("environment", FAILED, what, fix)
-    wanted = {} if machine.nvidia_gpus() else {"SGLANG_USE_CPU_ENGINE": "1"}
-    if not machine.has_rdma():
+    check_socket_folder()
+    wanted = {} if numa.nvidia_gpus() else {"SGLANG_USE_CPU_ENGINE": "1"}
+    if not numa.has_rdma():
         wanted["MOONCAKE_PROTOCOL"] = "tcp"
     missing = {name: value for name, value in wanted.items() if not os.environ.get(name)}
+    values = {"missing": missing}
     if not missing:
-        return Check(
-            "environment", OK, "the variables that servers need are set", values={"missing": {}}
-        )
+        return Check(OK, "the variables that servers need are set", values=values)
     exports = " ".join(f"{name}={value}" for name, value in missing.items())
     verb = "is" if len(missing) == 1 else "are"
     found = f"{' and '.join(missing)} {verb} not set; servers that you start by hand need this"
-    fix = f"source scripts/cpu_env.sh, or export {exports}"
-    return Check("environment", WARNING, found, fix, {"missing": missing})
+    return Check(WARNING, found, f"source scripts/cpu_env.sh, or export {exports}", values)
 
 
 def check_memory() -> Check:
-    from sglang_scout.worker.host_memory import available_bytes, bytes_now
-
-    available, now = available_bytes(), bytes_now()
+    available, now = host_memory.available_bytes(), host_memory.bytes_now()
     text = f"{gib(available)} available"
     if now < available:
         text += f", {gib(now)} of it now and the rest as the machine grows"
@@ -123,42 +147,37 @@ def check_memory() -> Check:
     values = {"available_bytes": available, "available_now_bytes": now}
     if available < SMALL_MEMORY_BYTES:
         fix = "free memory: two servers need a few GiB in addition to the KV pages"
-        return Check("memory", WARNING, text, fix, values)
-    return Check("memory", OK, text, values=values)
+        return Check(WARNING, text, fix, values)
+    return Check(OK, text, values=values)
 
 
 def check_hugepages() -> Check:
-    from sglang_scout.worker import host_memory
-
-    pool = host_memory.free_pool_bytes() // host_memory.HUGE_PAGE_BYTES
-    mode = host_memory.shmem_mode()
+    pool, mode = host_memory.pool_pages()[0], host_memory.shmem_mode()
     text = f"{pool} free 2 MiB pages in the pool, shmem_enabled is {mode or 'unknown'}"
     values = {"free_pool_pages": pool, "shmem_enabled": mode}
     if pool or host_memory.shared_huge_pages_allowed():
-        return Check("huge pages", OK, text, values=values)
+        return Check(OK, text, values=values)
     fix = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    return Check(
-        "huge pages", WARNING, text + "; host memory for KV uses pages of 4 KiB", fix, values
-    )
+    return Check(WARNING, f"{text}; host memory for KV uses pages of 4 KiB", fix, values)
 
 
 def check_locked_memory() -> Check:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
-        return Check("locked memory", OK, "unlimited", values={"limit_bytes": None})
+        return Check(OK, "unlimited", values={"limit_bytes": None})
     why, without = [], []
-    if machine.nvidia_gpus():
+    if numa.nvidia_gpus():
         why.append("a decode server with --device cuda page-locks all KV pages")
         without.append("--device cpu")
-    if machine.has_rdma():
+    if numa.has_rdma():
         why.append("RDMA transfer registers all KV pages")
         without.append("MOONCAKE_PROTOCOL=tcp")
     values = {"limit_bytes": limit}
     if not why:
-        note = "more is not needed without a GPU or an RDMA device"
-        return Check("locked memory", OK, f"{gib(limit)}; {note}", values=values)
+        found = f"{gib(limit)}; more is not needed without a GPU or an RDMA device"
+        return Check(OK, found, values=values)
     fix = (
         f"{', and '.join(why)}: set ulimit -l unlimited (LimitMEMLOCK=infinity of a service), "
         f"or use {' and '.join(without)}"
     )
-    return Check("locked memory", WARNING, gib(limit), fix, values)
+    return Check(WARNING, gib(limit), fix, values)

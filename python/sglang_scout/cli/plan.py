@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-path",
         required=True,
         metavar="DIR",
-        help="folder of the model, with its config.json",
+        help="folder of the model, or the name of one that has been downloaded from the Hugging Face Hub",
     )
     add(
         "--context",
@@ -194,7 +194,7 @@ def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> s
                     f"{gib(server.digest_bytes_per_page)} of digest, over all layers",
                 ),
             ]
-        ),  # fmt: skip
+        ),
         f"Memory of {_count(max(plan.requests, 1))} of {server.context_tokens} tokens ({server.pages_per_request} "
         f"pages){' each' * (plan.requests > 1)}\n"
         + columns(_memory_rows(plan), right=(1, 2, 3), indent=2),

@@ -29,25 +29,21 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Report:
-    """Means over ``steps`` steps that are followed by another.
-
-    Attributes:
-        period_us: from the start of a step to that of the next.
-        ratio_by_layer: CPU compute ratio of requests longer than the budget, without their first steps.
-        cpu_wait_us_by_layer: time that the device waited for missing pages.
-    """
+    """Means over ``steps`` steps that are followed by another."""
 
     policy: str
     recall: str
     steps: int
     requests: float
-    period_us: float
+    period_us: float  # from the start of a step to that of the next
     cpu_wait_us: float
     recall_wait_us: float
     rest_us: float
     between_us: float
-    ratio_by_layer: list[float]
-    cpu_wait_us_by_layer: list[float]
+    ratio_by_layer: list[
+        float
+    ]  # CPU compute ratio of requests beyond the budget, without their first steps
+    cpu_wait_us_by_layer: list[float]  # in which the device waited for missing pages
     recalled_pages: float
     recall_bytes: float
 

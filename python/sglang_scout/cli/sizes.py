@@ -8,24 +8,38 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from sglang_scout.cli.model_config import ModelConfig, read_model
-from sglang_scout.cli.policy_check import server_config
 from sglang_scout.cli.table import GIB
-from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, OffloadConfig
+from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, OffloadConfig, parse_config
 from sglang_scout.core.errors import ArenaError, ConfigError
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import MemoryPlan, ServerSize
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.policy.base import Context, Policy, make_policy
+from sglang_scout.policy.base import Context, Policy, make_policy, policies
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, available_bytes, free_pool_bytes
 from sglang_scout.worker.ring import MOST_THREADS_PER_GROUP
 from sglang_scout.worker.spec import MAX_BATCH
 
 MAX_TOKENS, MAX_GIB = 2**40, 2**30
+
+
+def server_config(
+    name: str, keys: str, budget_tokens: int | None = None, flags: Mapping[str, str] = FLAGS
+) -> OffloadConfig:
+    """The configuration of a server with this policy; arguments as of :func:`parse_config`."""
+    known = policies()
+    if name not in known:
+        raise ConfigError(
+            f"--kv-offload {name!r}: unknown policy; choose one of {', '.join(known)}"
+        )
+    return parse_config(
+        policy=name, policies=known, config=keys, budget_tokens=budget_tokens, flags=flags
+    )
 
 
 @dataclass(frozen=True)
@@ -118,22 +132,15 @@ class Fit:
 
 @dataclass(frozen=True)
 class Plan:
-    """The command's output.
-
-    Attributes:
-        host_bytes: for KV pages.
-        gpu_kv_bytes: GPU memory after the weights, if its size was given.
-        asked: requests to plan for; None: as many as fit.
-        memory: of these, or of one if none fits.
-    """
+    """The command's output."""
 
     server: Server
-    host_bytes: int
-    gpu_kv_bytes: int | None
+    host_bytes: int  # for KV pages
+    gpu_kv_bytes: int | None  # GPU memory after the weights, if its size was given
     offload: Fit
     stock: Fit | None
-    asked: int | None
-    memory: MemoryPlan
+    asked: int | None  # requests to plan for; None: as many as fit
+    memory: MemoryPlan  # of these, or of one if none fits
 
     @property
     def requests(self) -> int:

@@ -51,30 +51,19 @@ RECALL_STEPS = 8.7
 
 @dataclass(frozen=True)
 class Device:
-    """Bandwidths of a device and of its host.
-
-    Attributes:
-        flop_s: of dense bfloat16.
-        link_gb_s: to the host, one direction.
-        host_gb_s: of host memory for one server's CPU attention.
-        launch_us: of a kernel in a graph, including ramp-up.
-        boundary_us: once, and for each request.
-        unexplained_us: of a layer with a share on the CPU, which no term accounts for.
-        in_order: whether layer-ahead selection runs in order with the model.
-        reached: share of a published rate that a part of the step reaches; ``""``: of all others.
-    """
+    """Bandwidths of a device and of its host."""
 
     memory_gb_s: float
-    flop_s: float
-    link_gb_s: float
-    host_gb_s: float
+    flop_s: float  # of dense bfloat16
+    link_gb_s: float  # to the host, one direction
+    host_gb_s: float  # of host memory for one server's CPU attention
     memory_bytes: float
-    launch_us: float = 2.0
-    boundary_us: tuple[float, float] = (2200.0, 83.0)
-    unexplained_us: float = 0.0
-    in_order: bool = False
+    launch_us: float = 2.0  # of a kernel in a graph, including ramp-up
+    boundary_us: tuple[float, float] = (2200.0, 83.0)  # once, and for each request
+    unexplained_us: float = 0.0  # of a layer with a share on the CPU, which no term accounts for
+    in_order: bool = False  # layer-ahead selection runs in order with the model
+    # Share of a published rate that a part of the step reaches; "": of all others.
     reached: Mapping[str, float] = field(default_factory=lambda: {"": 0.8})
-    source: str = ""
 
     def us(self, part: str, gb_s: float, nbytes: float) -> float:
         """Time to move ``nbytes``."""
@@ -83,19 +72,17 @@ class Device:
 
 DEVICES = {
     # Host memory: one server's share of a socket with four GPUs, as in NVIDIA's DGX systems.
-    "a100": Device(2039, 312e12, 32, 204.8 / 4, 84e9, source="NVIDIA A100 80GB SXM data sheet; "
-                   "AMD EPYC 7742, 8 channels DDR4-3200"),
-    "h100": Device(3350, 989e12, 64, 307.2 / 4, 84e9, source="NVIDIA H100 SXM data sheet; "
-                   "Intel Xeon 8480C, 8 channels DDR5-4800"),
-    "h200": Device(4800, 989e12, 64, 307.2 / 4, 149e9, source="NVIDIA H200 SXM data sheet; "
-                   "Intel Xeon 8480C, 8 channels DDR5-4800"),
-    "b200": Device(8000, 2250e12, 64, 358.4 / 4, 190e9, source="NVIDIA HGX B200 data sheet; "
-                   "Intel Xeon 8570, 8 channels DDR5-5600"),
-    "paper": Device(1900, 312e12, 32, 100, 84e9, source="ScoutAttention: 80 GB at 1.9 TB/s, PCIe 4 x16, 36 cores that "
-                    "attend at 100 GB/s; FLOP/s of an A100, as the paper names no GPU"),
-}  # fmt: skip
-"""Published rates; memory: free on an idle device, as its 80 GB are 80 GiB. Until such a device is measured, shares
-reached and times are assumptions: 2 us per launch; the boundary as measured on a CPU (docs/results/boundary.jsonl)."""
+    "a100": Device(2039, 312e12, 32, 204.8 / 4, 84e9),  # 80GB SXM; EPYC 7742, DDR4-3200
+    "h100": Device(3350, 989e12, 64, 307.2 / 4, 84e9),  # SXM; Xeon 8480C, DDR5-4800
+    "h200": Device(4800, 989e12, 64, 307.2 / 4, 149e9),  # SXM; Xeon 8480C, DDR5-4800
+    "b200": Device(8000, 2250e12, 64, 358.4 / 4, 190e9),  # HGX; Xeon 8570, DDR5-5600
+    # ScoutAttention's: 80 GB at 1.9 TB/s, PCIe 4 x16, 36 cores that attend at 100 GB/s; FLOP/s of an A100, as the paper
+    # names no GPU.
+    "paper": Device(1900, 312e12, 32, 100, 84e9),
+}
+"""Rates of NVIDIA's data sheets, and of 8 memory channels. Memory: free on an idle device, as its 80 GB are 80 GiB.
+Until such a device is measured, shares reached and times are assumptions: 2 us per launch; the boundary as measured on
+a CPU (docs/results/boundary.jsonl)."""
 
 
 def low_end(device: Device) -> Device:
@@ -124,26 +111,18 @@ def find_device(name: str) -> Device:
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes that a step moves; per request where stated.
-
-    Attributes:
-        weight_bytes: read in every step, except experts that no request uses.
-        parameters: that a token uses.
-        ahead_bytes: of all W_q; ``ahead_parameters``.
-        kv_bytes_per_token, digest_bytes: over all layers; digests of one request.
-        query_values: of a request in one layer.
-    """
+    """Bytes that a step moves."""
 
     layers: int
-    weight_bytes: float
-    parameters: float
-    ahead_bytes: float
+    weight_bytes: float  # read in every step, except experts that no request uses
+    parameters: float  # that a token uses
+    ahead_bytes: float  # of all W_q
     ahead_parameters: float
     context_tokens: int
     budget_tokens: int
-    kv_bytes_per_token: float
-    digest_bytes: float
-    query_values: int
+    kv_bytes_per_token: float  # over all layers
+    digest_bytes: float  # of a request, over all layers
+    query_values: int  # of a request in one layer
     expert_bytes: float = 0.0
     expert_share: float = 1.0
 
@@ -154,11 +133,19 @@ class Work:
         values = model.num_q_heads * model.head_dim
         ahead = model.num_layers * model.hidden_size * values
         return cls(
-            model.num_layers, read, model.bytes_a_token / model.value_bytes, ahead * model.value_bytes, ahead,
-            context, min(server.config.budget_tokens, context), server.kv_bytes_per_token,
-            server.pages_per_request * server.digest_bytes_per_page, values,
-            model.expert_bytes, model.expert_share,
-        )  # fmt: skip
+            layers=model.num_layers,
+            weight_bytes=read,
+            parameters=model.bytes_a_token / model.value_bytes,
+            ahead_bytes=ahead * model.value_bytes,
+            ahead_parameters=ahead,
+            context_tokens=context,
+            budget_tokens=min(server.config.budget_tokens, context),
+            kv_bytes_per_token=server.kv_bytes_per_token,
+            digest_bytes=server.pages_per_request * server.digest_bytes_per_page,
+            query_values=values,
+            expert_bytes=model.expert_bytes,
+            expert_share=model.expert_share,
+        )
 
 
 @dataclass(frozen=True)
@@ -221,13 +208,11 @@ def offload_step(
     launches = LAUNCHES["offload"] + (LAUNCHES["ahead"] if device.in_order else 0)
     parts = _products(work, device, batch) | {
         "scores": device.us("scores", device.memory_gb_s, batch * work.digest_bytes),
-        "attention": device.us(
-            "attention", device.memory_gb_s, (1 - missing_share) * kv_bytes
-        ),
+        "attention": device.us("attention", device.memory_gb_s, (1 - missing_share) * kv_bytes),
         "launches": work.layers * launches * device.launch_us,
         "ring": device.us("ring", device.link_gb_s, ring + batch * work.kv_bytes_per_token),
         "unexplained": work.layers * device.unexplained_us if missing_share else 0.0,
-    }  # fmt: skip
+    }
     layer = sum(parts.values()) / work.layers
     worker = device.us("worker", device.host_gb_s, missing_share * kv_bytes) / work.layers
     first = max(0.0, worker - parts["attention"] / work.layers)

@@ -1,4 +1,4 @@
-"""A real CPU attention process on a small arena; its result is compared with a reference."""
+"""``doctor``'s check of CPU attention: a real process on a small arena, whose result is compared with a reference."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import logging
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_scout.cli.machine_checks import FAILED, OK, Check
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
@@ -34,20 +35,25 @@ SPEC = ArenaSpec(
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Result:
-    """Times are medians; ``batch_us`` for rows x pages, ``page_us`` for one row with one page."""
-
-    right: bool
-    problem: str
-    ready_s: float
-    rows: int
-    pages: int
-    batch_us: float
-    page_us: float
-    max_error: float
-    isa: str
-    endpoint: str
+def check_worker(cpus: Sequence[int]) -> Check:
+    """Starts a process on ``cpus``, checks its result, times it, and stops it. Raises ScoutError if that fails."""
+    quiet = logging.getLogger("sglang_scout.doctor")
+    quiet.setLevel(logging.ERROR)
+    with Arena.create(SPEC) as arena:
+        begin_s = time.monotonic()
+        config = WorkerConfig(wait_timeout_s=5.0)
+        with WorkerClient(arena, cpus, config=config, log=quiet) as client:
+            ready_s = time.monotonic() - begin_s
+            found, problem = compare_and_time(client, arena)
+    text = (
+        f"ready in {ready_s * 1e3:.0f} ms, control socket {found['endpoint']}; "
+        f"{ROWS} sequences x {PAGES} pages: largest error {found['max_error']:.1e}, "
+        f"round trip {found['batch_us']:.0f} us; one page: {found['page_us']:.0f} us"
+    )
+    values = {"right": not problem, "problem": problem, "ready_s": ready_s} | found
+    if problem:
+        return Check(FAILED, f"{text}: {problem}", "please report it", values)
+    return Check(OK, text, values=values)
 
 
 def attend_plainly(
@@ -74,75 +80,53 @@ def attend_plainly(
     return out, lse
 
 
-def _fill(arena: Arena, rng: np.random.Generator) -> None:
+def compare_and_time(client: WorkerClient, arena: Arena) -> tuple[dict[str, Any], str]:
+    """What a started client's process computed, and in what time; and what is wrong with it, or "".
+
+    Times are medians: ``batch_us`` for rows x pages, ``page_us`` for one row with one page.
+    """
+    rng = np.random.default_rng(0)
     for plane in (arena.k_pages(0), arena.v_pages(0)):
         values = rng.standard_normal(plane.shape, dtype=np.float32)
         plane[:] = (values.view(np.uint32) >> 16).astype(np.uint16)  # bf16, rounded towards zero
-
-
-def compare_and_time(cpus: Sequence[int]) -> Result:
-    """Starts a worker on ``cpus``, checks its result, times it, and stops it.
-
-    Raises:
-        ScoutError: the arena or the worker could not be created; the message says why.
-    """
-    rng = np.random.default_rng(0)
-    quiet = logging.getLogger("sglang_scout.doctor")
-    quiet.setLevel(logging.ERROR)
-    with Arena.create(SPEC) as arena:
-        _fill(arena, rng)
-        client = WorkerClient(arena, cpus, config=WorkerConfig(wait_timeout_s=5.0), log=quiet)
-        begin_s = time.monotonic()
-        client.start()
-        try:
-            ready_s = time.monotonic() - begin_s
-            return _exercise(client, arena, rng, ready_s)
-        finally:
-            client.stop()
-
-
-def _exercise(
-    client: WorkerClient, arena: Arena, rng: np.random.Generator, ready_s: float
-) -> Result:
     q = rng.standard_normal((ROWS, SPEC.num_q_heads, SPEC.head_dim), dtype=np.float32)
     order = rng.permutation(np.arange(1, SPEC.num_pages, dtype=np.int32))
     pages = order[: ROWS * PAGES].reshape(ROWS, PAGES).copy()
-    counts = np.full(ROWS, PAGES, np.int32)
     out, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, np.float32)
+    fallback = 0
 
-    def time_us(rows: int, count: npt.NDArray[np.int32]) -> tuple[float, int]:
-        times, fallback = [], 0
+    def time_us(rows: int, of_each: int) -> float:
+        nonlocal fallback
+        times, counts = [], np.full(rows, of_each, np.int32)
         for step in range(ROUNDS):
             begin_ns = time.perf_counter_ns()
-            ticket = client.post(0, step, q[:rows], pages[:rows], count)
+            ticket = client.post(0, step, q[:rows], pages[:rows], counts)
             fallback += client.wait(ticket, out[:rows], lse[:rows]).fallback_pages
             times.append((time.perf_counter_ns() - begin_ns) / 1e3)
-        return statistics.median(times), fallback
+        return statistics.median(times)
 
-    page_us, fallback = time_us(1, np.ones(1, np.int32))
-    batch_us, more = time_us(ROWS, counts)
+    page_us, batch_us = time_us(1, 1), time_us(ROWS, PAGES)
     want_out, want_lse = attend_plainly(q, arena.k_pages(0), arena.v_pages(0), pages)
     # numpy's max: Python's ignores a NaN.
     error = float(np.maximum(np.abs(out - want_out).max(), np.abs(lse - want_lse).max()))
-    status = client.snapshot()
-    problem = ""
+    status, problem = client.snapshot(), ""
     if not error <= TOLERANCE:  # also true for NaN
         problem = f"the error of {error:.2e} exceeds the tolerance of {TOLERANCE:.0e}"
-    elif fallback + more:
-        problem = f"{fallback + more} pages were computed without the CPU attention process: {status.last_error}"
+    elif fallback:
+        problem = (
+            f"{fallback} pages were computed without the CPU attention process: {status.last_error}"
+        )
     elif status.restarts:
         problem = (
             f"the CPU attention process was replaced {status.restarts} times: {status.last_error}"
         )
-    return Result(
-        right=not problem,
-        problem=problem,
-        ready_s=ready_s,
-        rows=ROWS,
-        pages=PAGES,
-        batch_us=batch_us,
-        page_us=page_us,
-        max_error=error,
-        isa=status.isa,
-        endpoint=status.endpoint,
-    )
+    found = {
+        "rows": ROWS,
+        "pages": PAGES,
+        "batch_us": batch_us,
+        "page_us": page_us,
+        "max_error": error,
+        "isa": status.isa,
+        "endpoint": status.endpoint,
+    }
+    return found, problem

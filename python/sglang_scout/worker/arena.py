@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import bytes_now, check_fits, describe, pool_lacks
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
 from sglang_scout.worker.ring import Layout, layout_of, node_spans, read_header, write_header
@@ -244,7 +244,7 @@ def _make(nbytes: int, from_pool: bool, hugepages: bool) -> tuple[int, np.ndarra
 def _bind(memory: np.ndarray, spec: ArenaSpec, numa_nodes: Sequence[int], page_bytes: int) -> None:
     if numa_nodes:
         spans = node_spans(spec, layout_of(spec), numa_nodes, page_bytes)
-        numa.bind_memory(memory.ctypes.data, spans)
+        host_memory.bind_memory(memory.ctypes.data, spans)
 
 
 def _take_from_pool(

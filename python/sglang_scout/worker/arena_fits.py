@@ -16,19 +16,12 @@ from sglang_scout.worker.spec import ArenaSpec
 
 @dataclass(frozen=True)
 class Place:
-    """Where the memory of arenas is to come from.
+    """Where the memory of arenas is to come from."""
 
-    Attributes:
-        page_bytes: of the system's pages there.
-        free_bytes: what there is for them on a node, or under None on the machine.
-        nodes: that the memory is bound to; it cannot fall back to others, so each must have enough.
-        arenas: how many of one size, one of each rank.
-    """
-
-    page_bytes: int
-    free_bytes: Callable[[int | None], int]
-    nodes: Sequence[int] = ()
-    arenas: int = 1
+    page_bytes: int  # of the system's pages there
+    free_bytes: Callable[[int | None], int]  # for arenas on a node, or for None on the machine
+    nodes: Sequence[int] = ()  # that it is bound to; each must have enough, as it cannot fall back
+    arenas: int = 1  # of one size, one of each rank
 
     def shortest(self, spec: ArenaSpec) -> tuple[int | None, int, int]:
         """Where the least is free of what is needed: (node, bytes needed, bytes free)."""

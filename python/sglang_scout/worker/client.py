@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -108,13 +109,10 @@ class WorkerClient:
             cpus=list(self._cpus),
             background_cpus=list(background_cpus),
             cpu_nodes=list(self._cpu_nodes),
-            threads_per_group=most,
-            spin_us=self._config.spin_us,
-            populate=self._config.populate,
-            heartbeat_interval_s=self._config.heartbeat_interval_s,
+            config=replace(self._config, threads_per_group=most),
         )
         log = log or logging.getLogger(__name__)
-        self._supervisor = Supervisor(self._producer, arena, configure, self._config, log)
+        self._supervisor = Supervisor(self._producer, arena, configure, log)
 
     def start(self) -> None:
         """Starts the worker and returns when it is ready.

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from sglang_scout.core.cpu_list import ranges
 from sglang_scout.worker import numa
-
-
-def core_of(cpu: int) -> int:
-    """The first SMT sibling of ``cpu``; itself if the kernel does not tell."""
-    return min(
-        numa.read_cpus(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"), default=cpu
-    )
-
 
 LEFT_CPUS = 2
 """Minimum CPUs left to the server's own threads: the scheduler thread, and those of transfers."""
@@ -37,19 +29,12 @@ class CpuUse(NamedTuple):
 
 
 class CpuPlan(NamedTuple):
-    """The CPUs of a decode server's rank.
+    """The CPUs of a decode server's rank."""
 
-    Attributes:
-        threads: an attention thread is pinned to each; SMT siblings of others last.
-        background: of background work; empty: any but these.
-        rows: each CPU of the machine in one of them.
-        warning: empty if there is none.
-    """
-
-    threads: list[int]
-    background: list[int]
-    rows: list[CpuUse]
-    warning: str
+    threads: list[int]  # an attention thread is pinned to each; SMT siblings of others last
+    background: list[int]  # of background work; empty: any but these
+    rows: list[CpuUse]  # each CPU of the machine in one of them
+    warning: str  # empty if there is none
 
 
 def plan_cpus(
@@ -57,7 +42,6 @@ def plan_cpus(
     near: Collection[int] | None,
     given: Collection[int] | None = None,
     share: Collection[int] | None = None,
-    core_of: Callable[[int], int] = core_of,
 ) -> CpuPlan:
     """Assign the machine's CPUs.
 
@@ -76,7 +60,7 @@ def plan_cpus(
     elif near is None:
         why = f"CPU device: all of {where}"
     else:
-        cores = _by_core(reserve_server_cores(home, core_of), core_of)
+        cores = _by_core(reserve_server_cores(home))
         # The first CPU of each core, then the second ones.
         order = [cpu for _, cpu in sorted((i, cpu) for of in cores for i, cpu in enumerate(of))]
         num_cores, count = len(cores), max(len(cores), ENOUGH_THREADS)
@@ -88,7 +72,7 @@ def plan_cpus(
     elsewhere, left = allowed.difference(home), set(home).difference(threads, free)
     # Not on what other ranks have been dealt.
     pool = allowed.difference(given).union(threads) if given else set(home)
-    background = background_cpus(pool, threads, numa.cpus_by_node(pool), core_of)
+    background = background_cpus(pool, threads)
     rest = ("not used", f"{_nodes_of(elsewhere)}, far from the GPU")
     if given or not left:
         rest = ("the server", "not given by --kv-offload-cpus" if given else _nodes_of(elsewhere))
@@ -116,9 +100,7 @@ def _nodes_of(cpus: Collection[int]) -> str:
     return f"NUMA node{'s' * (len(nodes) > 1)} {', '.join(nodes)}" if nodes else "this process"
 
 
-def reserve_server_cores(
-    cpus: Collection[int], core_of: Callable[[int], int] = core_of
-) -> list[int]:
+def reserve_server_cores(cpus: Collection[int]) -> list[int]:
     """Those of ``cpus`` for spinning threads, leaving some for the server.
 
     Whole cores are left, the first ones: a spinning thread slows its SMT sibling. If there are too few
@@ -126,7 +108,7 @@ def reserve_server_cores(
     """
     if len(cpus) < 2 * LEFT_CPUS:
         return sorted(cpus)
-    units = _by_core(cpus, core_of)
+    units = _by_core(cpus)
     left = 2 if len(units) >= ROOMY_CORES else 1
     while len(sum(units[:left], [])) < LEFT_CPUS:
         left += 1
@@ -135,37 +117,25 @@ def reserve_server_cores(
     return sorted(sum(units[left:], []))
 
 
-def background_cpus(
-    cpus: Collection[int],
-    workers: Collection[int],
-    nodes: Mapping[int, Collection[int]],
-    core_of: Callable[[int], int] = core_of,
-) -> list[int]:
+def background_cpus(cpus: Collection[int], workers: Collection[int]) -> list[int]:
     """Those of ``cpus`` for background work: none of ``workers``, and not the server's first core.
 
     Prefers SMT siblings of the workers, which nothing else uses, then other CPUs on their nodes, as page tables are
     allocated on the node of the thread that faults.
 
-    Args:
-        nodes: CPUs by NUMA node; empty if not known.
     Returns:
         Ascending; if only one core is left, all of it; empty if none is.
     """
-    cores = set(map(core_of, workers))
-    siblings = [cpu for cpu in set(cpus).difference(workers) if core_of(cpu) in cores]
-    units = _by_core(set(cpus).difference(workers, siblings), core_of)
+    cores = set(map(numa.core_of, workers))
+    siblings = [cpu for cpu in set(cpus).difference(workers) if numa.core_of(cpu) in cores]
+    units = _by_core(set(cpus).difference(workers, siblings))
     free = sum(units[1:] or units, [])
-    near = {
-        cpu for of_node in nodes.values() if not set(workers).isdisjoint(of_node) for cpu in of_node
-    }
+    of_nodes = numa.cpus_by_node(cpus).values()
+    near = {cpu for of_node in of_nodes if not set(workers).isdisjoint(of_node) for cpu in of_node}
     return sorted(siblings or near.intersection(free) or free)
 
 
-def deal_cpus(
-    cpus: Collection[int],
-    homes: Sequence[Collection[int]],
-    core_of: Callable[[int], int] = core_of,
-) -> list[list[int]]:
+def deal_cpus(cpus: Collection[int], homes: Sequence[Collection[int]]) -> list[list[int]]:
     """Distribute ``cpus`` among the ranks, as close to each rank's device as possible.
 
     Ranks with the same home share its CPUs evenly. If homes overlap partially, or one has fewer CPUs than
@@ -185,13 +155,13 @@ def deal_cpus(
         members = {frozenset(cpus): list(range(len(homes)))}
     dealt: list[list[int]] = [[] for _ in homes]
     for home, ranks in members.items():
-        for rank, part in zip(ranks, _split(home, len(ranks), core_of), strict=True):
+        for rank, part in zip(ranks, _split(home, len(ranks)), strict=True):
             dealt[rank] = part
     return dealt
 
 
-def _split(cpus: Collection[int], parts: int, core_of: Callable[[int], int]) -> list[list[int]]:
-    units = _by_core(cpus, core_of)
+def _split(cpus: Collection[int], parts: int) -> list[list[int]]:
+    units = _by_core(cpus)
     if len(units) < parts:
         units = [[cpu] for cpu in sorted(cpus)]
     if len(units) < parts:
@@ -200,8 +170,8 @@ def _split(cpus: Collection[int], parts: int, core_of: Callable[[int], int]) -> 
     return [sorted(sum(units[cuts[p] : cuts[p + 1]], [])) for p in range(parts)]
 
 
-def _by_core(cpus: Collection[int], core_of: Callable[[int], int]) -> list[list[int]]:
+def _by_core(cpus: Collection[int]) -> list[list[int]]:
     cores: dict[int, list[int]] = {}
     for cpu in sorted(cpus):
-        cores.setdefault(core_of(cpu), []).append(cpu)
+        cores.setdefault(numa.core_of(cpu), []).append(cpu)
     return list(cores.values())

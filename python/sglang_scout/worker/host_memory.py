@@ -1,4 +1,4 @@
-"""Host memory: how much an arena can have, and populating it before the first write.
+"""Host memory: how much an arena can have; populating it before the first access, binding it to NUMA nodes.
 
 A virtual machine may start small and get the rest of its memory as it uses it: such growth counts as available, and
 what relies on it is touched first. Zeroing pages dominates the time, at some GB/s per thread. Where a first write
@@ -17,7 +17,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from sglang_scout.core.errors import ArenaError, ConfigError
@@ -34,9 +34,13 @@ GROWTH_WAIT_S = 10.0
 HUGE_PAGE_BYTES = 2 * 2**20
 MOST_THREADS = 16  # enough to saturate memory bandwidth
 PIECE_BYTES = 32 * 2**20
+SMALL_PIECE_BYTES = 256 * 2**10  # other threads may block on the mmap lock meanwhile
 # Since Linux 5.14, not in the mmap module.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+_MBIND, _SET_MEMPOLICY = 237, 238  # of x86-64
+_MPOL_DEFAULT, _MPOL_BIND = 0, 2
+_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _ANY_NODE = r"\d+"
 _PROC, _SYS_MM = Path("/proc"), Path("/sys/kernel/mm")
 _SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
@@ -86,23 +90,23 @@ def bytes_now(node: int | None = None, grown: bool = False) -> int:
     growth = 0
     if grown:
         zones = rf"^Node {_ANY_NODE if node is None else node}, zone.*?^ +present +(\d+)$"
-        present = re.findall(zones, _text(_PROC / "zoneinfo"), re.MULTILINE | re.DOTALL)
+        present = re.findall(zones, numa.read(_PROC / "zoneinfo"), re.MULTILINE | re.DOTALL)
         most = sum(map(int, present)) * mmap.PAGESIZE * 31 // 32
         growth = max(most - memory["MemTotal"], 0)
     if node is not None:
         return memory["MemFree"] + memory.get("Inactive(file)", 0) + growth
-    if "MemAvailable" not in memory:
-        raise ArenaError("/proc/meminfo has no MemAvailable")
     left = [memory["MemAvailable"] + growth]
-    if _text(_PROC / "sys/vm/overcommit_memory").strip() == "2":
+    if numa.read(_PROC / "sys/vm/overcommit_memory") == "2":
         left.append(memory["CommitLimit"] - memory["Committed_AS"])
     for kind, folder in _memory_groups():
         limits, used_name, cache_name = _GROUP_FILES[kind]
         with contextlib.suppress(OSError, ValueError):  # the root cgroup lacks these files
             used = int((folder / used_name).read_text())
-            cache = re.search(rf"^{cache_name} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+            cache = re.search(
+                rf"^{cache_name} (\d+)$", numa.read(folder / "memory.stat"), re.MULTILINE
+            )
             used -= int(cache[1]) if cache else 0
-            found = [_text(folder / name).strip() for name in limits]  # "max": none
+            found = [numa.read(folder / name) for name in limits]  # "max": none
             left += [int(limit) - used for limit in found if limit.isdigit()]
     return max(min(left), 0)
 
@@ -110,14 +114,14 @@ def bytes_now(node: int | None = None, grown: bool = False) -> int:
 def _memory_groups() -> Iterator[tuple[str, Path]]:
     """Version and directory of this process's memory cgroup, and of its visible ancestors."""
     # Lines are hierarchy:controllers:path; v2 has an empty controllers field.
-    lines = [line.split(":", 2) for line in _text(_PROC / "self/cgroup").splitlines()]
+    lines = [line.split(":", 2) for line in numa.read(_PROC / "self/cgroup").splitlines()]
     groups = {"cgroup2": "", "cgroup": ""}
     for _, controllers, path in lines:
         if not controllers:
             groups["cgroup2"] = path
         elif "memory" in controllers.split(","):
             groups["cgroup"] = path
-    for line in _text(_PROC / "self/mountinfo").splitlines():
+    for line in numa.read(_PROC / "self/mountinfo").splitlines():
         mount, _, system = line.partition(" - ")
         kind, _, options = system.split(" ", 2)
         if not groups.get(kind) or (kind == "cgroup" and "memory" not in options.split(",")):
@@ -130,14 +134,6 @@ def _memory_groups() -> Iterator[tuple[str, Path]]:
             yield kind, Path(folder, *parts[:count])
 
 
-def _text(file: Path) -> str:
-    """Empty where it cannot be read."""
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
-
-
 def pool_folder(node: int | None = None) -> Path:
     """Of the hugetlb pool of 2 MiB pages, on all nodes or on one."""
     return (_SYS_MM if node is None else numa.folder(node)) / "hugepages/hugepages-2048kB"
@@ -146,7 +142,8 @@ def pool_folder(node: int | None = None) -> Path:
 def pool_pages(node: int | None = None) -> tuple[int, int]:
     """Pages in the hugetlb pool: (free and unreserved, all). Of a node's some may be reserved."""
     free, reserved, total = (
-        int(_text(pool_folder(node) / f"{name}_hugepages") or 0) for name in ("free", "resv", "nr")
+        int(numa.read(pool_folder(node) / f"{name}_hugepages") or 0)
+        for name in ("free", "resv", "nr")
     )
     return free - reserved, total
 
@@ -158,7 +155,7 @@ def free_pool_bytes(node: int | None = None) -> int:
 
 def shmem_mode() -> str:
     """The selected mode in shmem_enabled; "" if the kernel has no transparent huge pages."""
-    match = re.search(r"\[(\w+)\]", _text(_SYS_MM / "transparent_hugepage/shmem_enabled"))
+    match = re.search(r"\[(\w+)\]", numa.read(_SYS_MM / "transparent_hugepage/shmem_enabled"))
     return match[1] if match else ""
 
 
@@ -238,6 +235,105 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now)
         done, asked_s = done + step, time.monotonic()
         if done // STEP_BYTES > (done - step) // STEP_BYTES:
             logger.info("arena: %s of %s are allocated", gib(done), gib(nbytes))
+
+
+class PopulateThread:
+    """A thread that maps a range of memory, for reading, at the lowest priority of its class.
+
+    The first access to each 4 KiB of a mapping faults: some 32 times for a host page of one layer, which can cost more
+    than attending to it. With a CUDA device the decode server pins the host pages at start, so their memory is
+    allocated anyway, and the attention process then walks it once in the background.
+
+    Args:
+        cpus: its affinity; empty: that of the process. It gets hardly any time on CPUs shared with polling threads.
+    """
+
+    def __init__(self, address: int, nbytes: int, cpus: Collection[int] = ()) -> None:
+        self._begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+        self._nbytes, self._cpus = address + nbytes - self._begin, cpus
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scout-populate", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops the thread; the memory may be unmapped afterwards. Idempotent."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        thread, begin_s = threading.get_native_id(), time.monotonic()
+        os.setpriority(os.PRIO_PROCESS, thread, 19)
+        if self._cpus:
+            os.sched_setaffinity(thread, self._cpus)
+        for done in range(0, self._nbytes, SMALL_PIECE_BYTES):
+            if self._stopping.is_set():
+                return
+            size = min(SMALL_PIECE_BYTES, self._nbytes - done)
+            if error := populate(self._begin + done, size, write=False):
+                what = "mapped %s of %s of the arena; the rest will be mapped at first use: madvise: %s"
+                logger.warning(what, gib(done), gib(self._nbytes), os.strerror(error))
+                return
+        spent_s = time.monotonic() - begin_s
+        logger.info("mapped the %s of the arena in %.1f s", gib(self._nbytes), spent_s)
+
+
+def bind_memory(address: int, spans: Iterable[tuple[int, int, int]]) -> bool:
+    """Binds spans of a mapping, not yet touched, to nodes from which their pages will be allocated.
+
+    For shared memory the policy belongs to the file, so it also applies to other processes' faults.
+
+    Args:
+        address: of the mapping.
+        spans: (offset, bytes, node) each.
+
+    Returns:
+        False if nothing was bound (logged): at most one node, or a kernel or sandbox without mbind.
+
+    Raises:
+        ArenaError: the machine has several nodes, and one of those requested does not exist.
+    """
+    spans = list(spans)
+    asked = sorted({node for _, _, node in spans})
+    known = numa.nodes()
+    if len(known) <= 1:
+        logger.info("arena: machine has no second NUMA node, memory is not bound to %s", asked)
+        return False
+    if not set(asked) <= set(known):
+        raise ArenaError(f"numa_nodes={asked}; this machine has {known}")
+    for offset, nbytes, node in spans:
+        if error := _mbind(address + offset, nbytes, node):
+            reason = os.strerror(error)
+            logger.warning("arena: cannot bind memory to NUMA node %d: %s", node, reason)
+            return False
+    logger.info("arena: memory is bound to NUMA nodes %s", asked)
+    return True
+
+
+def use_own_node() -> None:
+    """Resets the memory policy of this thread, and of those that it starts, to the local node.
+
+    A process inherits its parent's policy, and SGLang starts a scheduler with ``numactl --membind``.
+    No-op without NUMA support or if a sandbox blocks the call.
+    """
+    default = ctypes.c_int(_MPOL_DEFAULT), None, ctypes.c_ulong(0)
+    _libc.syscall(ctypes.c_long(_SET_MEMPOLICY), *default)
+
+
+def _mbind(address: int, nbytes: int, node: int) -> int:
+    """The system call; 0 or an errno."""
+    words = node // _BITS + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[node // _BITS] = 1 << (node % _BITS)
+    rc = _libc.syscall(
+        ctypes.c_long(_MBIND),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(nbytes),
+        ctypes.c_int(_MPOL_BIND),
+        mask,
+        ctypes.c_ulong(words * _BITS + 1),
+        ctypes.c_uint(0),
+    )
+    return ctypes.get_errno() if rc != 0 else 0
 
 
 def gib(nbytes: int) -> str:

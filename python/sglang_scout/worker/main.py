@@ -15,19 +15,19 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import TypeVar
 
 import zmq
 
 from sglang_scout import _native
+from sglang_scout.core.cpu_list import ranges
 from sglang_scout.core.errors import ScoutError, WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.die_with_parent import die_with_parent
-from sglang_scout.worker.numa import use_own_node
-from sglang_scout.worker.populate import PopulateThread
+from sglang_scout.worker.host_memory import PopulateThread, use_own_node
+from sglang_scout.worker.numa import read_cpus
 from sglang_scout.worker.ring import LAYOUT_VERSION
 
 logger = logging.getLogger("sglang_scout.worker")
@@ -71,10 +71,12 @@ class Worker:
         runtime = start_runtime(arena, self._args.epoch, configure)
         populating = None
         try:
-            if configure.populate:
-                populating = PopulateThread(arena, others)
+            if configure.config.populate:
+                ring_bytes = arena.layout().kv_offset
+                pages = arena.address + ring_bytes, arena.nbytes - ring_bytes
+                populating = PopulateThread(*pages, others)
             self._channel.send(m.Ready(isa=_native.isa(), threads=len(configure.cpus)))
-            self._beat(runtime, configure.heartbeat_interval_s)
+            self._beat(runtime, configure.config.heartbeat_interval_s)
         finally:
             runtime.stop()
             if populating is not None:
@@ -133,32 +135,18 @@ def attach(fd: int, register: m.Register) -> Arena:
 
 def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.RingRuntime:
     """Pins this thread and starts those that compute. Raises WorkerError naming a CPU that it cannot use."""
-    cpus = configure.cpus
+    cpus, config = configure.cpus, configure.config
+    at = arena.address, arena.nbytes
     try:
         os.sched_setaffinity(0, cpus)
-    except (OSError, ValueError, OverflowError) as e:
-        reason = getattr(e, "strerror", None) or e
-        raise WorkerError(f"cannot run on CPUs {cpus}: {reason}; {_cpu_hint()}") from e
-    try:
-        return _native.RingRuntime(
-            arena.address,
-            arena.nbytes,
-            epoch,
-            cpus,
-            configure.spin_us,
-            configure.threads_per_group,
-            configure.cpu_nodes,
-        )
-    except RuntimeError as e:
-        raise WorkerError(f"{e}; {_cpu_hint()}") from e
-
-
-def _cpu_hint() -> str:
-    try:
-        online = Path("/sys/devices/system/cpu/online").read_text().strip()
-    except OSError:
-        online = f"0-{(os.cpu_count() or 1) - 1}"
-    return f"online are {online}, allowed to this process {sorted(os.sched_getaffinity(0))}"
+        how = config.spin_us, config.threads_per_group, configure.cpu_nodes
+        return _native.RingRuntime(*at, epoch, cpus, *how)
+    except (OSError, ValueError, OverflowError, RuntimeError) as e:
+        online, allowed = read_cpus("devices/system/cpu/online"), os.sched_getaffinity(0)
+        raise WorkerError(
+            f"cannot run on CPUs {cpus}: {getattr(e, 'strerror', None) or e}; online are {ranges(online)}, allowed "
+            f"to this process {ranges(allowed)}"
+        ) from e
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

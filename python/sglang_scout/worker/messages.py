@@ -23,8 +23,9 @@ from types import UnionType
 import msgspec
 
 from sglang_scout.core.errors import WorkerError
+from sglang_scout.worker.settings import WorkerConfig
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT_CHARS = 4000  # of an error text, so that Failed stays far below the cap
 
@@ -36,17 +37,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of a process.
+    """Statistics of a process."""
 
-    Attributes:
-        items: (sequence, part) items computed.
-        pending: records published but not finished.
-        refused_messages: messages that the process dropped.
-    """
-
-    items: int = 0
-    pending: int = 0
-    refused_messages: int = 0
+    items: int = 0  # (sequence, part) items computed
+    pending: int = 0  # records published but not finished
+    refused_messages: int = 0  # that the process dropped
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -54,37 +49,19 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Register(Message, frozen=True, kw_only=True):
-    """The arena to map.
+    """The arena to map. The process checks both."""
 
-    Attributes:
-        arena_bytes: size of the memory file; the process checks it.
-        layout_version: of the ring.
-    """
-
-    arena_bytes: int
-    layout_version: int
+    arena_bytes: int  # size of the memory file
+    layout_version: int  # of the ring
 
 
 class Configure(Message, frozen=True, kw_only=True):
-    """With what to serve.
+    """With what to serve."""
 
-    Attributes:
-        cpus: one thread is pinned to each.
-        cpu_nodes: the arena's node of each, from 0.
-        background_cpus: for mapping pages; empty: any but `cpus`.
-        threads_per_group: threads of a node that may share one sequence.
-        spin_us: how long an idle thread polls before it sleeps.
-        populate: pre-fault the whole arena in the background, see `populate.py`.
-        heartbeat_interval_s: time between heartbeats.
-    """
-
-    cpus: list[int]
-    cpu_nodes: list[int]
-    background_cpus: list[int]
-    threads_per_group: int
-    spin_us: int
-    populate: bool
-    heartbeat_interval_s: float
+    cpus: list[int]  # one thread is pinned to each
+    cpu_nodes: list[int]  # the arena's node of each, from 0
+    background_cpus: list[int]  # for mapping pages; empty: any but `cpus`
+    config: WorkerConfig  # with the number of `threads_per_group`
 
 
 class Ready(Message, frozen=True, kw_only=True):

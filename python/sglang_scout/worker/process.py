@@ -66,14 +66,14 @@ class WorkerProcess:
         """Process id, also after its exit."""
         return self._process.pid
 
-    def wait(self, timeout_s: float, wake_fd: int) -> tuple[list[m.Message], bool]:
+    def wait(self, timeout_s: float, *wake_fds: int) -> tuple[list[m.Message], bool]:
         """Blocks until something happens.
 
         Returns:
-            The process's valid messages and whether it has exited. Also returns, with neither, when ``wake_fd``
-            becomes readable or on timeout.
+            The process's valid messages and whether it has exited. Also returns, with neither, when one of
+            ``wake_fds`` is readable or on timeout.
         """
-        ready = self.channel.wait(timeout_s, (self._pidfd, wake_fd))
+        ready = self.channel.wait(timeout_s, (self._pidfd, *wake_fds))
         return self.channel.receive(), self._pidfd in ready
 
     def wants_cpu(self) -> bool:

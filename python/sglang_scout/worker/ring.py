@@ -123,20 +123,13 @@ def node_spans(
 
 
 class WorkerMemory(NamedTuple):
-    """Host memory that a worker needs in addition to the pages.
+    """Host memory that a worker needs in addition to the pages."""
 
-    Attributes:
-        max_batch: requests that it is sized for.
-        threads: of a NUMA node that may share a sequence.
-        ring_bytes: the arena without pages: requests, replies, events.
-        partial_bytes: of the worker's own memory, for partial results of threads that share a sequence
-            until they are merged; 0 if none is shared. One result for each run of the largest record, for
-            every record that may be in flight; allocated lazily on first write.
-    """
-
-    max_batch: int
-    threads: int
-    ring_bytes: int
+    max_batch: int  # requests that it is sized for
+    threads: int  # of a NUMA node that may share a sequence
+    ring_bytes: int  # the arena without pages: requests, replies, events
+    # Of the worker's own memory, for partial results of threads that share a sequence until they are merged; 0 if none
+    # is shared. One for each run of the largest record, for every record that may be in flight; allocated lazily.
     partial_bytes: int
 
     @property

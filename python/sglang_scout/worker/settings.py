@@ -11,41 +11,26 @@ from sglang_scout.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """How the worker is run and supervised; user-settable values were validated with the other keys.
+    """How the worker is run and supervised; user-settable values were validated with the other keys."""
 
-    Attributes:
-        ready_timeout_s: from process start to its Ready.
-        heartbeat_interval_s: between heartbeats of the worker.
-        heartbeat_timeout_s: a worker that is silent for this long is killed and replaced.
-        stall_timeout_s: the same for one that sends heartbeats and has work but makes no progress,
-            and for one that is silent because it is starved of CPU; never less than heartbeat_timeout_s.
-        wait_timeout_s: after this, wait() computes the pages itself.
-        backoff_min_s: delay before the first restart; doubles with each further one.
-        backoff_max_s: longest delay. A worker that was ready for this long resets the back-off.
-        max_start_failures: consecutive workers that never became ready before the state is "failed".
-        retry_s: delay between further starts then.
-        stop_timeout_s: how long stop() waits for the worker to exit by itself.
-        spin_us: how long an idle thread polls before it sleeps.
-        threads_per_group: threads that share one sequence, its pages split evenly; 0: chosen for
-            speed, up to 8, see :class:`Split`. With several nodes, per node. The same split
-            is used when the caller computes, so results are identical.
-        populate: the worker pre-faults all of the arena in the background, instead of
-            page by page on first access.
-    """
-
-    ready_timeout_s: float = 30.0
+    ready_timeout_s: float = 30.0  # from process start to its Ready
     heartbeat_interval_s: float = 0.2
-    heartbeat_timeout_s: float = 0.8
+    heartbeat_timeout_s: float = 0.8  # silent for so long it is killed and replaced
+    # The same for one that has work and makes no progress, and for one that is silent because it is starved of CPU;
+    # never less than heartbeat_timeout_s.
     stall_timeout_s: float = 2.0
-    wait_timeout_s: float = 10.0
+    wait_timeout_s: float = 10.0  # after this, wait() computes the pages itself
+    # Delays before restarts: each is twice the one before. A worker that was ready for the longest resets them.
     backoff_min_s: float = 0.1
     backoff_max_s: float = 5.0
-    max_start_failures: int = 8
-    retry_s: float = 30.0
-    stop_timeout_s: float = 1.0
-    spin_us: int = 50
+    max_start_failures: int = 8  # in a row, before the state is "failed"
+    retry_s: float = 30.0  # delay between further starts then
+    stop_timeout_s: float = 1.0  # for the worker to exit by itself
+    spin_us: int = 50  # how long an idle thread polls before it sleeps
+    # Threads of a NUMA node that share one sequence, its pages split evenly, also where the caller computes, so that
+    # results are identical; 0: chosen for speed, up to 8, see Split.
     threads_per_group: int = 0
-    populate: bool = False
+    populate: bool = False  # map all of the arena in the background, see PopulateThread
 
     def __post_init__(self) -> None:
         stall_timeout_s = max(self.stall_timeout_s, self.heartbeat_timeout_s)
@@ -54,48 +39,28 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """A snapshot of the worker's status. Totals continue across restarts.
+    """A snapshot of the worker's status. Totals continue across restarts."""
 
-    Attributes:
-        pid: of the running process; None if there is none.
-        endpoint: of its control channel; "" before the first start.
-        state: "starting", "ready", "restarting", "stopped" or "failed".
-        restarts: workers after the first.
-        cpus: CPUs of the threads.
-        cpu_nodes: the arena's node of each, from 0.
-        items: (sequence, part) items computed by workers.
-        pages: pages attended to by workers.
-        remote_pages: of these, pages on another node than the thread's.
-        refused: records that a worker refused because a field was out of range, plus answers that the
-            caller refused because of inf or NaN.
-        busy_us: compute time summed over worker threads.
-        stale: records of another epoch that a worker skipped.
-        fallback_pages: pages that the caller computed instead.
-        local_tickets: posts that never went to a worker: none was ready, or the slot was busy.
-        late_tickets: waits that hit wait_timeout_s.
-        refused_messages: control messages dropped for sender, token, contents or version.
-        isa: instruction set of the worker's kernel, "" before the first Ready.
-        last_error: why the last worker exited, or "".
-    """
-
-    pid: int | None
-    endpoint: str
-    state: str
-    restarts: int
-    cpus: tuple[int, ...]
-    cpu_nodes: tuple[int, ...]
-    items: int
-    pages: int
-    remote_pages: int
+    pid: int | None  # of the running process; None if there is none
+    endpoint: str  # of its control channel; "" before the first start
+    state: str  # "starting", "ready", "restarting", "stopped" or "failed"
+    restarts: int  # workers after the first
+    cpus: tuple[int, ...]  # of the threads
+    cpu_nodes: tuple[int, ...]  # the arena's node of each, from 0
+    items: int  # (sequence, part) items computed by workers
+    pages: int  # that workers attended to
+    remote_pages: int  # of these, on another node than the thread's
+    # Records that a worker refused because a field was out of range, and answers that the caller did because of inf
+    # or NaN.
     refused: int
-    busy_us: int
-    stale: int
-    fallback_pages: int
-    local_tickets: int
-    late_tickets: int
-    refused_messages: int
-    isa: str
-    last_error: str
+    busy_us: int  # compute time summed over worker threads
+    stale: int  # records of another epoch that a worker skipped
+    fallback_pages: int  # that the caller computed instead
+    local_tickets: int  # posts that never went to a worker: none was ready, or the slot was busy
+    late_tickets: int  # waits that hit wait_timeout_s
+    refused_messages: int  # control messages dropped for sender, token, contents or version
+    isa: str  # instruction set of the worker's kernel, "" before the first Ready
+    last_error: str  # why the last worker exited, or ""
 
 
 def check_machine() -> None:

@@ -8,10 +8,8 @@ write to the same arena.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import select
 import threading
 import time
 
@@ -22,7 +20,7 @@ from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import ZmqContext, open_context
 from sglang_scout.worker.process import WorkerProcess
 from sglang_scout.worker.ring import LAYOUT_VERSION
-from sglang_scout.worker.settings import WorkerConfig, check_machine
+from sglang_scout.worker.settings import check_machine
 
 _STOPPED = ""  # exit reason of a worker that was told to stop
 
@@ -39,20 +37,19 @@ class Supervisor:
         producer: _native.RingProducer,
         arena: Arena,
         configure: m.Configure,
-        config: WorkerConfig,
         log: logging.Logger,
     ) -> None:
         self._producer = producer
         self._arena = arena
         self._configure = configure
-        self._config = config
+        self._config = configure.config
         self._log = log
         self._lock = threading.Lock()  # of a start's beginning, and a stop
         self._context: ZmqContext
         self._thread: threading.Thread | None = None
         self._first_outcome = threading.Event()
         self._stopping = threading.Event()
-        self._wake_fd = -1
+        self._wake_fd = -1  # readable when stopping
         self._ready_s: float | None = None  # when the running worker became ready
         self.state = "stopped"
         self.pid: int | None = None
@@ -74,7 +71,7 @@ class Supervisor:
             if self._thread is not None:
                 raise WorkerError("the CPU attention process has been started already")
             self._context = open_context()
-            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
             self._stopping.clear()
             self._first_outcome.clear()
             self.state, self.last_error = "starting", ""
@@ -128,8 +125,7 @@ class Supervisor:
             pause_s = config.retry_s if failed else backoff_s
             self.state = "failed" if failed else "restarting"
             self._log.warning("%s; next start in %.1f s", self.last_error, pause_s)
-            self._sleep(pause_s)
-            if self._stopping.is_set():
+            if self._stopping.wait(pause_s):
                 return
             backoff_s = min(2 * backoff_s, config.backoff_max_s)
             self.restarts += 1
@@ -169,7 +165,6 @@ class Supervisor:
         refused_before = self.refused_messages
         while not self._stopping.is_set():
             received, ended = process.wait(tick_s, self._wake_fd)
-            self._clear_wake()
             now_s = time.monotonic()
             # If this thread itself was not scheduled, the worker was not silent: its messages have
             # been read above, and a long gap is capped at two ticks.
@@ -229,20 +224,9 @@ class Supervisor:
             process.channel.send(m.Drain())
         deadline_s = time.monotonic() + self._config.stop_timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0:
-            received, ended = process.wait(left_s, self._wake_fd)
-            self._clear_wake()
+            received, ended = process.wait(left_s)
             if ended:
                 return
             if any(isinstance(message, m.Hello | m.Ready | m.Drained) for message in received):
                 self._producer.set_live_epoch(0)
                 process.channel.send(m.Stop())
-
-    def _sleep(self, seconds: float) -> None:
-        ready = select.poll()
-        ready.register(self._wake_fd, select.POLLIN)
-        ready.poll(seconds * 1e3)
-        self._clear_wake()
-
-    def _clear_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
