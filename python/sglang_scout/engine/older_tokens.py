@@ -272,13 +272,13 @@ class OlderTokens:
         self._queries[layer, :rows] = query
         ids, counts = (x[layer, :rows].flatten(0, 1) for x in (self._ids, self._counts))
         self._transport.post(layer, query, ids, counts)
-        out, lse = attend_pages(
+        here = attend_pages(
             query, k, v, candidates.table, *tail, scale, slot_of=slot_of, n_pages=candidates.n_full
         )
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, :rows]
-        view = WindowView(k, candidates.table, recent, slot_of, *tail, state, fresh, first_at)
-        self._feedback.attended(layer, query, lse, view, scale)
-        out = self._transport.merge(layer, query, out, lse)
+        view = WindowView(k, candidates.table, recent, slot_of, *tail, first_at, state, fresh)
+        self._feedback.attended(layer, query, here[1], view, scale)
+        out = self._transport.merge(layer, query, here)
         if self._verifier is not None:
             listed = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
             parts = candidates.table, slot_of, torch.where(listed, ids, -1)

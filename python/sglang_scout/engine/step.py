@@ -37,7 +37,7 @@ from sglang_scout.engine.step_results import StepResults
 from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.tensor_parallel import Ranks, SharedChoice
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.engine.transport import Transport
+from sglang_scout.engine.transport import Attended, Transport
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
@@ -274,7 +274,7 @@ class StepEngine:
         pages, n_pages = selection.pages, None
         if not self.policy.rule.only_selected:
             pages, n_pages = candidates.table, candidates.n_full
-        out, lse = self._attend_here(layer, query, pages, n_pages)
+        here = self._attend_here(layer, query, pages, n_pages)
         compares = self.boundary.step_log is not None and self.policy.query.attends
         if compares and query_ahead is not query:
             self._results.compare(layer, query, query_ahead, tail_len > 0)
@@ -284,7 +284,7 @@ class StepEngine:
             asked = query, query_ahead, *selection[1:]
             change = self.digests.mass_change(layer, *asked, shape.scale)
             self._clock.cut("attention", "mass", start_ns, layer=layer)
-        out = self.transport.merge(layer, query, out, lse, change)
+        out = self.transport.merge(layer, query, here, change)
         if self._verifier is not None:
             start_ns = self.tracer.now()
             parts = pages, self._slot_of[layer], selection.missing, self._results.running.batch
@@ -294,7 +294,7 @@ class StepEngine:
 
     def _attend_here(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Attended:
         """Attention on the device, over those of ``pages`` that are resident and the page being filled."""
         rows, inputs, start_ns = len(query), self._inputs, self._clock.now()
         result = attend_pages(
