@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -150,7 +149,7 @@ class OlderTokens:
         self._staging.send(words.size)
         self._ask_of_leaving(step, slots, batch)
         held = len(slots) * self._shape.num_kv_heads * self._recent
-        self._counters.count_posted(self._row_pages.sum(1), held)
+        self._counters.count_step(0, self._row_pages.sum(1), held, "cpu")
         n_pages = torch.from_numpy((attended >= 0).sum(1).astype(np.int32))
         return replace(batch, table=torch.from_numpy(attended), n_full=n_pages)
 
@@ -293,8 +292,3 @@ class OlderTokens:
 
     def close(self) -> None:
         self._evaluator.close()
-
-
-def older_tokens(policy: Policy, *rest: Any) -> OlderTokens | None:
-    """Arguments as of :class:`OlderTokens`; None for a policy without feedback."""
-    return None if policy.feedback is None else OlderTokens(policy, *rest)

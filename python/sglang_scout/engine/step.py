@@ -30,7 +30,7 @@ from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import ForkedStream, SideStream, upload
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.lifecycle import PageLifecycle
-from sglang_scout.engine.older_tokens import older_tokens
+from sglang_scout.engine.older_tokens import OlderTokens
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import StepInputs, of_lists
 from sglang_scout.engine.step_results import StepResults
@@ -90,7 +90,10 @@ class StepEngine:
         self.pages = PageLifecycle(host, digests, table, slots)
         self._inputs = StepInputs(shape.num_layers, sizes, device)
         self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device, stamps)
-        self.older = older_tokens(policy, transport, shape, sizes, host, counters, device, verify)
+        self.older: OlderTokens | None = None
+        if policy.feedback is not None:
+            stores = shape, sizes, host, counters, device
+            self.older = OlderTokens(policy, transport, *stores, verify)
         self.has_dense_steps, self.is_dense = has_dense_steps, False
         predicts = policy.query.targets(0, 2)
         ahead_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
@@ -313,14 +316,12 @@ class StepEngine:
 
     def _attend_to_all(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Full attention of a dense step; all its pages are resident."""
-        candidates, slot_of = self._inputs.candidates.first(len(query)), self._slot_of[layer]
+        candidates = self._inputs.candidates.first(len(query))
         out, _ = self._attend_here(layer, query, candidates.table, candidates.n_full)
         if self._verifier is not None:
-            missing = torch.full_like(candidates.list_table[:, :1], -1)
+            parts = candidates.table, self._slot_of[layer], candidates.list_table[:, :0]
             batch = self._results.running.batch
-            self._verifier.check(
-                layer, out, query, query, candidates.table, slot_of, missing, batch, None
-            )
+            self._verifier.check(layer, out, query, query, *parts, batch, None)
         return out.to(query.dtype)
 
     def close(self) -> None:
