@@ -82,9 +82,8 @@ def test_refused(kwargs, parts):
 
 @pytest.mark.parametrize(
     ("policy", "keys"),
-    [("hgca", {"mass": 0.5}), ("hgca", {"exact_layers": [1]}), ("sparda", {"exact_layers": [1]}),
-     ("rheo", {"exact_layers": [1]})],
-)  # fmt: skip
+    [("hgca", {"mass": 0.5}), ("sparda", {"exact_layers": [1]}), ("rheo", {"exact_layers": [1]})],
+)
 def test_keys_that_mean_nothing_to_a_policy_are_refused(policy, keys):
     with pytest.raises(ConfigError, match=f"has no effect with --kv-offload {policy}; drop"):
         parse_config(policy=policy, policies=policies(), config=keys, available_cpus={0})

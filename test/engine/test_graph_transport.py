@@ -83,27 +83,6 @@ def test_pages_that_running_steps_write_are_known_and_no_others(make):
 
 
 @EACH_DIGEST
-def test_pages_that_fill_get_their_digests_from_their_slots(make, digest, monkeypatch):
-    """The worker compares all digests with the host pages at every step."""
-    worker = make(layers=2, verify=False, config=f'{{{digest}, "recall": "fixed"}}')
-    from_slots, build = [], worker.digests.build_from_slots
-
-    def note(pages, resident, slots):
-        from_slots.extend(pages.tolist())
-        build(pages, resident, slots)
-
-    monkeypatch.setattr(worker.digests, "build_from_slots", note)
-    request = worker.admit(62)
-    joined = worker.digests.computed
-    for step in range(37):
-        worker.step()
-        if step == 0:
-            assert worker.digests.computed - joined == 1 and not from_slots, "not on the device yet"
-    assert from_slots == request.pages[1:3]
-    assert worker.digests.computed == 1 + len(from_slots)
-
-
-@EACH_DIGEST
 def test_what_boundaries_launch_is_compiled_before_the_first_request(make, digest):
     """Without side effects: it touches only the padding page and a free slot."""
     _chosen.clear()

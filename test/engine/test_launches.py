@@ -12,10 +12,9 @@ pytest.importorskip("sglang_scout._native")
 if not triton.interpreted():
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from graph_worker import MAX_PAGES, GraphWorker  # noqa: E402  (needs the native module)
+from graph_worker import GraphWorker  # noqa: E402  (needs the native module)
 from launches import Launches  # noqa: E402  (needs the interpreter)
 from mini_worker import HIDDEN, SIZE  # noqa: E402
-from sglang_scout.ops.layers import LayerPages  # noqa: E402
 from sglang_scout.ops.predict import QueryProjector, add_norm, rotate_heads  # noqa: E402
 
 ROWS, LAYERS = 2, 3
@@ -32,16 +31,6 @@ BOUNDS = [*ROTATED[:3], "bounds_kernel", *ROTATED[5:]]
 STAGED = ["lt", "masked_fill", "copy_", "stage_kernel"]
 FETCHED = [*ROTATED[:-1], *STAGED]
 FORECAST = [*ROTATED[:3], "embedding_scores_kernel", "select_kernel", *STAGED]
-
-
-class KeepsTokens(GraphWorker):
-    """With room for the tokens that `hgca` keeps."""
-
-    def _make_host(self, pages):
-        host, shape = super()._make_host(pages), self.shape
-        context = [[torch.zeros(8, SIZE, shape.head_dim, dtype=shape.dtype)] * LAYERS] * 2
-        host.context = LayerPages.of(*context, "cpu")
-        return host
 
 
 def projector(shape, heads):
@@ -67,20 +56,18 @@ def projector(shape, heads):
         ("infinigen", "{}", FETCHED, 5),
         ("sparda", '{"forecast_file": "w.npz"}', FORECAST, 5),
         ("rheo", '{"pilot_file": "w.npz"}', [], 9),
-        ("hgca", "{}", [], 6),
     ],
 )
 def test_launches_of_a_layer(make, policy, config, ahead, attends):
-    kind, budget = (KeepsTokens, MAX_PAGES * SIZE) if policy == "hgca" else (GraphWorker, 4 * SIZE)
     worker = make(
-        kind,
+        GraphWorker,
         layers=LAYERS,
         max_batch=ROWS,
         verify=False,
         policy=policy,
         config=config,
         dtype=torch.bfloat16,
-        budget_tokens=budget,
+        budget_tokens=4 * SIZE,
         pages=20,
     )
     engine, shape = worker.engine, worker.shape

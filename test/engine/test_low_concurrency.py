@@ -13,28 +13,25 @@ LENGTHS = (9 * SIZE + 3, 2 * SIZE, 5)
 
 
 def bytes_read(worker, monkeypatch):
-    """Bytes by layer, of K and V by the device's attention and of digests by the scores, in one more step."""
-    counted = {"kv": 0, "digests": 0}
+    """Of K and V by the device's attention, over those of full attention, and digest pages scored, in one more step."""
+    counted = {"tokens": 0, "digests": 0}
     attend, score = step.attend_pages, DigestPool.score
-    page_bytes = 2 * worker.shape.page_bytes
 
     def attended(q, k, v, pages, tail_slot, tail_len, *args, slot_of, **kwargs):
         on_device = int(((pages >= 0) & (slot_of[pages.long()] >= 0)).sum())
-        counted["kv"] += on_device * page_bytes + int(tail_len.sum()) * page_bytes // SIZE
+        counted["tokens"] += on_device * SIZE + int(tail_len.sum())
         return attend(q, k, v, pages, tail_slot, tail_len, *args, slot_of=slot_of, **kwargs)
 
     def scored(self, layer, query, candidates, *args):
-        each = sum(part[0, 0].nbytes for part in self.parts)
-        counted["digests"] += int(candidates.n_scored[: len(query)].sum()) * each
+        counted["digests"] += int(candidates.n_scored[: len(query)].sum())
         return score(self, layer, query, candidates, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(step, "attend_pages", attended)
         patch.setattr(DigestPool, "score", scored)
         worker.step()
-    layers = worker.shape.num_layers
-    stock = sum(r.length for r in worker.requests) * layers * page_bytes // SIZE
-    return counted["kv"] / stock, counted["digests"] / stock
+    stock = sum(r.length for r in worker.requests) * worker.shape.num_layers
+    return counted["tokens"] / stock, counted["digests"]
 
 
 @pytest.mark.parametrize("digest", ["minmax", "rotated-2"])

@@ -69,7 +69,7 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
     held = DigestPool(shape, 7, "cpu", digest, weights)
     assert made.plan(7).digest_bytes == sum(part.nbytes for part in held.parts) == 7 * 24 * of_head
     if digest != "pilot":
-        assert made.step_bytes == sum(x.nbytes for x in held._trained)
+        assert made.step_bytes == sum(x.nbytes for x in held.trained)
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,10 @@ class Oracle:
 
     def step(self, q, k, v):
         """q [HQ, D], k and v [H, D] of the new token. Returns [HQ, D]."""
-        self.k, self.v = (np.concatenate([x, np.asarray(y, np.float64)[None]])
-                          for x, y in ((self.k, k), (self.v, v)))  # fmt: skip
+        self.k, self.v = (
+            np.concatenate([x, np.asarray(y, np.float64)[None]])
+            for x, y in ((self.k, k), (self.v, v))
+        )
         self._evict()
         self._land()
         length, heads = self.k.shape[:2]

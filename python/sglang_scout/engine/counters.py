@@ -92,10 +92,6 @@ class Counters:
         elif route == "fetch":
             self.fetched_pages += int(missing.sum())
 
-    def count_posted(self, pages: npt.NDArray[np.int64], budget: int) -> None:
-        """Pages of lists, ``[L]``, that a step posts without selection; ``budget`` of a layer are on the device."""
-        self.count_step(0, pages, budget, "cpu")
-
     def count_waits(self, waits_us: npt.NDArray[np.int64]) -> None:
         """The device waited for the CPU's results: ``[L]``."""
         self.gpu_wait_us += int(waits_us.sum())

@@ -7,15 +7,14 @@ and V from the prefill server. Shapes: L layers, P pages, n of them, S tokens a 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang_scout.core.forecast import PageWeights
-from sglang_scout.core.page_bytes import MARK_BYTES, PILOT_RANK, digest_parts
+from sglang_scout.core.page_bytes import PILOT_RANK, digest_parts
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.hints import HINT_PAGES, PageHints
 from sglang_scout.engine.step_inputs import Candidates
@@ -35,168 +34,166 @@ from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.base import SelectionRule
 
 _MOST_HINT_PAGES = 2**16 - 2  # of a prompt: a position takes 16 bits
+Parts = tuple[torch.Tensor, torch.Tensor]
+
 _UNSET = 0x7FC0
 """Sentinel: a NaN in bfloat16, and in any kind two bytes that hardly any page has in both marks."""
 
 
-@dataclass(frozen=True)
-class DigestKind:
-    """How digests are built and scored.
+class NoDigests:
+    """Of policies without page selection: marks alone. The other kinds derive from it.
+
+    Args:
+        parts: of the pool, viewed here as the kind's ops expect.
+        weights: arrays of the file (``core/forecast.py``) that has the ``trained`` ones; empty for other kinds.
 
     Attributes:
-        build: as :func:`build_layer_digests`; of trained kinds with W_k or the coordinates behind its arguments.
-        score: as :func:`score_pages`, of the parts of one layer; of kinds ``per_head`` see :func:`score_heads`.
-        mass_change: as :func:`mass_change_rotated`; None where scores are bounds.
-        view: the parts as both of them expect, from bytes, the model's dtype and D.
-        per_head: each KV head selects pages with one query vector.
-        trained: arrays of a file (``core/forecast.py``) that it is built and scored with.
+        mark: the last word of every digest that is written, None: any.
+        has_estimates: whether :meth:`DigestPool.mass_change` is available: scores are estimates, not bounds.
     """
 
-    build: Callable[..., None]
-    score: Callable[..., torch.Tensor]
-    mass_change: Callable[..., torch.Tensor] | None
-    view: Callable[[torch.Tensor, torch.dtype, int], torch.Tensor]
-    per_head: bool = False
     trained: tuple[str, ...] = ()
+    mark: int | None = 0
+    has_estimates = False
+
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+        self.first, self.second = parts
+
+    def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """As :func:`build_layer_digests`."""
+        self.first.index_fill_(1, ids, 0)
+
+    def score(
+        self, layer: int, query: torch.Tensor, of: Candidates, scale: float, head_reduce: str
+    ) -> torch.Tensor:
+        """See :meth:`DigestPool.score`."""
+        raise NotImplementedError("pages without digests cannot be scored")
 
 
-def _bounds(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
-    return part.view(dtype)
+class MinMax(NoDigests):
+    """Bounds of each channel, and so of scores."""
+
+    mark = None
+    score_op: Callable[..., torch.Tensor] = staticmethod(score_pages)
+
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+        self.first, self.second = (part.view(shape.dtype) for part in parts)
+
+    def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+        build_layer_digests(source, ids, self.first, self.second, rows)
+
+    def trained_of(self, layer: int) -> dict[str, Coordinates]:
+        """More arguments of the ops of a layer."""
+        return {}
+
+    def score(
+        self, layer: int, query: torch.Tensor, of: Candidates, scale: float, head_reduce: str
+    ) -> torch.Tensor:
+        parts = self.first[layer], self.second[layer]
+        if of.lists > 1:  # each head's digests as separate pages
+            parts = tuple(part.flatten(0, 1).unsqueeze(1) for part in parts)
+        pages, more = (of.digest_rows, of.list_n_scored), self.trained_of(layer)
+        return self.score_op(
+            query, *parts, *pages, scale, head_reduce, arrivals=of.arrivals, **more
+        )
 
 
-def _rotated(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
-    bits, left = divmod(part.shape[-1], 4 * head_dim)
-    return part if left else part.unflatten(-1, planes_shape(bits, head_dim))
+class Rotated(MinMax):
+    """Bits of rotated keys about the page's mean."""
+
+    has_estimates = True
+    score_op = staticmethod(score_rotated)
+    coordinates: Coordinates | None = None
+
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+        first, self.second = parts
+        bits = first.shape[-1] // (4 * shape.head_dim)
+        self.first = first.unflatten(-1, planes_shape(bits, shape.head_dim))
+
+    def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+        build_layer_rotated(source, ids, self.first, self.second, rows, self.coordinates)
 
 
-def _embeddings(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
-    is_mark = part.shape[-1] == MARK_BYTES
-    return part if is_mark else part.view(dtype).unsqueeze(-2)
+class Calibrated(Rotated):
+    """The same in coordinates of a file; digests made with another file have another mark."""
+
+    trained = Coordinates._fields
+
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+        super().__init__(parts, shape, weights)
+        self.coordinates = Coordinates(*weights)
+        self._by_layer = [{"coordinates": Coordinates(*x)} for x in zip(*weights, strict=True)]
+        sums = [zlib.crc32(x.cpu().numpy()) for x in weights]
+        self.mark = 1 + sum(sums) % (_UNSET - 1)
+
+    def trained_of(self, layer: int) -> dict[str, Coordinates]:
+        return self._by_layer[layer]
 
 
-def _two_means(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
-    is_mark = part.shape[-1] == MARK_BYTES
-    return part if is_mark else part.view(dtype).unflatten(-1, (2, head_dim))
+class Means(NoDigests):
+    """Mean keys of a page's halves; each KV head selects with one query vector, and so in the class below."""
+
+    vectors = 2
+
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+        self.first = parts[0].view(shape.dtype).unflatten(-1, (self.vectors, -1))
+
+    def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+        build_layer_means(source, ids, self.first, rows)
+
+    def vectors_of(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """``[B, H, r]`` query vectors, from ``query`` ``[B, H, any]`` of each KV head."""
+        return query
+
+    def score(
+        self, layer: int, query: torch.Tensor, of: Candidates, scale: float, head_reduce: str
+    ) -> torch.Tensor:
+        by_head = query.reshape(len(of.table), self.first.shape[2], -1)
+        vectors = self.vectors_of(layer, by_head).flatten(0, 1).contiguous()
+        return score_embeddings(vectors, self.first[layer], of.table, of.n_scored)
 
 
-def _and_mark(build: Callable[..., None]) -> Callable[..., None]:
-    """``build`` of embeddings, then the marks that they were written."""
+class Pilots(Means):
+    """Learned embeddings of pages, and of the real queries of each KV head."""
 
-    def both(
-        source: LayerPages,
-        ids: torch.Tensor,
-        embeddings: torch.Tensor,
-        marks: torch.Tensor,
-        rows: torch.Tensor | None,
-        *weights: torch.Tensor,
-    ) -> None:
-        build(source, ids, embeddings, *weights, rows)
-        marks.index_fill_(1, ids, 0)
+    trained = ("w_k", "w_q")
+    vectors = 1
 
-    return both
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+        super().__init__(parts, shape, weights)
+        self._w_k, self._w_q = weights
 
+    def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+        build_layer_pilots(source, ids, self.first, self._w_k, rows)
 
-def _build_marks(
-    source: LayerPages,
-    ids: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    rows: torch.Tensor | None,
-) -> None:
-    """For policies without page selection."""
-    for marks in (first, second):
-        marks.index_fill_(1, ids, 0)
+    def vectors_of(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bhx,hrx->bhr", query.float(), self._w_q[layer])
 
 
-def _score_nothing(*args: object) -> torch.Tensor:
-    raise NotImplementedError("pages without digests cannot be scored")
-
-
-KINDS = {
-    "none": DigestKind(_build_marks, _score_nothing, None, lambda part, dtype, head_dim: part),
-    "minmax": DigestKind(build_layer_digests, score_pages, None, _bounds),
-    "mean16": DigestKind(
-        _and_mark(build_layer_means), score_embeddings, None, _two_means, per_head=True
-    ),
-    "pilot": DigestKind(
-        _and_mark(build_layer_pilots),
-        score_embeddings,
-        None,
-        _embeddings,
-        per_head=True,
-        trained=("w_k", "w_q"),
-    ),
-    "rotated-2": DigestKind(build_layer_rotated, score_rotated, mass_change_rotated, _rotated),
-    "calibrated": DigestKind(
-        build_layer_rotated,
-        score_rotated,
-        mass_change_rotated,
-        _rotated,
-        trained=Coordinates._fields,
-    ),
+KINDS: dict[str, type[NoDigests]] = {
+    "none": NoDigests,
+    "minmax": MinMax,
+    "mean16": Means,
+    "pilot": Pilots,
+    "rotated-2": Rotated,
+    "calibrated": Calibrated,
 }
 
 
-def trained_arrays(
-    kind: DigestKind, weights: PageWeights | None, device: torch.device | str
-) -> tuple[torch.Tensor, ...]:
-    """The arrays of a trained kind on ``device``, nothing for others.
-
-    Raises:
-        ValueError: weights are missing.
-    """
-    if not kind.trained:
-        return ()
-    if weights is None:
-        raise ValueError("this kind of digest needs the weights of a pilot_file or a digest_file")
-    return tuple(torch.tensor(weights.arrays[name], device=device) for name in kind.trained)
-
-
-def mark_of(weights: PageWeights) -> int:
-    """The last word of digests made with these weights, so that those made with others are told apart."""
-    sums = [zlib.crc32(np.ascontiguousarray(x)) for _, x in sorted(weights.arrays.items())]
-    return 1 + sum(sums) % (_UNSET - 1)
-
-
-def score_heads(
-    query: torch.Tensor,
-    embeddings: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    w_q: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``[B * H, N]`` scores per KV head, row b * H + h; see :func:`score_embeddings`.
-
-    Args:
-        query: ``[B, H, D]``, one vector per KV head; with ``w_q`` ``[H, r, G * D]`` the real queries ``[B, HQ, D]``.
-    """
-    query = query.reshape(len(table), embeddings.shape[1], -1)
-    if w_q is not None:
-        query = torch.einsum("bhx,hrx->bhr", query.float(), w_q)
-    return score_embeddings(query.flatten(0, 1).contiguous(), embeddings, table, n_full)
-
-
-def _marks(parts: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+def _marks(parts: Parts) -> list[torch.Tensor]:
     """``[L, P]`` int16 each: the first word of a page's digest and the last one."""
     first, second = (part.view(torch.int16) for part in parts)
     return [first[:, :, 0, 0], second[:, :, -1, -1]]
 
 
-def unset(parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor) -> None:
+def unset(parts: Parts, ids: torch.Tensor) -> None:
     """Mark rows ``ids`` of all layers as not written."""
     for mark in _marks(parts):
         # Not an assignment, which would copy the number from host memory and synchronize the stream.
         mark.index_fill_(1, ids, _UNSET)
 
 
-def set_mark(parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor, mark: int) -> None:
-    """The last word of rows ``ids`` of all layers."""
-    _marks(parts)[1].index_fill_(1, ids, mark)
-
-
-def is_set(
-    parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor, mark: int | None
-) -> torch.Tensor:
+def is_set(parts: Parts, ids: torch.Tensor, mark: int | None) -> torch.Tensor:
     """``[n]`` bool: pages whose rows of all layers were written since :func:`unset`, with ``mark`` as the last word if
     that is given.
 
@@ -220,7 +217,7 @@ class DigestPool:
         hints: whether the prefill server sends hints.
 
     Attributes:
-        kind: as given.
+        kind, trained: as given; arrays of its weights on the device.
         parts: ``[L, P, H, bytes]`` uint8 each, on ``device``.
         valid: ``[P]`` bool on the host; this page's digests are valid in every layer.
         hints: of prompts, by their last pages; None: no hints.
@@ -235,25 +232,22 @@ class DigestPool:
         weights: PageWeights | None = None,
         hints: bool = False,
     ) -> None:
-        size = (shape.num_layers, num_pages, shape.num_kv_heads)
+        of_kind = KINDS[kind]
+        if of_kind.trained and weights is None:
+            raise ValueError(
+                "this kind of digest needs the weights of a pilot_file or a digest_file"
+            )
+        arrays = weights.arrays if weights is not None else {}
         self.kind = kind
-        self._of_kind = KINDS[kind]
-        self._trained = trained_arrays(self._of_kind, weights, device)
-        rank, self._of_build = PILOT_RANK, self._trained[:1]
-        self._mark: int | None = None
-        self._of_layer: list[dict[str, Coordinates]] = [{}] * shape.num_layers
-        if weights is not None and kind == "pilot":
-            rank = weights.rank
-        if weights is not None and kind == "calibrated":
-            self._mark, self._of_build = mark_of(weights), (Coordinates(*self._trained),)
-            of_layers = zip(*self._trained, strict=True)
-            self._of_layer = [{"coordinates": Coordinates(*x)} for x in of_layers]
+        self.trained = [torch.tensor(arrays[name], device=device) for name in of_kind.trained]
+        rank = weights.rank if weights is not None and kind == "pilot" else PILOT_RANK
+        size = (shape.num_layers, num_pages, shape.num_kv_heads)
         first, second = digest_parts(kind, shape.head_dim, shape.dtype.itemsize, rank)
         self.parts = (
             torch.zeros((*size, first), dtype=torch.uint8, device=device),
             torch.zeros((*size, second), dtype=torch.uint8, device=device),
         )
-        self._views = [self._of_kind.view(x, shape.dtype, shape.head_dim) for x in self.parts]
+        self._of_kind = of_kind(self.parts, shape, self.trained)
         unset(self.parts, torch.arange(num_pages, device=device))
         self.hints = PageHints(*size[:2]) if hints else None
         self.valid = np.zeros(num_pages, bool)
@@ -270,7 +264,7 @@ class DigestPool:
         padding = np.zeros(1, np.int64)
         ids, slots = self._ids(padding), self._ids(np.zeros((len(resident.k), 1)))
         for source, rows in ((host.for_copies(self.device), None), (resident, slots)):
-            self._of_kind.build(source, ids, *self._views, rows, *self._of_build)
+            self._of_kind.build(source, ids, rows)
         self.unset(padding)
         self.accept(padding)
 
@@ -293,7 +287,7 @@ class DigestPool:
 
         The host waits for the current stream, which must be that of :meth:`unset` or ordered after it.
         """
-        complete = is_set(self.parts, self._ids(pages), self._mark).cpu().numpy()
+        complete = is_set(self.parts, self._ids(pages), self._of_kind.mark).cpu().numpy()
         self.valid[pages[complete]] = True
         self.received += int(complete.sum())
         return pages[~complete]
@@ -318,9 +312,9 @@ class DigestPool:
         ids: torch.Tensor,
         rows: torch.Tensor | None,
     ) -> None:
-        self._of_kind.build(source, ids, *self._views, rows, *self._of_build)
-        if self._mark is not None:
-            set_mark(self.parts, ids, self._mark)
+        self._of_kind.build(source, ids, rows)
+        if self._of_kind.mark is not None:
+            _marks(self.parts)[1].index_fill_(1, ids, self._of_kind.mark)
         if self.device.type == "cuda":
             self._built = torch.cuda.Event()
             self._built.record()
@@ -337,31 +331,12 @@ class DigestPool:
     ) -> torch.Tensor:
         """``[B * C, N]`` fp32 scores of each list's candidates, for ``query`` ``[B * C, HQ / C, D]``; undefined where
         the budget covers them all."""
-        if self._of_kind.per_head:
-            w_q = (x[layer] for x in self._trained[1:])
-            pages = candidates.table, candidates.n_scored
-            return score_heads(query, self._views[0][layer], *pages, *w_q)
-        parts = self._of_lists(layer, candidates.lists)
-        pages = candidates.digest_rows, candidates.list_n_scored
-        return self._of_kind.score(
-            query,
-            *parts,
-            *pages,
-            scale,
-            head_reduce,
-            arrivals=candidates.arrivals,
-            **self._of_layer[layer],
-        )
-
-    def _of_lists(self, layer: int, lists: int) -> list[torch.Tensor]:
-        """The parts of a layer; with one list per KV head, each head's digests as separate pages."""
-        parts = [view[layer] for view in self._views]
-        return parts if lists == 1 else [part.flatten(0, 1).unsqueeze(1) for part in parts]
+        return self._of_kind.score(layer, query, candidates, scale, head_reduce)
 
     @property
     def has_estimates(self) -> bool:
         """Whether :meth:`mass_change` is available: scores of this kind are estimates, not bounds."""
-        return self._of_kind.mass_change is not None
+        return self._of_kind.has_estimates
 
     def mass_change(
         self,
@@ -382,10 +357,10 @@ class DigestPool:
             pages: ``[B * C, k]``, of which each row has the first ``n_pages`` ``[B * C]``; the change is 0 for a row
                 without any.
         """
-        assert self._of_kind.mass_change is not None
-        parts = (view[layer] for view in self._views)
-        asked = query, query_ahead, *parts, pages, n_pages, scale
-        return self._of_kind.mass_change(*asked, **self._of_layer[layer])
+        assert isinstance(self._of_kind, Rotated)
+        parts = self._of_kind.first[layer], self._of_kind.second[layer]
+        more = self._of_kind.trained_of(layer)
+        return mass_change_rotated(query, query_ahead, *parts, pages, n_pages, scale, **more)
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)

@@ -171,10 +171,6 @@ class ServerSize:
         return worker_memory(self.arena(1), self.config.worker_threads_per_group, self.node_cpus)
 
     @property
-    def min_slots(self) -> int:
-        return self._slots(0)
-
-    @property
     def wanted_slots(self) -> int:
         """With a budget for every request, or ``resident_tokens``."""
         if self.config.resident_tokens is not None:
@@ -229,8 +225,7 @@ class ServerSize:
         on_inputs = num_pages * input_bytes(self.shape.page_size)
         left = 0 if device_bytes is None else device_bytes - self.step_bytes
         if device_bytes is None or config.resident_tokens is not None:
-            resident = config.resident_tokens or config.budget_tokens * self.max_batch
-            num_slots = self._slots(resident // self.shape.page_size)
+            num_slots = self.wanted_slots
         else:
             num_slots = max(left - on_digests - on_inputs, 0) // page_bytes
         # With a slot for every page nothing is ever missing; more slots would stay empty.
@@ -255,7 +250,7 @@ class ServerSize:
         return plan
 
     def _check_device(self, plan: MemoryPlan, device_bytes: int) -> None:
-        least = min(self.min_slots, plan.num_pages)
+        least = min(self._slots(0), plan.num_pages)
         slots = max(plan.num_slots, least)
         needed = plan.digest_bytes + plan.input_bytes + slots * self.page_bytes
         if needed <= device_bytes:
@@ -282,7 +277,7 @@ class ServerSize:
         tries = [self.wanted_slots]
         if self.config.resident_tokens is None:
             half = min(self.wanted_slots, left // 2 // page_bytes)
-            tries = [max(half, self.min_slots), self.min_slots]
+            tries = [max(half, self._slots(0)), self._slots(0)]
         for slots in tries:
             pages = (left - slots * page_bytes) // beside
             if pages >= slots:

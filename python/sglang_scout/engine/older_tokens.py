@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -150,7 +149,7 @@ class OlderTokens:
         self._staging.send(words.size)
         self._ask_of_leaving(step, slots, batch)
         held = len(slots) * self._shape.num_kv_heads * self._recent
-        self._counters.count_posted(self._row_pages.sum(1), held)
+        self._counters.count_step(0, self._row_pages.sum(1), held, "cpu")
         n_pages = torch.from_numpy((attended >= 0).sum(1).astype(np.int32))
         return replace(batch, table=torch.from_numpy(attended), n_full=n_pages)
 
@@ -272,13 +271,13 @@ class OlderTokens:
         self._queries[layer, :rows] = query
         ids, counts = (x[layer, :rows].flatten(0, 1) for x in (self._ids, self._counts))
         self._transport.post(layer, query, ids, counts)
-        out, lse = attend_pages(
+        here = attend_pages(
             query, k, v, candidates.table, *tail, scale, slot_of=slot_of, n_pages=candidates.n_full
         )
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, :rows]
-        view = WindowView(k, candidates.table, recent, slot_of, *tail, state, fresh, first_at)
-        self._feedback.attended(layer, query, lse, view, scale)
-        out = self._transport.merge(layer, query, out, lse)
+        view = WindowView(k, candidates.table, recent, slot_of, *tail, first_at, state, fresh)
+        self._feedback.attended(layer, query, here[1], view, scale)
+        out = self._transport.merge(layer, query, here)
         if self._verifier is not None:
             listed = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
             parts = candidates.table, slot_of, torch.where(listed, ids, -1)
@@ -293,8 +292,3 @@ class OlderTokens:
 
     def close(self) -> None:
         self._evaluator.close()
-
-
-def older_tokens(policy: Policy, *rest: Any) -> OlderTokens | None:
-    """Arguments as of :class:`OlderTokens`; None for a policy without feedback."""
-    return None if policy.feedback is None else OlderTokens(policy, *rest)

@@ -30,14 +30,14 @@ from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import ForkedStream, SideStream, upload
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.lifecycle import PageLifecycle
-from sglang_scout.engine.older_tokens import older_tokens
+from sglang_scout.engine.older_tokens import OlderTokens
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import StepInputs, of_lists
 from sglang_scout.engine.step_results import StepResults
 from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.tensor_parallel import Ranks, SharedChoice
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.engine.transport import Transport
+from sglang_scout.engine.transport import Attended, Transport
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
@@ -90,7 +90,10 @@ class StepEngine:
         self.pages = PageLifecycle(host, digests, table, slots)
         self._inputs = StepInputs(shape.num_layers, sizes, device)
         self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device, stamps)
-        self.older = older_tokens(policy, transport, shape, sizes, host, counters, device, verify)
+        self.older: OlderTokens | None = None
+        if policy.feedback is not None:
+            stores = shape, sizes, host, counters, device
+            self.older = OlderTokens(policy, transport, *stores, verify)
         self.has_dense_steps, self.is_dense = has_dense_steps, False
         predicts = policy.query.targets(0, 2)
         ahead_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
@@ -274,7 +277,7 @@ class StepEngine:
         pages, n_pages = selection.pages, None
         if not self.policy.rule.only_selected:
             pages, n_pages = candidates.table, candidates.n_full
-        out, lse = self._attend_here(layer, query, pages, n_pages)
+        here = self._attend_here(layer, query, pages, n_pages)
         compares = self.boundary.step_log is not None and self.policy.query.attends
         if compares and query_ahead is not query:
             self._results.compare(layer, query, query_ahead, tail_len > 0)
@@ -284,7 +287,7 @@ class StepEngine:
             asked = query, query_ahead, *selection[1:]
             change = self.digests.mass_change(layer, *asked, shape.scale)
             self._clock.cut("attention", "mass", start_ns, layer=layer)
-        out = self.transport.merge(layer, query, out, lse, change)
+        out = self.transport.merge(layer, query, here, change)
         if self._verifier is not None:
             start_ns = self.tracer.now()
             parts = pages, self._slot_of[layer], selection.missing, self._results.running.batch
@@ -294,7 +297,7 @@ class StepEngine:
 
     def _attend_here(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Attended:
         """Attention on the device, over those of ``pages`` that are resident and the page being filled."""
         rows, inputs, start_ns = len(query), self._inputs, self._clock.now()
         result = attend_pages(
@@ -313,14 +316,12 @@ class StepEngine:
 
     def _attend_to_all(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Full attention of a dense step; all its pages are resident."""
-        candidates, slot_of = self._inputs.candidates.first(len(query)), self._slot_of[layer]
+        candidates = self._inputs.candidates.first(len(query))
         out, _ = self._attend_here(layer, query, candidates.table, candidates.n_full)
         if self._verifier is not None:
-            missing = torch.full_like(candidates.list_table[:, :1], -1)
+            parts = candidates.table, self._slot_of[layer], candidates.list_table[:, :0]
             batch = self._results.running.batch
-            self._verifier.check(
-                layer, out, query, query, candidates.table, slot_of, missing, batch, None
-            )
+            self._verifier.check(layer, out, query, query, *parts, batch, None)
         return out.to(query.dtype)
 
     def close(self) -> None:

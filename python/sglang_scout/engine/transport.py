@@ -29,6 +29,9 @@ from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.stage import stage_pages
 from sglang_scout.worker.client import Reply, Ticket, WorkerClient
 
+Attended = tuple[torch.Tensor, torch.Tensor]
+"""Attention ``[B, HQ, D]`` over some pages, and its log-sum-exp ``[B, HQ]``."""
+
 
 class Transport:
     """One layer's post and merge; B requests of C lists of k pages."""
@@ -61,20 +64,15 @@ class Transport:
         """
 
     def merge(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        change: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, here: Attended, change: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``[B, HQ, D]`` of the dtype of ``query``: the result merged with ``out`` ``[B, HQ, D]``, ``lse`` ``[B, HQ]``.
+        """``[B, HQ, D]`` of the dtype of ``query``: the result merged with the device's part.
 
         Args:
-            query: ``[B, HQ, D]``, the layer's real query.
+            query: ``[B, HQ, D]``, the layer's real query; here: attention of the device.
             change: ``[B, HQ]`` correction to add to the result's log-sum-exp.
         """
-        return out.to(query.dtype)
+        return here[0].to(query.dtype)
 
     def faults(self) -> list[str]:
         """Why a finished step lacks a part of its attention; empty if none does."""
@@ -119,14 +117,9 @@ class HostTransport(Transport):
         self._tracer.cut("ahead", "post", start_ns, layer=layer, pages=posted)
 
     def merge(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        change: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, here: Attended, change: torch.Tensor | None = None
     ) -> torch.Tensor:
-        ticket = self._tickets.pop(layer, None)
+        ticket, (out, lse) = self._tickets.pop(layer, None), here
         if ticket is None:
             return out.to(query.dtype)
         cpu_out, cpu_lse = self._out[: len(out)], self._lse[: len(out)]
@@ -186,15 +179,10 @@ class GraphTransport(Transport):
             self.stamps.cut("ahead", "post", start, layer=layer)
 
     def merge(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        change: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, here: Attended, change: torch.Tensor | None = None
     ) -> torch.Tensor:
         start = self.stamps.now() if self.stamps else 0
-        merged = self._ring.merge(layer, out, lse, change, query.dtype)
+        merged = self._ring.merge(layer, *here, change, query.dtype)
         if self.stamps:
             self.stamps.cut("attention", "merge", start, layer=layer)
         return merged
@@ -251,12 +239,7 @@ class Fetch(Transport):
         stage_pages(self._pages, layer, pages, *self._staged[:, parity])
 
     def merge(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        change: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, here: Attended, change: torch.Tensor | None = None
     ) -> torch.Tensor:
         rows, parity = len(query) * self._lists, layer % 2
         slots = self._there[parity, : rows * self._budget_pages].view(rows, -1)
@@ -268,6 +251,7 @@ class Fetch(Transport):
             None,
             self._shape.scale,
         )
+        out, lse = here
         parts = out.float(), lse, part.view_as(out).float(), part_lse.view_as(lse)
         merged, _ = merge_states(*parts)
         return merged.to(query.dtype)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 
-@dataclass(frozen=True)
-class WindowView:
+class WindowView(NamedTuple):
     """The window of a layer, B rows: full pages, oldest first, and the page being filled. On the device, int32 but
     ``k``.
 
@@ -20,9 +18,9 @@ class WindowView:
         pages, n_pages: ``[B, N]``, the first ``[B]`` of each row are its window's.
         slot_of: ``[P]`` slot of each page.
         tail_slot, tail_len: ``[B]`` slot of the page being filled, tokens in it.
+        first_at: ``[B]`` index of the window's oldest page in a ring buffer of a window's pages.
         state: ``[B]`` each request's row of the policy's stores, -1 without one.
         fresh: ``[B]`` not 0 in a request's first step.
-        first_at: ``[B]`` index of the window's oldest page in a ring buffer of a window's pages.
     """
 
     k: torch.Tensor
@@ -31,9 +29,9 @@ class WindowView:
     slot_of: torch.Tensor
     tail_slot: torch.Tensor
     tail_len: torch.Tensor
+    first_at: torch.Tensor
     state: torch.Tensor
     fresh: torch.Tensor
-    first_at: torch.Tensor
 
 
 class Feedback(Protocol):
@@ -62,8 +60,14 @@ class Feedback(Protocol):
         """``[L, n, H]`` bits of the tokens kept of pages that leave their windows."""
 
     def select(
-        self, state: int, layer: int, q: torch.Tensor, k: torch.Tensor, pages: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        state: int,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        pages: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Heads and tokens kept of host pages of a request that joined; on a thread concurrent with the steps."""
 
     def raise_threshold(self, state: int, heads: npt.NDArray[np.bool_]) -> None:

@@ -96,15 +96,18 @@ class SalientTokens:
     def attended(
         self, layer: int, q: torch.Tensor, lse: torch.Tensor, view: WindowView, scale: float
     ) -> None:
-        decay_mass(
-            q, lse, view.k, view.pages, view.n_pages, view.slot_of, view.tail_slot, view.tail_len, view.first_at,
-            view.state, view.fresh, self._maw[layer], self.alpha, scale,
-        )  # fmt: skip
+        decay_mass(q, lse, *view, self._maw[layer], self.alpha, scale)
 
     def leaving(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return salient_bits(self._maw, states, places, self._threshold)
 
     def select(
-        self, state: int, layer: int, q: torch.Tensor, k: torch.Tensor, pages: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        state: int,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        pages: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return select_salient(q, k, pages, self._betas[layer, state], scale)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.grouping import distinct
 from sglang_scout.ops.page_uses import PageUses
 from sglang_scout.policy.base import Ids, Residency, StepReport
 
@@ -49,11 +48,8 @@ class ImportantPages(Residency):
     ) -> tuple[Ids, Ids]:
         due = np.array([self.due(layer, self._step) for layer in layers.tolist()], bool)
         counts = due[:, None] | (ages < self.grace_steps)
-        at = np.flatnonzero((missed >= 0) & counts[:, :, None])
-        row = at // max(missed[0].size, 1)
-        num_pages = uses.frequency.shape[1]
-        keys = distinct(row * num_pages + missed.reshape(-1)[at])
-        return layers[keys // num_pages], keys % num_pages
+        every, none_first = np.full(len(layers), missed[0].size), np.zeros(len(ages), bool)
+        return uses.most_frequent(layers, missed, counts, none_first, every)
 
     def describe(self) -> dict[str, Any]:
         return {"intervals": list(self.intervals) if self.enabled else []}

@@ -14,8 +14,12 @@ from sglang_scout.policy.base import Context, Policy, QuerySource, SelectionRule
 from sglang_scout.policy.history import HistoryAware
 
 DEFAULTS: dict[str, Any] = {
-    "digest": "pilot", "grain": "head", "head_reduce": "max", "precompute": False, "pilot_file": None,
-}  # fmt: skip
+    "digest": "pilot",
+    "grain": "head",
+    "head_reduce": "max",
+    "precompute": False,
+    "pilot_file": None,
+}
 
 
 def make(context: Context) -> Policy:

@@ -12,9 +12,12 @@ from sglang_scout.policy.base import Context, Policy, QuerySource, SelectionRule
 from sglang_scout.policy.residency import ImportantPages
 
 DEFAULTS: dict[str, Any] = {
-    "digest": "mean16", "grain": "head", "head_reduce": "max", "forecast_file": None,
+    "digest": "mean16",
+    "grain": "head",
+    "head_reduce": "max",
+    "forecast_file": None,
     "precompute": False,  # a forecast cannot attend
-}  # fmt: skip
+}
 
 
 def make(context: Context) -> Policy:
