@@ -31,8 +31,8 @@ import torch
 from benchmark import device, rows
 from benchmark.kernels.read_loop import ReadLoop
 from sglang_scout.engine.device import lock_memory
-from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import copy_layer_pages
 from sglang_scout.worker.host_memory import populate_together, shmem_mode
 
 GIB = 2**30

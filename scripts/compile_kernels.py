@@ -34,31 +34,27 @@ from triton.runtime.jit import JITFunction
 
 from sglang_scout.core.split import Split
 from sglang_scout.ops import triton as kernels
-from sglang_scout.ops.append import append_tokens
-from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.digest import build_layer_digests
-from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.ops.doorbell import DeviceRing, write_stamp
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
-from sglang_scout.ops.gather import copy_layer_pages
+from sglang_scout.ops.flash import pack_pages
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.mass import mass_change_rotated
-from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.op import Op
-from sglang_scout.ops.pack import pack_pages
+from sglang_scout.ops.pages import append_tokens, copy_layer_pages, stage_pages
 from sglang_scout.ops.predict import add_norm, rotate_heads
 from sglang_scout.ops.rotated import (
     STATS_BYTES,
     Coordinates,
     build_layer_rotated,
+    mass_change_rotated,
     planes_shape,
     score_rotated,
 )
 from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
-from sglang_scout.ops.stage import stage_pages
-from sglang_scout.ops.stamp import write_stamp
-from sglang_scout.ops.triton import answer, attend, doorbell
+from sglang_scout.ops.triton import attend, doorbell
 from sglang_scout.worker.ring import layout_of
 from sglang_scout.worker.spec import ArenaSpec
 
@@ -243,18 +239,18 @@ def ring_calls() -> Iterator[Case]:
     ring = DeviceRing(*place, spec, parts=0, split=Split(36, 8, 4), timeout_us=1000, device="meta")
     chosen_pages = empty(16, 64, dtype=I32)
     yield "post", doorbell.post, (ring, 7, out, chosen_pages, empty(16, dtype=I32))
-    yield "wait and merge", answer.merge, (ring, 7, out, lse, lse, BF16)
+    yield "wait and merge", doorbell.merge, (ring, 7, out, lse, lse, BF16)
     ring.parts = 1
     one = out[:1], chosen_pages[:1, :1], empty(1, dtype=I32)
     yield "post of one page", doorbell.post, (ring, 1, *one)
-    yield "wait and merge of one row", answer.merge, (ring, 1, out[:1], lse[:1], None, F32)
+    yield "wait and merge of one row", doorbell.merge, (ring, 1, out[:1], lse[:1], None, F32)
     # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
     ring = DeviceRing(
         *place, dataclasses.replace(spec, num_layers=1, q_dtype="float32"), parts=1, split=Split(),
         timeout_us=10_000_000, device="meta",
     )  # fmt: skip
     yield "post without a split", doorbell.post, (ring, 0, out, chosen_pages, empty(16, dtype=I32))
-    yield "long wait and merge", answer.merge, (ring, 0, out.to(BF16), lse, None, BF16)
+    yield "long wait and merge", doorbell.merge, (ring, 0, out.to(BF16), lse, None, BF16)
 
 
 def kernels_of_package() -> set[str]:
@@ -315,8 +311,8 @@ def main() -> int:
     for case, call, call_arguments in cases():
         compiled.clear()
         if isinstance(call, Op):
-            (kernel,) = (i for i in call.implementations if i.name == "triton")
-            call, call_arguments = kernel.run, call.in_order(call_arguments, {})
+            call_arguments = call.in_order(call_arguments, {})
+            call = call.implementations["triton"].run
         call(*call_arguments)
         for name, kernel in compiled:
             if (name, kernel.hash) in seen:

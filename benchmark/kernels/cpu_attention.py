@@ -77,7 +77,7 @@ class Native:
         self.tolerance = 1e-5 if elements is None else 2**-9
         self.name, self._elements = f"{kind}-{native.module.isa()}", elements
         self.element_bytes = 2 if elements is None else elements.itemsize
-        (self._attend,) = (i.run for i in attend_pages.implementations if i.name == "native")
+        self._attend = attend_pages.implementations["native"].run
 
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
         """Nanoseconds of one call per start."""

@@ -22,20 +22,17 @@ from benchmark.kernels.gpu_pools import (
 )  # fmt: skip
 from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.ops import rotated
-from sglang_scout.ops.append import Pool, append_tokens
-from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.doorbell import write_stamp
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
-from sglang_scout.ops.gather import copy_layer_pages
-from sglang_scout.ops.mass import mass_change_rotated
-from sglang_scout.ops.merge import merge_states
-from sglang_scout.ops.pack import pack_pages
+from sglang_scout.ops.flash import pack_pages
+from sglang_scout.ops.pages import Pool, append_tokens, copy_layer_pages, stage_pages
 from sglang_scout.ops.predict import add_norm, rotate_heads
+from sglang_scout.ops.rotated import mass_change_rotated
 from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
-from sglang_scout.ops.stage import stage_pages
-from sglang_scout.ops.stamp import write_stamp
 
 HIDDEN = 5120  # of Qwen3-14B, with 8 KV heads of 5 query heads each
 SCORES = {0: score_pages, 1: rotated.score_rotated, 2: rotated.score_rotated}

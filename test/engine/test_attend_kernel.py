@@ -1,22 +1,15 @@
 """Attention by a named implementation: it runs, or the engine is not created."""
 
-import dataclasses
 import json
 
 import pytest
 import torch
 
-from sglang_scout.core import registry
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine import attention
 from sglang_scout.ops import flash, triton
 from sglang_scout.ops.attend import attend_pages
-
-
-@pytest.fixture(autouse=True)
-def untouched(monkeypatch):
-    monkeypatch.setattr(attend_pages, "preferred", "auto")
-    monkeypatch.setattr(registry, "_chosen", {})
+from sglang_scout.ops.op import Implementation, chosen
 
 
 @pytest.fixture
@@ -27,11 +20,12 @@ def on_hopper(monkeypatch):
         raise ImportError("no FA3 here")
 
     monkeypatch.setattr(flash, "library", absent)
-    here = [
-        dataclasses.replace(i, devices=lambda _: []) if i is flash.FLASH else i
-        for i in attend_pages.implementations
-    ]
-    monkeypatch.setattr(attend_pages, "implementations", here)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(Implementation, "reaches", lambda *_: True)
+
+
+def kernel_of(engine):
+    return engine._attend.keywords["impl"]
 
 
 @pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
@@ -39,8 +33,8 @@ def test_the_named_one_runs_and_is_shown(make):
     worker = make(config='{"attend_kernel": "triton"}', layers=1)
     worker.admit(100)
     worker.step()
-    assert registry.chosen()["attend_pages"].startswith("triton")
-    assert make().engine and attend_pages.preferred == "auto"
+    assert kernel_of(worker.engine) == "triton" and "triton" in chosen()["attend_pages"]
+    assert kernel_of(make().engine) == "auto", "of another engine"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +50,7 @@ def test_the_named_one_runs_and_is_shown(make):
             "scout",
             {},
             {"fp8": torch.float8_e4m3fn},
-            "KV in float8_e4m3fn: dtype .* supports bfloat16",
+            "KV in float8_e4m3fn: queries .* supports one dtype",
         ),
         (
             "sparda",
@@ -73,7 +67,6 @@ def test_what_cannot_run_is_refused_at_the_start(make, on_hopper, policy, keys, 
     with pytest.raises(ConfigError, match=why) as refused:
         make(policy=policy, config=config, dtype=torch.bfloat16, budget_tokens=256, **shape)
     assert str(refused.value).startswith("--kv-offload-config: attend_kernel = 'flash' cannot run")
-    assert attend_pages.preferred == "auto"
 
 
 def test_a_device_that_it_does_not_know_is_a_reason(make):
@@ -85,12 +78,12 @@ def calls():
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 64), torch.randn(3, 32, 2, 64), torch.randn(3, 32, 2, 64)
     pages = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
-    return [attend_pages.in_order((q, k, v, pages, None, None, 0.125), {})]
+    return [(q, k, v, pages, None, None, 0.125)]
 
 
 def add(monkeypatch, run):
-    theirs = dataclasses.replace(flash.FLASH, name="theirs", run=run)
-    monkeypatch.setattr(attend_pages, "implementations", [*attend_pages.implementations, theirs])
+    monkeypatch.setattr(attend_pages, "implementations", dict(attend_pages.implementations))
+    attend_pages.register("theirs", run)
     return ["native", "theirs"]
 
 
@@ -134,8 +127,8 @@ def test_an_engine_takes_the_fastest_unless_one_is_named(make, monkeypatch, key,
     monkeypatch.setattr(attention, "_POOL_PAGES", 4)
     monkeypatch.setattr(attention, "_CALLS", 2)
     monkeypatch.setattr(attention, "_TIMES", {"cpu": clock(10.0, 9.0)})
-    make(config=json.dumps({"attend_kernel": key}), layers=1)
-    assert attend_pages.preferred == found
+    worker = make(config=json.dumps({"attend_kernel": key}), layers=1)
+    assert kernel_of(worker.engine) == found
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ring_view import RingView
-from sglang_scout.core.registry import _chosen, chosen
 from sglang_scout.ops import triton
+from sglang_scout.ops.op import Op, chosen
 
 pytest.importorskip("sglang_scout._native")
 if not triton.interpreted():
@@ -85,7 +85,8 @@ def test_pages_that_running_steps_write_are_known_and_no_others(make):
 @EACH_DIGEST
 def test_what_boundaries_launch_is_compiled_before_the_first_request(make, digest):
     """Without side effects: it touches only the padding page and a free slot."""
-    _chosen.clear()
+    for op in Op.every:
+        op.ran.clear()
     worker = make(layers=2, config=f"{{{digest}}}")
     before = set(chosen())
     counts = (worker.digests.computed, worker.digests.received, worker.digests.valid.sum())

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from sglang_scout.ops import triton
-from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.doorbell import DeviceRing
-from sglang_scout.ops.merge import merge_states
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
 LAYERS, BATCH, K, HQ, D = 3, 4, 5, 4, 16

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend_cases import FP8
-from sglang_scout.ops.append import Pool, append_tokens
+from sglang_scout.ops.pages import Pool, append_tokens
 
 IMPLS = pytest.mark.parametrize("impl", append_tokens.names())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -43,12 +43,11 @@ def test_native_refuses_what_would_read_outside(impl, name, value, message):
 def test_native_names_every_reason(impl, agree):
     q, k, v, pages, *last = inputs(1, D=24)
     with pytest.raises(ImplementationError) as caught:
-        attend_pages(q, k.double(), v.double(), pages.T.contiguous().T, *last, 1.0, impl=impl)
+        attend_pages(q, k, v, pages.T.contiguous().T, *last, 1.0, impl=impl)
     message = str(caught.value)
-    assert "native supports float32, bfloat16, float16, float8_e4m3fn, float8_e5m2" in message
     assert "pages is not contiguous" in message
     assert "D=24; native supports multiples of 16" in message
-    assert "float64[7, 8, 2, 24]" in message
+    assert "float32[7, 8, 2, 24]" in message
     got = attend_pages(q, k, v, pages, *last, 0.125)  # unsupported: falls back to the reference
     agree(attend_pages, got, densely(q, k, v, pages, *last, 0.125))
 
@@ -206,7 +205,6 @@ def test_the_thread_pool_survives_a_fork(impl, threads):
     attend()
 
 
-@pytest.mark.skipif(native.module is None, reason=native.ABSENT)
 def test_the_best_instruction_set_is_the_default():
     code = "from sglang_scout import _native as n; print(n.isa(), n.best_isa())"
 
@@ -226,7 +224,6 @@ def test_the_best_instruction_set_is_the_default():
         native.module.set_isa("sse9")
 
 
-@pytest.mark.skipif(native.module is None, reason=native.ABSENT)
 @pytest.mark.parametrize("size", [{"dtype": 5}, {"D": 24}, {"D": 0}, {"S": 0}, {"G": -1}, {"C": 2}])
 def test_addresses_without_a_shape_are_refused(size):
     """Impossible through an op, but possible for another caller of the module."""

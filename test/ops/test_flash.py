@@ -5,7 +5,7 @@ import torch
 
 from sglang_scout.ops import flash
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.pack import pack_pages
+from sglang_scout.ops.flash import pack_pages
 
 S, P = 4, 12
 
@@ -67,21 +67,20 @@ def test_says_why_it_cannot_run():
     q, k = torch.randn(1, 4, 16), torch.randn(3, S, 2, 16)
     pages = torch.zeros(2, 1, dtype=torch.int32)
     reasons = attend_pages.reasons(q, k, k, pages, None, None, 1.0)["flash"]
-    assert any("is on cpu; flash supports cuda" in reason for reason in reasons)
-    assert any("float32; flash supports bfloat16, float16" in reason for reason in reasons)
-    assert any("C=2; flash supports up to 1" in reason for reason in reasons)
+    assert reasons == ["q is on cpu; flash supports cuda", "C=2; flash supports up to 1"]
+    assert "flash supports one dtype of 16 bits" in flash.unless(q, k)
 
 
 def test_a_package_without_its_kernels_is_a_reason(monkeypatch):
-    call = attend_pages.check(
-        torch.randn(1, 4, 16).bfloat16(), *[torch.randn(3, S, 2, 16).bfloat16()] * 2,
-        torch.zeros(1, 1, dtype=torch.int32), None, None, 1.0,
-    )  # fmt: skip
+    q, k = torch.randn(1, 4, 16).bfloat16(), torch.randn(3, S, 2, 16).bfloat16()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    assert flash.unless(q, k) == "compute capability 8.0; flash supports 9.x"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(flash, "library", lambda: None)
-    assert flash.FLASH.unless(call) == ""
+    assert flash.unless(q, k) == ""
 
     def absent():
         raise ImportError("Can not import FA3")
 
     monkeypatch.setattr(flash, "library", absent)
-    assert flash.FLASH.unless(call) == "sgl_kernel: Can not import FA3"
+    assert flash.unless(q, k) == "sgl_kernel: Can not import FA3"

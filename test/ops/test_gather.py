@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from sglang_scout.core.errors import ImplementationError
 from sglang_scout.ops import triton
-from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import copy_layer_pages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int16)
 # For ids [3, n], with two layers of 4 pages and of 3 slots.

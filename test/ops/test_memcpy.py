@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sglang_scout.ops import memcpy
-from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import copy_layer_pages
 
 L, P, SLOTS, PAGE = 3, 5, 4, (32, 8, 128)  # 64 KiB of bfloat16
 IDS = torch.tensor([[2, 0, 0, 1, 2], [4, -1, 0, 3, 4], [1, 2, 3, 0, 2]])
@@ -41,6 +41,7 @@ class Runtime:
 def runtime(monkeypatch):
     made = Runtime()
     monkeypatch.setattr(memcpy, "runtime", lambda: made)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
@@ -85,7 +86,7 @@ def test_nothing_outside_is_written(runtime, which, bad):
 
 def test_when_it_leaves_the_copies_to_the_kernel(runtime, monkeypatch):
     def reason(source, to):
-        return memcpy.MEMCPY.unless(copy_layer_pages.check(source, IDS, *to))
+        return memcpy.unless(source, IDS, *to)
 
     assert reason(pages(P, *PAGE), targets(*PAGE)) == ""
     assert reason(pages(P, 16, 8, 128), targets(16, 8, 128)).startswith("pages of 32768 bytes")
@@ -100,13 +101,11 @@ def test_when_it_leaves_the_copies_to_the_kernel(runtime, monkeypatch):
 
 
 def test_it_is_for_copies_from_locked_memory_to_a_device():
-    refused = copy_layer_pages.reasons(pages(P, *PAGE), IDS, *targets(*PAGE))["memcpy"]
-    assert refused == ["targets are on cpu; memcpy supports cuda"]
-    on_device = SimpleNamespace(is_cuda=True)
-    tensors = {"dst_k": on_device, "dst_v": on_device, "ids": IDS, "source.k": IDS}
-    assert "not page-locked" in memcpy.MEMCPY.devices(list(tensors.items()))[0]
-    tensors["source.k"] = SimpleNamespace(is_pinned=lambda: True)
-    assert memcpy.MEMCPY.devices(list(tensors.items())) == []
+    source, to = pages(P, *PAGE), targets(*PAGE)
+    assert copy_layer_pages.reasons(source, IDS, *to)["memcpy"] == [
+        "source.k is on cpu; memcpy supports cuda"
+    ]
+    assert "not page-locked" in memcpy.unless(source, IDS, *to)
 
 
 def test_the_runtime_that_torch_has_loaded_has_the_call():

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.ops.merge import merge_states
+from sglang_scout.ops.attend import merge_states
 
 IMPLS = pytest.mark.parametrize("impl", merge_states.names())
 INF = torch.inf

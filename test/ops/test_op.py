@@ -1,18 +1,17 @@
-"""Ops built from a reference: checks from specs, reasons from limits, and implementation choice."""
+"""Ops built from a reference: checks from specs, reasons from limits, and the choice of an implementation."""
 
 import logging
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from sglang_scout.core import registry
 from sglang_scout.core.errors import ImplementationError
-from sglang_scout.core.registry import Tolerance
+from sglang_scout.ops import op as ops
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.op import Implementation, op
+from sglang_scout.ops.op import Op, Tolerance, chosen, op
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 
@@ -23,34 +22,27 @@ class Pool(NamedTuple):
 
 
 def make_op(valid=lambda call: ""):
-    @op(
-        valid,
-        count="n",
-        k="P H D kv",
-        q="B H*G D float32",
-        pool=("P D kv", "B int32"),
-        ids="n int64",
-        layers="L P ... kv",
-        how=["up", "down"],
-        tolerances={},
-    )
+    @op(valid, tolerances={})
     def scale(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        pool: Pool | None = None,
-        ids: torch.Tensor | None = None,
-        layers: LayerPages | None = None,
-        count: int = 2,
-        how: str = "up",
+        q: Annotated[torch.Tensor, "B H*G D query"],
+        k: Annotated[torch.Tensor, "P H D kv"],
+        pool: Annotated[Pool | None, ("P D kv", "B int32")] = None,
+        ids: Annotated[torch.Tensor | None, "n int64"] = None,
+        layers: Annotated[LayerPages | None, "L P ... any"] = None,
+        count: Annotated[int, "n"] = 2,
+        how: Annotated[str, ["up", "down"]] = "up",
     ) -> torch.Tensor:
         """Twice."""
         return 2 * q
 
-    limits = {"sizes": {"D": range(4, 13, 4)}, "dtypes": (torch.float32,), "strided_rows": ("q",)}
-    unless = lambda call: "no rows" * (call.sizes["B"] == 0)  # noqa: E731
-    scale.register(Implementation("narrow", lambda q, *_: q + q, **limits, unless=unless))
-    scale.register(Implementation("never", None, devices=lambda tensors: ["no device"]))
-    scale.register(Implementation("shy", lambda q, *_: q * 2, unasked=lambda: "nobody asked"))
+    scale.register(
+        "narrow",
+        lambda q, *_: q + q,
+        sizes={"D": range(4, 13, 4)},
+        strided_rows=("q",),
+        unless=lambda q, *_: "" if len(q) else "no rows",
+    )
+    scale.register("device", lambda q, *_: q * 2, device="cuda")
     return scale
 
 
@@ -59,46 +51,36 @@ def arguments(**changed):
 
 
 @pytest.fixture(autouse=True)
-def nothing_chosen(monkeypatch):
-    monkeypatch.setattr(registry, "_chosen", {})
+def every_op(monkeypatch):
+    monkeypatch.setattr(Op, "every", [])
 
 
-def test_auto_takes_the_first_without_a_reason_and_says_so_once(caplog):
+def test_a_call_takes_the_first_without_a_reason_and_says_so_once(caplog):
     scale = make_op()
-    assert scale.names() == ["narrow", "never", "shy", "reference"]
+    assert scale.names() == ["narrow", "device", "reference"]
     assert scale.__doc__ == "Twice."
     with caplog.at_level(logging.INFO):
-        for D in (8, 8, 6, 6, 8):
-            assert (scale(torch.ones(3, 6, D), torch.ones(5, 2, D)) == 2).all()
-    assert registry.chosen() == {"scale": "narrow+reference"}
+        for rows, D in ((3, 8), (3, 8), (3, 6), (3, 8), (0, 8)):
+            assert (scale(torch.ones(rows, 6, D), torch.ones(5, 2, D)) == 2).all()
+    assert chosen() == {"scale": "narrow+reference"}
     assert caplog.messages == [
         "op scale runs as narrow",
         "op scale runs as reference (narrow: D=6; narrow supports multiples of 4 up to 12; "
-        "never: no device; shy: nobody asked)",
+        "device: q is on cpu; device supports cuda)",
     ]
 
 
 def test_a_named_implementation_never_falls_back():
     scale = make_op()
-    with pytest.raises(ImplementationError) as caught:
-        scale(**arguments(), impl="never")
-    assert "scale: implementation 'never' cannot run: never: no device." in str(caught.value)
-    assert "q torch.float32[3, 6, 8] cpu" in str(caught.value)
-    assert registry.chosen() == {}
-    assert (scale(**arguments(), impl="shy") == 2).all()
-    with pytest.raises(ImplementationError, match="known are auto, narrow, never, shy, reference"):
+    for wrong, why in ((arguments(), "q is on cpu"), (arguments(q=torch.ones(0, 6, 8)), "no rows")):
+        name = "narrow" if why == "no rows" else "device"
+        with pytest.raises(ImplementationError) as caught:
+            scale(**wrong, impl=name)
+        assert f"scale: implementation '{name}' cannot run: {why}" in str(caught.value)
+        assert "k torch.float32[5, 2, 8] cpu" in str(caught.value)
+    assert chosen() == {}
+    with pytest.raises(ImplementationError, match="known are auto, narrow, device, reference"):
         scale(**arguments(), impl="triton")
-
-
-def test_calls_that_name_none_take_the_preferred_one():
-    scale = make_op()
-    scale.preferred = "shy"
-    scale(**arguments())
-    scale(**arguments(), impl="narrow")
-    assert registry.chosen() == {"scale": "shy+narrow"}
-    scale.preferred = "never"
-    with pytest.raises(ImplementationError, match="scale: implementation 'never' cannot run"):
-        scale(**arguments())
 
 
 def test_every_limit_is_a_reason():
@@ -107,33 +89,36 @@ def test_every_limit_is_a_reason():
     wide = torch.ones(3, 2, 6, 8)[:, 0]
     assert narrow(q=wide) == [], "its rows are contiguous"
     assert narrow(q=torch.ones(0, 6, 8)) == ["no rows"]
-    assert narrow(q=torch.ones(3, 8, 6).mT, k=torch.ones(5, 2, 8).double().mT.contiguous().mT) == [
-        "dtype torch.float64; narrow supports float32",
-        "k is not contiguous, strides (16, 1, 2)",
+    assert narrow(q=torch.ones(3, 8, 6).mT, k=torch.ones(5, 8, 2).mT) == [
         "q is not contiguous, strides (48, 1, 6)",
+        "k is not contiguous, strides (16, 1, 2)",
     ]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.ones(5, 2, 9)}, "scale: q has D=8, expected 9"),
+        ({"k": torch.ones(5, 2, 9)}, "scale: k has D=9, expected 8"),
         ({"q": torch.ones(3, 5, 8)}, r"q has H\*G=5, expected a multiple of H=2"),
         ({"q": torch.ones(3, 0, 8)}, r"q has H\*G=0, expected a multiple of H=2"),
-        ({"q": torch.ones(3, 6, 8).half()}, "q has dtype torch.float16, expected torch.float32"),
+        ({"q": torch.ones(3, 6, 8).int()}, "q has dtype torch.int32, expected one of"),
+        ({"pool": (torch.ones(5, 8).half(), torch.ones(3).int())}, "expected torch.float32"),
         ({"q": torch.ones(3, 8)}, r"q has 2 axes \[3, 8\], expected \[B, H\*G, D\]"),
         ({"q": [1]}, "q is a list, expected a tensor"),
         ({"k": None}, "k is a NoneType, expected a tensor"),
         ({"pool": Pool(torch.ones(5, 7), torch.ones(3).int())}, "pool.k has D=7, expected 8"),
         ({"pool": (torch.ones(5, 8), torch.ones(2).int())}, r"pool\[1\] has B=2, expected 3"),
-        ({"ids": torch.ones(4).long()}, "ids has n=4, expected 2"),
+        ({"ids": torch.ones(4).long()}, "count has n=2, expected 4"),
         ({"layers": LayerPages.of(*[[torch.ones(4, 3, 1)]] * 2, "cpu")}, "layers.k has P=4"),
         ({"how": "sideways"}, "how is 'sideways', expected one of up, down"),
     ],
 )
-def test_what_specs_say_is_checked(change, message):
-    with pytest.raises(ValueError, match=message):
-        make_op()(**arguments(**change))
+def test_what_specs_say_is_checked_also_after_calls_that_fit(change, message):
+    scale = make_op()
+    scale(**arguments())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            scale(**arguments(**change))
 
 
 def test_what_fits_is_called_by_place_or_by_name():
@@ -144,15 +129,22 @@ def test_what_fits_is_called_by_place_or_by_name():
         *arguments().values(), pool, layers=layers, ids=torch.ones(7).long(), count=7
     )
     assert call.sizes["G"] == 3 and call.sizes["L"] == 4 and call.sizes["..."] == [3, 1]
-    assert [name for name, _ in call.tensors] == [
-        "k", "q", "pool.k", "pool.ids", "ids", "layers.k", "layers.addresses",
-    ]  # fmt: skip
+    names = ["q", "k", "pool.k", "pool.ids", "ids", "layers.k", "layers.addresses"]
+    assert [name for name, _ in call.tensors] == names
     assert call.values[5:] == [7, "up"] and call["pool"] is pool
     for wrong in ({"q": torch.ones(1)}, arguments(more=1)):
         with pytest.raises((TypeError, KeyError)):
             scale(**wrong)
     with pytest.raises(ValueError, match="scale: too many"):
         make_op(lambda call: "too many")(**arguments())
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(ops, "_MOST_REMEMBERED", 3)
+    scale = make_op()
+    for n in range(8):
+        scale(**arguments(ids=torch.ones(n).long(), count=n))
+        assert len(scale._able) <= 3
 
 
 @pytest.mark.parametrize(
@@ -177,34 +169,26 @@ def test_tolerance(actual, expected, fits):
     assert (said == "") is fits
 
 
-def of_triton(op):
-    return next(i for i in op.implementations if i.name == "triton")
-
-
 def test_where_tensors_must_be_for_kernels(monkeypatch):
-    """Pinned host memory replaces device memory only where a kernel can read it."""
+    """Pinned host memory replaces device memory."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     digests = torch.zeros(4, 1, 24), torch.zeros(4, 1, 24)
     table, n_full = torch.zeros(1, 2).int(), torch.zeros(1).int()
     assert score_pages.reasons(torch.zeros(1, 1, 24), *digests, table, n_full, 1.0)["triton"] == [
-        "tensors are on cpu and TRITON_INTERPRET is not set",
+        "q is on cpu; triton supports cuda",
         "D=24; triton supports multiples of 16 up to 256",
     ]
-    here, there = torch.zeros(2, 32, 1, 16), torch.zeros(1, 2, 1, 16, device="meta")
-    source, ids = LayerPages.of([here], [here], "cpu"), torch.zeros(1, device="meta").long()
-    refused = build_layer_digests.reasons(source, ids, there, there)["triton"]
-    assert "tensors are on cpu and meta; triton takes one device" in refused
-    lies = {"source.k": here, "source.addresses": there, "ids": ids, "kmin": there}
+    kernel = build_layer_digests.implementations["triton"]
+    here, there = torch.zeros(2), torch.zeros(2, device="meta")
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x is here)
-    of_host = of_triton(build_layer_digests).devices(list(lies.items()))
-    assert of_host == ["tensors are on meta; triton supports cuda"]
+    assert kernel.reaches("source.k", here)
+    assert not kernel.reaches("source.k", torch.zeros(2)) and not kernel.reaches("ids", there)
 
 
-def test_auto_leaves_interpreted_kernels_to_those_who_ask_for_them(monkeypatch):
+def test_interpreted_kernels_are_for_those_who_ask_for_them(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(select_pages, "ran", {})
     tables = (torch.zeros(1, 2), torch.zeros(1, 2).int(), *[torch.ones(1).int()] * 2, 2)
-    assert select_pages.reasons(*tables) == {"triton": [], "reference": []}
+    assert select_pages.reasons(*tables) == {"triton": []}
     select_pages(*tables)
-    assert registry.chosen() == {"select_pages": "reference"}
-    monkeypatch.delenv("TRITON_INTERPRET")
-    assert of_triton(select_pages).unasked() == ""
+    assert list(select_pages.ran) == ["reference"]

@@ -123,7 +123,7 @@ def test_a_float32_table_is_used_as_it_is(agree, impl):
     [
         (60, 16, 16, r"rotate_heads: q has HQ\*D=60, expected 64"),
         (64, 18, 18, "rotate_heads: rotary_dim is 18, expected an even number in 2..16"),
-        (64, 8, 16, "rotate_heads: cos_sin has R=16, expected 8"),
+        (64, 8, 16, "rotate_heads: rotary_dim has R=8, expected 16"),
     ],
 )
 def test_malformed_arguments_are_named(q, rotary_dim, cos_sin, message):

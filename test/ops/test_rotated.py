@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from page_weights import coordinates
 from sglang_scout.ops import rotated
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.mass import mass_change_rotated
-from sglang_scout.ops.rotated import build_layer_rotated, rotate, score_rotated
+from sglang_scout.ops.rotated import build_layer_rotated, mass_change_rotated, rotate, score_rotated
 from sglang_scout.ops.score import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("isa")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from attend_cases import FP8
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.salience import copy_tokens, decay_mass, salient_bits, select_salient
+from sglang_scout.ops.pages import copy_tokens
+from sglang_scout.ops.salience import decay_mass, salient_bits, select_salient
 
 S, ALPHA = 32, 0.1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)

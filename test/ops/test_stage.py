@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.ops.stage import stage_pages
+from sglang_scout.ops.pages import stage_pages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 

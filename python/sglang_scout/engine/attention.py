@@ -11,10 +11,9 @@ import torch
 
 from sglang_scout.core.config import FLAGS
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.registry import Tolerance
 from sglang_scout.engine.stores import ModelShape, Sizes
-from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.op import REFERENCE
+from sglang_scout.ops.attend import Attend, attend_pages
+from sglang_scout.ops.op import Tolerance
 from sglang_scout.policy.base import Policy
 
 logger = logging.getLogger(__name__)
@@ -24,10 +23,10 @@ _CALLS = 20  # each reads different pages
 _SAME = Tolerance(2**-7, 2**-7, "one may round its result to bf16")
 
 
-def use_attention(
+def attention_by(
     kernel: str, policy: Policy, shape: ModelShape, sizes: Sizes, device: torch.device
-) -> None:
-    """Attention by ``kernel``; "auto" on a CUDA device: the fastest of those that can run and agree.
+) -> Attend:
+    """:func:`attend_pages` by ``kernel``; "auto" on a CUDA device: the fastest of those that can run and agree.
 
     Raises:
         ConfigError: the named one cannot run.
@@ -41,13 +40,13 @@ def use_attention(
             f"page lists per request) and KV in {str(shape.kv_dtype).removeprefix('torch.')}: {found}; drop the key "
             "to use a kernel that can run"
         )
-    able = [other for other, why in reasons.items() if not why and other != REFERENCE]
+    able = [other for other, why in reasons.items() if not why]
     time_us = _TIMES.get(device.type)
     if kernel == "auto" and time_us and len(able) > 1:
         columns = sizes.budget_pages if chooses else sizes.num_slots // sizes.max_batch
         calls = _calls(shape, sizes.max_batch, lists, max(columns, 1), _POOL_PAGES, device)
         kernel = fastest(able, calls, time_us)
-    attend_pages.preferred = kernel
+    return partial(attend_pages, impl=kernel)
 
 
 def _calls(
@@ -65,10 +64,7 @@ def _calls(
     tables = torch.randint(
         max(pool_pages, 1), (_CALLS, batch * lists, columns), generator=generator, dtype=torch.int32
     )
-    return [
-        attend_pages.in_order((q, k, v, pages, None, None, shape.scale), {})
-        for pages in tables.to(device)
-    ]
+    return [[q, k, v, pages, None, None, shape.scale] for pages in tables.to(device)]
 
 
 def fastest(
@@ -82,10 +78,9 @@ def fastest(
         calls: arguments of each.
         time_us: of a call, from all of them.
     """
-    found = {i.name: i.run for i in attend_pages.implementations}
     right, times = None, {}
     for name in names:
-        runs = [partial(found[name], *arguments) for arguments in calls]
+        runs = [partial(attend_pages, *arguments, impl=name) for arguments in calls]
         try:
             result = runs[0]()
             right = right or result

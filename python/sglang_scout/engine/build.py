@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.engine.attention import use_attention
+from sglang_scout.engine.attention import attention_by
 from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.step import StepEngine
@@ -16,6 +16,7 @@ from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.tensor_parallel import Ranks
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import Fetch, GraphTransport, HostTransport, Transport
+from sglang_scout.ops.attend import Attend
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.policy.base import Policy
@@ -84,7 +85,7 @@ def build_engine(
             f"resident cache of {sizes.num_slots} slots cannot hold the sink, recent and tail "
             f"pages of {sizes.max_batch} requests ({forced + 1} each)"
         )
-    use_attention(config.attend_kernel, policy, shape, sizes, device)
+    attend = attention_by(config.attend_kernel, policy, shape, sizes, device)
     digests = digests or DigestPool(shape, host.num_pages, device, policy.rule.kind)
     if digests.kind != policy.rule.kind:
         raise ValueError(f"the digests are {digests.kind}, the policy scores {policy.rule.kind}")
@@ -102,7 +103,8 @@ def build_engine(
         host,
         digests,
         projectors,
-        _transport(policy, shape, sizes, host, worker, device, tracer),
+        _transport(policy, shape, sizes, host, worker, device, tracer, attend),
+        attend,
         device=device,
         tracer=tracer,
         verify=config.verify,
@@ -119,9 +121,10 @@ def _transport(
     worker: WorkerClient | GraphTransport,
     device: torch.device,
     tracer: Tracer,
+    attend: Attend,
 ) -> Transport:
     if policy.route == "fetch":
-        return Fetch(host, shape, sizes.max_batch, sizes.lists, sizes.budget_pages, device)
+        return Fetch(host, shape, sizes.max_batch, sizes.lists, sizes.budget_pages, device, attend)
     if isinstance(worker, GraphTransport):
         if tracer.active:  # the host only launches; the timeline needs device timestamps
             worker.stamps = DeviceClock(tracer, shape.num_layers, device)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.ops.stamp import write_stamp
+from sglang_scout.ops.doorbell import write_stamp
 
 STAMPS_PER_LAYER = 24
 _CALIBRATIONS = 8

@@ -22,10 +22,10 @@ from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.mass import mass_change_rotated
 from sglang_scout.ops.rotated import (
     Coordinates,
     build_layer_rotated,
+    mass_change_rotated,
     planes_shape,
     score_rotated,
 )

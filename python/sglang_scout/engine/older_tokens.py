@@ -29,7 +29,7 @@ from sglang_scout.engine.step_inputs import Batch, Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier
-from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.attend import Attend
 from sglang_scout.policy.base import Policy
 from sglang_scout.policy.feedback import Feedback, WindowView
 
@@ -74,7 +74,9 @@ class OlderTokens:
         counters: Counters,
         device: torch.device,
         verify: bool,
+        attend: Attend,
     ) -> None:
+        self._attend = attend
         assert policy.feedback is not None
         self._feedback: Feedback = policy.feedback
         self._sinks, self._recent = policy.rule.sink_pages, policy.rule.recent_pages
@@ -271,7 +273,7 @@ class OlderTokens:
         self._queries[layer, :rows] = query
         ids, counts = (x[layer, :rows].flatten(0, 1) for x in (self._ids, self._counts))
         self._transport.post(layer, query, ids, counts)
-        here = attend_pages(
+        here = self._attend(
             query, k, v, candidates.table, *tail, scale, slot_of=slot_of, n_pages=candidates.n_full
         )
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, :rows]

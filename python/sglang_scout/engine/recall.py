@@ -21,7 +21,7 @@ from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import SideStream, StreamCopy
 from sglang_scout.engine.stores import HostPages, ResidentCache
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.ops.gather import copy_layer_pages
+from sglang_scout.ops.pages import copy_layer_pages
 from sglang_scout.ops.residency import Reservation, ResidencyTable
 from sglang_scout.policy.base import RESULT_DELAY_STEPS
 

@@ -39,8 +39,8 @@ from sglang_scout.engine.tensor_parallel import Ranks, SharedChoice
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import Attended, Transport
 from sglang_scout.engine.verify import Verifier
-from sglang_scout.ops.append import Pool, append_tokens
-from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.attend import Attend
+from sglang_scout.ops.pages import Pool, append_tokens
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.ops.select import Selection, select_pages
@@ -52,6 +52,7 @@ class StepEngine:
 
     Args:
         transport: how missing pages are computed.
+        attend: attention on the device.
         verify: compare every layer's output with a plain fp32 reference over the host pages, and the ranks' selections
             with each other. Every layer then synchronizes with the host, so no step can be captured.
 
@@ -70,6 +71,7 @@ class StepEngine:
         digests: DigestPool,
         projectors: Sequence[QueryProjector],
         transport: Transport,
+        attend: Attend,
         *,
         device: torch.device,
         tracer: Tracer,
@@ -80,6 +82,7 @@ class StepEngine:
         self.policy, self.shape, self.sizes = policy, shape, sizes
         self.host, self.digests, self.transport, self.tracer = host, digests, transport, tracer
         self.counters = counters = Counters(shape.num_layers)
+        self._attend = attend
         self.resident = ResidentCache(shape, sizes.num_slots, device)
         self._device = device = self.resident.k.device  # with its index
         self.table = table = ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots)
@@ -93,7 +96,7 @@ class StepEngine:
         self.older: OlderTokens | None = None
         if policy.feedback is not None:
             stores = shape, sizes, host, counters, device
-            self.older = OlderTokens(policy, transport, *stores, verify)
+            self.older = OlderTokens(policy, transport, *stores, verify, attend)
         self.has_dense_steps, self.is_dense = has_dense_steps, False
         predicts = policy.query.targets(0, 2)
         ahead_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
@@ -300,7 +303,7 @@ class StepEngine:
     ) -> Attended:
         """Attention on the device, over those of ``pages`` that are resident and the page being filled."""
         rows, inputs, start_ns = len(query), self._inputs, self._clock.now()
-        result = attend_pages(
+        result = self._attend(
             query,
             self.resident.k[layer],
             self.resident.v[layer],

@@ -23,10 +23,9 @@ from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.step_inputs import of_lists
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.attend import Attend, merge_states
 from sglang_scout.ops.doorbell import DeviceRing
-from sglang_scout.ops.merge import merge_states
-from sglang_scout.ops.stage import stage_pages
+from sglang_scout.ops.pages import stage_pages
 from sglang_scout.worker.client import Reply, Ticket, WorkerClient
 
 Attended = tuple[torch.Tensor, torch.Tensor]
@@ -208,6 +207,7 @@ class Fetch(Transport):
         lists: C, of each request.
         budget_pages: k, of each list.
         device: where steps run.
+        attend: `attend_pages`.
     """
 
     def __init__(
@@ -218,7 +218,9 @@ class Fetch(Transport):
         lists: int,
         budget_pages: int,
         device: torch.device,
+        attend: Attend,
     ) -> None:
+        self._attend = attend
         self._shape, self._budget_pages, self._lists = shape, budget_pages, lists
         super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # no merge waits
         staging = max_batch * lists * budget_pages
@@ -243,7 +245,7 @@ class Fetch(Transport):
     ) -> torch.Tensor:
         rows, parity = len(query) * self._lists, layer % 2
         slots = self._there[parity, : rows * self._budget_pages].view(rows, -1)
-        part, part_lse = attend_pages(
+        part, part_lse = self._attend(
             of_lists(query, self._lists),
             *self._staged[:, parity],
             slots,

@@ -1,16 +1,19 @@
-"""Partial attention of one decode step over a set of pages, with its log-sum-exp."""
+"""Partial attention of one decode step over a set of pages, with its log-sum-exp, and the merge of two such parts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Annotated
+
 import torch
 
-from ..core.registry import Tolerance
-from . import native, triton
-from .flash import FLASH
+from . import flash, native, triton
 from .layers import KV_DTYPE_NAMES, resident_slots
-from .op import Call, op
+from .op import Call, Tolerance, op
 
 Partial = tuple[torch.Tensor, torch.Tensor]
+Attend = Callable[..., Partial]
+"""`attend_pages` by one of its implementations."""
 
 # Every implementation multiplies q, K and V with fp32 accuracy and keeps scores and sums in fp32, so dtypes
 # do not matter: only the order of summation and the exponential differ. Exception: see ``out`` below.
@@ -32,49 +35,35 @@ def _valid(call: Call) -> str:
     return ""
 
 
-@op(
-    _valid,
-    k="P S H D kv",
-    v="P S H D kv",
-    q="B H*G D query",
-    pages="B*C R int32",
-    last_page="B int32",
-    last_len="B int32",
-    out=("B H*G D float32", "B H*G float32"),
-    slot_of="I int32",
-    n_pages="B*C int32",
-    tolerances=TOLERANCES,
-)
+@op(_valid, tolerances=TOLERANCES)
 def attend_pages(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pages: torch.Tensor,
-    last_page: torch.Tensor | None,
-    last_len: torch.Tensor | None,
+    q: Annotated[torch.Tensor, "B H*G D query"],
+    k: Annotated[torch.Tensor, "P S H D kv"],
+    v: Annotated[torch.Tensor, "P S H D kv"],
+    pages: Annotated[torch.Tensor, "B*C R int32"],
+    last_page: Annotated[torch.Tensor | None, "B int32"],
+    last_len: Annotated[torch.Tensor | None, "B int32"],
     scale: float,
-    out: Partial | None = None,
-    slot_of: torch.Tensor | None = None,
-    n_pages: torch.Tensor | None = None,
+    out: Annotated[Partial | None, ("B H*G D float32", "B H*G float32")] = None,
+    slot_of: Annotated[torch.Tensor | None, "I int32"] = None,
+    n_pages: Annotated[torch.Tensor | None, "B*C int32"] = None,
 ) -> Partial:
     """Attend from one query per request to all tokens of the given pages.
 
     s = scale q.K, lse = log sum e^s, out = sum e^(s - lse) V: FlashAttention-2 section 3.1.
 
     Args:
-        q: [B, HQ, D] any float dtype, after RoPE; query head h uses KV head h // (HQ / H).
-        k, v: [P, S, H, D] float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; K after RoPE. "native" and
-            "triton" read the NaN of e4m3 as 480.
-        pages: [B*C, R] int32 below P, all S tokens of each are attended to; negative entries, at any position,
+        q: after RoPE; query head h uses KV head h // (HQ / H).
+        k, v: K after RoPE. "native" and "triton" read the NaN of e4m3 as 480.
+        pages: below P, all S tokens of each are attended to; negative entries, at any position,
             are skipped. C is 1, or H: then row b * H + h is the page list of KV head h of request b.
-        last_page, last_len: [B] int32 or both None: one more page (negative: none) for all heads, of which
-            only the first last_len (1..S) tokens count. Tokens after them are never used.
+        last_page, last_len: one more page (negative: none) for all heads, of which only the first last_len (1..S)
+            tokens count. Tokens after them are never used.
         scale: softmax scale, usually 1/sqrt(D).
         out: (out, lse) to write into, instead of new tensors.
-        slot_of: [I] int32 below P; if given, ``pages`` are logical ids below I, and page i is at
-            slot_of[i] of the pool. Pages with a negative slot are skipped, by "triton" also ids beyond I. Does
-            not apply to ``last_page``.
-        n_pages: [B*C] int32; the caller guarantees that all of a row's ``pages`` from there on are negative, so
+        slot_of: below P; if given, ``pages`` are logical ids below I, and page i is at slot_of[i] of the pool. Pages
+            with a negative slot are skipped, by "triton" also ids beyond I. Does not apply to ``last_page``.
+        n_pages: the caller guarantees that all of a row's ``pages`` from there on are negative, so
             that a wide table costs a short request nothing. Implementations may ignore it.
     Returns:
         (out [B, HQ, D] float32, or the dtype of q from "flash"; lse [B, HQ] float32, natural logarithm). Softmax
@@ -109,25 +98,52 @@ def attend_pages(
     return out[0].copy_(mean), out[1].copy_(lse.flatten(1))
 
 
-@native.implements(attend_pages, dtypes=tuple(native.KV_DTYPES))
+@attend_pages.native(sizes=native.HEAD_DIMS)
 def _native(q, k, v, pages, last_page, last_len, scale, out, slot_of, n_pages):
     P, S, H, D = k.shape
     pages = resident_slots(slot_of, pages)
     q = q.float()
     out = (torch.empty_like(q), q.new_empty(q.shape[:2])) if out is None else out
     last = [0 if x is None else x.data_ptr() for x in (last_page, last_len)]
+    of_kv = k.data_ptr(), v.data_ptr(), P, S, H, D, native.KV_DTYPES[k.dtype]
+    of_pages = pages.data_ptr(), len(q), _lists(q, pages), pages.shape[1], *last
+    results = out[0].data_ptr(), out[1].data_ptr()
     native.module.attend_batch(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), P, S, H, D, native.KV_DTYPES[k.dtype],
-        q.shape[1] // H, float(scale), pages.data_ptr(), len(q), _lists(q, pages),
-        pages.shape[1], *last, out[0].data_ptr(), out[1].data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        q.data_ptr(), *of_kv, q.shape[1] // H, scale, *of_pages, *results, torch.get_num_threads()
+    )
     return out
 
 
-triton.implements(
-    attend_pages,
-    "attend",
-    dtypes=triton.KV_DTYPES,
-    sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS},
-)
-attend_pages.register(FLASH)
+attend_pages.triton("attend", sizes=triton.PAGES)
+attend_pages.register("flash", flash.attend, device="cuda", sizes=flash.SIZES, unless=flash.unless)
+
+
+_MERGED = "one sigmoid, whose exp and division a device approximates, and one sum"
+
+
+@op(tolerances={"float32": Tolerance(2e-6, 2e-6, _MERGED)})
+def merge_states(
+    out_a: Annotated[torch.Tensor, "B Q D float32"],
+    lse_a: Annotated[torch.Tensor, "B Q float32"],
+    out_b: Annotated[torch.Tensor, "B Q D float32"],
+    lse_b: Annotated[torch.Tensor, "B Q float32"],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint sets, from the attention over each.
+
+    lse = log(e^a + e^b), out = out_a + w (out_b - out_a) with w = e^b / (e^a + e^b) = sigmoid(b - a). The
+    sigmoid of the difference is accurate to the last digits for any lse; e^(a - lse) with a rounded lse is not.
+
+    Args:
+        out_a, out_b: 0 where the set was empty, as `attend_pages` leaves it. The second may be the CPU's answer in
+            pinned memory.
+        lse_a, lse_b: natural logarithm; -inf for an empty set.
+    Returns:
+        (out, lse), new tensors. Where one set is empty, exactly the other's values; where both are, out = 0 and
+        lse = -inf.
+    Source: ScoutAttention Algorithm 1 line 12 (MERGE); FlashAttention-2 section 3.1.
+    """
+    weight = (lse_b - lse_a).sigmoid_().nan_to_num_(nan=0.0)  # NaN if both are empty
+    return torch.lerp(out_a, out_b, weight[..., None]), torch.logaddexp(lse_a, lse_b)
+
+
+merge_states.triton("attend")

@@ -6,12 +6,13 @@ Keys are stored after RoPE, so digests are too.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
-from ..core.registry import Tolerance
 from . import native, triton
 from .layers import KV_DTYPE_NAMES, LayerPages, is_fp8, source_rows
-from .op import Call, op
+from .op import Call, Tolerance, op
 
 TOLERANCES = {
     name: Tolerance(0.0, 0.0, "a minimum is one of the inputs: nothing is rounded")
@@ -30,17 +31,15 @@ def same_rows(call: Call) -> str:
 def exact_in(call: Call, name: str) -> str:
     """For digests that hold elements of K: same dtype as K, or any model dtype if K is fp8."""
     kv, digest = call.dtypes["kv"], call.dtypes["digest"]
-    if kv == digest or (is_fp8(kv) and digest.is_floating_point and not is_fp8(digest)):
+    if kv == digest or is_fp8(kv):
         return ""
     return f"{name} has dtype {digest}, expected {'a wider float' if is_fp8(kv) else kv}"
 
 
-def given_rows(call: Call) -> str:
-    """Reason why the C++ code, which reads host pages, does not take ``rows``: those index device slots."""
+def given_rows(*arguments: object) -> str:
+    """Reason why the C++ code, which reads host pages, does not take ``rows``, the fifth: those index device slots."""
     return (
-        "rows are given; native reads a page in the row of its id"
-        if call["rows"] is not None
-        else ""
+        "" if arguments[4] is None else "rows are given; native reads a page in the row of its id"
     )
 
 
@@ -48,21 +47,13 @@ def _valid(call: Call) -> str:
     return exact_in(call, "kmin") or same_rows(call)
 
 
-@op(
-    _valid,
-    source="L R S H D kv",
-    ids="n int64",
-    rows="L n int64",
-    kmin="L P H D digest",
-    kmax="L P H D digest",
-    tolerances=TOLERANCES,
-)
+@op(_valid, tolerances=TOLERANCES)
 def build_layer_digests(
-    source: LayerPages,
-    ids: torch.Tensor,
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
-    rows: torch.Tensor | None = None,
+    source: Annotated[LayerPages, "L R S H D kv"],
+    ids: Annotated[torch.Tensor, "n int64"],
+    kmin: Annotated[torch.Tensor, "L P H D digest"],
+    kmax: Annotated[torch.Tensor, "L P H D digest"],
+    rows: Annotated[torch.Tensor | None, "L n int64"] = None,
 ) -> None:
     """Write the digests of pages ``ids`` in every layer; all other rows are unchanged.
 
@@ -70,12 +61,10 @@ def build_layer_digests(
     regardless of the number of layers.
 
     Args:
-        source: K of each layer, [P, S, H, D] any float dtype; the pages in ``ids`` are full. With ``rows``
-            [R, S, H, D].
-        ids: [n] int64 in [0, P); n may be 0.
-        kmin, kmax: [L, P, H, D] dtype of K, or a wider one if K is fp8; mutated.
-        rows: [L, n] int64 in [0, R), the row of each page's K in each layer of ``source``; None: the row
-            of its id.
+        source: K of each layer; the pages in ``ids`` are full. R is P without ``rows``.
+        ids: in [0, P); n may be 0.
+        kmin, kmax: dtype of K, or a wider one if K is fp8; mutated.
+        rows: in [0, R), the row of each page's K in each layer of ``source``; None: the row of its id.
     Source: Quest section 3.3, ScoutAttention section 3.2.
     """
     for layer, k in enumerate(source_rows(source.k, ids, rows)):
@@ -84,21 +73,15 @@ def build_layer_digests(
         kmax[layer].index_copy_(0, ids, high.to(kmax.device))
 
 
-@native.implements(build_layer_digests, dtypes=tuple(native.KV_DTYPES), unless=given_rows)
+@build_layer_digests.native(sizes=native.HEAD_DIMS, unless=given_rows)
 def _native(source, ids, kmin, kmax, rows):
     P, S, H, D = source.k[0].shape
-    native.check_ids("build_layer_digests", "ids", ids, P)
+    native.check_ids("build_layer_digests", ids=(ids, P))
     for k, low, high in zip(source.k, kmin, kmax, strict=True):
+        of_keys = k.data_ptr(), S, H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel()
         native.module.digest_pages(
-            k.data_ptr(), S, H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
-            native.DTYPES[low.dtype], low.data_ptr(), high.data_ptr(),
-        )  # fmt: skip
+            *of_keys, native.DTYPES[low.dtype], low.data_ptr(), high.data_ptr()
+        )
 
 
-triton.implements(
-    build_layer_digests,
-    "pages",
-    pinned=("source.k",),
-    dtypes=triton.KV_DTYPES,
-    sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS},
-)
+build_layer_digests.triton("pages", sizes=triton.PAGES)

@@ -6,6 +6,7 @@ reference: the oracle is the C++ producer, and a post must leave the same bytes 
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -121,10 +122,12 @@ class DeviceRing:
         most = [self.spec.max_batch, self.spec.max_pages]
         if rows > most[0] or k > most[1] or rows % self.spec.lists:
             raise ValueError(f"post: pages is {list(pages.shape)}, the ring has room for {most}")
-        self._check(
-            "post", layer, q=(q, [rows // self.spec.lists, *self._heads], q.dtype),
-            pages=(pages, [rows, k], torch.int32), n_pages=(n_pages, [rows], torch.int32),
-        )  # fmt: skip
+        of_q = q, [rows // self.spec.lists, *self._heads], q.dtype
+        of_pages = {
+            "pages": (pages, [rows, k], torch.int32),
+            "n_pages": (n_pages, [rows], torch.int32),
+        }
+        self._check("post", layer, q=of_q, **of_pages)
         from .triton.doorbell import post
 
         if rows:
@@ -148,11 +151,11 @@ class DeviceRing:
             dtype: of the result [B, HQ, D].
         """
         B, (HQ, D) = len(out), self._heads
-        changes = {} if change is None else {"change": (change, [B, HQ], torch.float32)}
-        self._check(
-            "merge", layer, out=(out, [B, HQ, D], out.dtype), lse=(lse, [B, HQ], torch.float32), **changes
-        )  # fmt: skip
-        from .triton.answer import merge
+        given = {"out": (out, [B, HQ, D], out.dtype), "lse": (lse, [B, HQ], torch.float32)}
+        if change is not None:
+            given["change"] = change, [B, HQ], torch.float32
+        self._check("merge", layer, **given)
+        from .triton.doorbell import merge
 
         return merge(self, layer, out, lse, change, dtype) if B else out.to(dtype)
 
@@ -181,6 +184,20 @@ class DeviceRing:
                     f"{op}: {name} is {x.dtype}{list(x.shape)} with strides {x.stride()}, "
                     f"expected {dtype}{shape}, contiguous"
                 )
-        every = [("state", self.state), *((name, of[0]) for name, of in tensors.items())]
-        if reasons := triton.device_reasons(every):
-            raise RuntimeError(f"{op}: the kernels cannot run: {'; '.join(reasons)}")
+            if x.device != self.state.device or not (x.is_cuda or triton.interpreted()):
+                raise RuntimeError(
+                    f"{op}: {name} is on {x.device}, the ring's state on {self.state.device}; the kernels support cuda"
+                )
+
+
+def write_stamp(stamps: torch.Tensor, index: int) -> None:
+    """Write the device clock in nanoseconds to ``stamps[index]``, int64, in order on the current stream.
+
+    A captured graph writes it again in every replay. On the CPU device the clock is ``time.monotonic_ns``.
+    """
+    if stamps.device.type == "cpu" and not triton.interpreted():
+        stamps[index] = time.monotonic_ns()
+    else:
+        from .triton.doorbell import stamp_kernel
+
+        stamp_kernel[(1,)](stamps, index, num_warps=1)

@@ -12,13 +12,14 @@ NaN elements of K count as 0, and large ones are clamped to LARGEST or the dtype
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
-from ..core.registry import Tolerance
 from . import triton
 from .digest import exact_in, same_rows
 from .layers import LayerPages, source_rows
-from .op import Call, op
+from .op import Call, Tolerance, op
 
 LARGEST = 2.0**50
 
@@ -64,24 +65,17 @@ def pooled(k: torch.Tensor) -> torch.Tensor:
 
 
 def _two_halves(call: Call) -> str:
-    if call.sizes["W"] != 2 or call.sizes["S"] % 2:
-        return f"embeddings has W={call.sizes['W']} and pages {call.sizes['S']} tokens, expected 2 and an even number"
+    if call.sizes["S"] % 2:
+        return f"pages have {call.sizes['S']} tokens, expected an even number"
     return exact_in(call, "embeddings") or same_rows(call)
 
 
-@op(
-    _two_halves,
-    source="L R S H D kv",
-    ids="n int64",
-    rows="L n int64",
-    embeddings="L P H W D digest",
-    tolerances=MEAN_TOLERANCES,
-)
+@op(_two_halves, tolerances=MEAN_TOLERANCES)
 def build_layer_means(
-    source: LayerPages,
-    ids: torch.Tensor,
-    embeddings: torch.Tensor,
-    rows: torch.Tensor | None = None,
+    source: Annotated[LayerPages, "L R S H D kv"],
+    ids: Annotated[torch.Tensor, "n int64"],
+    embeddings: Annotated[torch.Tensor, "L P H 2 D digest"],
+    rows: Annotated[torch.Tensor | None, "L n int64"] = None,
 ) -> None:
     """Write the means of the two halves of pages ``ids`` in every layer; all other rows are unchanged.
 
@@ -89,7 +83,7 @@ def build_layer_means(
 
     Args:
         source, ids, rows: as in `build_layer_digests`; S even.
-        embeddings: [L, P, H, 2, D] dtype of K, or a wider one if K is fp8; mutated.
+        embeddings: dtype of K, or a wider one if K is fp8; mutated.
     Source: arXiv 2606.04511, equation 5; see the module docstring.
     """
     for layer, k in enumerate(source_rows(source.k, ids, rows)):
@@ -98,27 +92,16 @@ def build_layer_means(
 
 
 def _one_embedding(call: Call) -> str:
-    W, X, D = (call.sizes[axis] for axis in "WXD")
-    if W != 1 or X != 2 * D:
-        return f"embeddings has W={W} and w_k X={X}, expected 1 and 2 D={2 * D}"
     return exact_in(call, "embeddings") or same_rows(call)
 
 
-@op(
-    _one_embedding,
-    source="L R S H D kv",
-    ids="n int64",
-    rows="L n int64",
-    w_k="L H E X float32",
-    embeddings="L P H W E digest",
-    tolerances=PILOT_TOLERANCES,
-)
+@op(_one_embedding, tolerances=PILOT_TOLERANCES)
 def build_layer_pilots(
-    source: LayerPages,
-    ids: torch.Tensor,
-    embeddings: torch.Tensor,
-    w_k: torch.Tensor,
-    rows: torch.Tensor | None = None,
+    source: Annotated[LayerPages, "L R S H D kv"],
+    ids: Annotated[torch.Tensor, "n int64"],
+    embeddings: Annotated[torch.Tensor, "L P H 1 E digest"],
+    w_k: Annotated[torch.Tensor, "L H E 2*D float32"],
+    rows: Annotated[torch.Tensor | None, "L n int64"] = None,
 ) -> None:
     """Write e = W_k pool(K) of pages ``ids`` in every layer; all other rows are unchanged.
 
@@ -126,8 +109,7 @@ def build_layer_pilots(
 
     Args:
         source, ids, rows: as in `build_layer_digests`.
-        embeddings: [L, P, H, 1, r] dtype of K, or a wider one if K is fp8; mutated.
-        w_k: [L, H, r, 2 D] float32.
+        embeddings: dtype of K, or a wider one if K is fp8; mutated.
     Source: SeerAttention (arXiv 2410.13276), section 3; see the module docstring.
     """
     for layer, k in enumerate(source_rows(source.k, ids, rows)):
@@ -138,27 +120,17 @@ def build_layer_pilots(
 
 
 def _one_or_two(call: Call) -> str:
-    W, dtype = call.sizes["W"], call.dtypes["kv"]
-    if W in (1, 2) and dtype.is_floating_point:
-        return ""
-    return f"embeddings has W={W} and dtype {dtype}, expected 1 or 2 and a float"
+    W = call.sizes["W"]
+    return "" if W in (1, 2) else f"embeddings has W={W}, expected 1 or 2"
 
 
-@op(
-    _one_or_two,
-    embeddings="P H W E kv",
-    table="B N int32",
-    n_full="B int32",
-    q="B*H E query",
-    out="B*H N float32",
-    tolerances=TOLERANCES,
-)
+@op(_one_or_two, tolerances=TOLERANCES)
 def score_embeddings(
-    q: torch.Tensor,
-    embeddings: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    out: torch.Tensor | None = None,
+    q: Annotated[torch.Tensor, "B*H E query"],
+    embeddings: Annotated[torch.Tensor, "P H W E digest"],
+    table: Annotated[torch.Tensor, "B N int32"],
+    n_full: Annotated[torch.Tensor, "B int32"],
+    out: Annotated[torch.Tensor | None, "B*H N float32"] = None,
 ) -> torch.Tensor:
     """Score every full page of every request separately for each KV head, with one query per head.
 
@@ -169,10 +141,9 @@ def score_embeddings(
     where the second one exists only if the next column is a full page. No softmax and no sum over heads.
 
     Args:
-        q: [B * H, E] any float dtype, row b * H + h belongs to KV head h of request b.
-        embeddings: [P, H, W, E] any float dtype, of one layer, W = 1 or 2.
-        table, n_full: as in `score_pages`; columns are in sequence order.
-        out: [B * H, N] float32 to write into, instead of a new tensor.
+        q: row b * H + h belongs to KV head h of request b.
+        embeddings: of one layer, W = 1 or 2.
+        table, n_full, out: as in `score_pages`; columns are in sequence order.
     Returns:
         [B * H, N] float32; -inf in columns >= n_full and where table < 0.
     Source: arXiv 2606.04511, equation 11 and its max-pooling to blocks (section 4.3).
@@ -190,12 +161,6 @@ def score_embeddings(
     return score if out is None else out.copy_(score)
 
 
-for _build in (build_layer_means, build_layer_pilots):
-    triton.implements(
-        _build,
-        "embed",
-        pinned=("source.k",),
-        dtypes=triton.KV_DTYPES,
-        sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS},
-    )
-triton.implements(score_embeddings, "embed", sizes={"E": range(1, 257)})
+build_layer_means.triton("embed", sizes=triton.PAGES)
+build_layer_pilots.triton("embed", sizes=triton.PAGES)
+score_embeddings.triton("embed", sizes={"E": range(1, 257)})

@@ -13,29 +13,55 @@ host and cannot be captured.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from . import triton
-from .op import Call, Implementation, Tensors
-from .pack import pack_pages
+from .layers import resident_slots
+from .op import Tolerance, op
 
 _PACKAGE = "sgl_kernel"
+SIZES = triton.HEAD_DIMS | {"C": range(1, 2)}
 
 
-def _devices(tensors: Tensors) -> list[str]:
-    for name, x in tensors:
-        if not x.is_cuda:
-            return [f"{name} is on {x.device}; flash supports cuda"]
-        if (found := torch.cuda.get_device_capability(x.device))[0] != 9:
-            return [f"compute capability {found[0]}.{found[1]}; flash supports 9.x"]
-    return []
+@op(tolerances={"float32": Tolerance(0.0, 0.0, "ids and counts")})
+def pack_pages(
+    pages: Annotated[torch.Tensor, "B R int32"],
+    last_page: Annotated[torch.Tensor | None, "B int32"],
+    last_len: Annotated[torch.Tensor | None, "B int32"],
+    page_tokens: int,
+    slot_of: Annotated[torch.Tensor | None, "I int32"] = None,
+    n_pages: Annotated[torch.Tensor | None, "B int32"] = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack each row's slots to the left, in order, with its last page at the end, so that one length describes it.
+
+    Args:
+        pages, last_page, last_len, slot_of, n_pages: as in `attend_pages`.
+        page_tokens: S.
+    Returns:
+        (slots [B, R + 1] int32, 0 after the last one; tokens of each row [B] int32).
+    Source: the operation is ours.
+    """
+    slots = resident_slots(slot_of, pages)
+    length = page_tokens * (slots >= 0).sum(1)
+    none = slots.new_full((len(slots), 1), -1)
+    slots = torch.cat((slots, none if last_page is None else last_page[:, None]), 1)
+    if last_page is not None and last_len is not None:
+        length += torch.where(last_page >= 0, last_len, 0)
+    order = (slots < 0).int().argsort(dim=1, stable=True)
+    return slots.gather(1, order).clamp_(min=0), length.int()
 
 
-def _unless(call: Call) -> str:
-    if call["q"].dtype != call["k"].dtype:
-        return f"queries are {call['q'].dtype}, pages {call['k'].dtype}; flash supports one dtype"
+pack_pages.triton("pages")
+
+
+def unless(q: torch.Tensor, k: torch.Tensor, *_: Any) -> str:
+    """Reason not to run, or ""."""
+    if q.dtype != k.dtype or k.dtype not in (torch.bfloat16, torch.float16):
+        return f"queries are {q.dtype}, pages {k.dtype}; flash supports one dtype of 16 bits"
+    if (found := torch.cuda.get_device_capability(q.device))[0] != 9:
+        return f"compute capability {found[0]}.{found[1]}; flash supports 9.x"
     try:
         library()
     except ImportError as error:
@@ -48,24 +74,12 @@ def library() -> Any:
     return importlib.import_module(f"{_PACKAGE}.flash_attn").flash_attn_with_kvcache
 
 
-def attend(
-    q, k, v, pages, last_page, last_len, scale, out, slot_of, n_pages
-):  # fmt: skip
+def attend(q, k, v, pages, last_page, last_len, scale, out, slot_of, n_pages):
     """See `ops.attend.attend_pages`."""
     table, tokens = pack_pages(pages, last_page, last_len, k.shape[1], slot_of, n_pages)
+    listed = {"page_table": table, "cache_seqlens": tokens}
     found, lse, *_ = library()(
-        q.unsqueeze(1), k, v, page_table=table, cache_seqlens=tokens, softmax_scale=scale,
-        return_softmax_lse=True,
-    )  # fmt: skip
+        q.unsqueeze(1), k, v, **listed, softmax_scale=scale, return_softmax_lse=True
+    )
     found, lse = found.squeeze(1), lse.squeeze(2)
     return (found, lse) if out is None else (out[0].copy_(found), out[1].copy_(lse))
-
-
-FLASH = Implementation(
-    "flash",
-    attend,
-    devices=_devices,
-    dtypes=(torch.bfloat16, torch.float16),
-    sizes={"D": triton.HEAD_DIMS, "C": range(1, 2)},
-    unless=_unless,
-)

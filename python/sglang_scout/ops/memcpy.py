@@ -17,7 +17,6 @@ import torch
 
 from . import native
 from .layers import LayerPages
-from .op import Call, Implementation, Tensors
 
 # Host memory is pinned in ranges of 4 GiB, and a copy must not span two. Planes begin a whole number of huge pages
 # after the first range (sgl-kernel/src/ring.h), so no page spans two if its size divides these and all strides.
@@ -35,17 +34,10 @@ def runtime() -> Any:
     return call
 
 
-def _devices(tensors: Tensors) -> list[str]:
-    of = dict(tensors)
-    if not (of["dst_k"].is_cuda and of["dst_v"].is_cuda):
-        return [f"targets are on {of['dst_k'].device}; memcpy supports cuda"]
-    if of["ids"].device.type != "cpu" or not of["source.k"].is_pinned():
-        return ["ids or pages are not on the host, or pages are not page-locked"]
-    return []
-
-
-def _unless(call: Call) -> str:
-    page_bytes, addresses = call["dst_k"][:1, :1].nbytes, _addresses(call["source"])
+def unless(source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, _: torch.Tensor) -> str:
+    page_bytes, addresses = dst_k[:1, :1].nbytes, _addresses(source)
+    if ids.is_cuda or not source.k[0].is_pinned():
+        return "ids or pages are not on the host, or pages are not page-locked"
     if page_bytes not in _PAGE_BYTES or page_bytes.bit_count() != 1:
         return f"pages of {page_bytes} bytes; memcpy supports powers of two from 65536 to 2097152"
     if ((addresses - addresses[0, 0]) % page_bytes).any():
@@ -66,12 +58,16 @@ def _addresses(source: LayerPages) -> npt.NDArray[np.int64]:
     return np.array([[x.data_ptr() for x in half] for half in (source.k, source.v)])
 
 
+def check(source: LayerPages, ids: torch.Tensor, dst: torch.Tensor) -> None:
+    """Raise ValueError unless the layers, pages and slots of ``ids`` exist."""
+    layers, pages, slots = zip(ids, (len(source.k), len(source.k[0]), dst.shape[1]), strict=True)
+    native.check_ids("copy_layer_pages", layers=layers, pages=pages, slots=slots)
+
+
 def copy(source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor) -> None:
-    """See `ops.gather.copy_layer_pages`."""
+    """See `ops.pages.copy_layer_pages`."""
     ids = ids[:, ids[1] >= 0]
-    ends = {"layers": len(source.k), "pages": len(source.k[0]), "slots": dst_k.shape[1]}
-    for (name, end), values in zip(ends.items(), ids, strict=True):
-        native.check_ids("copy_layer_pages", name, values, end)
+    check(source, ids, dst_k)
     (layers, pages, slots), page_bytes = ids.numpy(), dst_k[:1, :1].nbytes
     if len(pages) == 0:
         return
@@ -80,14 +76,10 @@ def copy(source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torc
     to = (layers * dst_k.shape[1] + slots) * page_bytes
     dst = np.concatenate([x.data_ptr() + to for x in (dst_k, dst_v)])
     sizes = np.full_like(src, page_bytes)  # kept in a variable so that it outlives the call
-    code = runtime()(
-        dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(src),
-        _ATTRIBUTES.ctypes.data, _FIRST.ctypes.data, 1, torch.cuda.current_stream().cuda_stream,
-    )  # fmt: skip
+    batch = dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(src)
+    attributes = _ATTRIBUTES.ctypes.data, _FIRST.ctypes.data, 1
+    code = runtime()(*batch, *attributes, torch.cuda.current_stream().cuda_stream)
     if code != 0:
         raise RuntimeError(
             f"copy_layer_pages: cudaMemcpyBatchAsync of {len(src)} pages: CUDA error {code}"
         )
-
-
-MEMCPY = Implementation("memcpy", copy, devices=_devices, unless=_unless)

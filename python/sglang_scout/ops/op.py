@@ -1,53 +1,83 @@
-"""An op is its reference function plus declarative specs of its arguments and of what each implementation supports.
+"""An op is a reference function, whose signature declares shapes and dtypes, and faster implementations of it.
 
-    @op(k="P S H D kv", q="B H*G D float32", ids="B N int32", out="B N float32")
-    def score(q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = None): ...
+    @op(tolerances=...)
+    def score(
+        q: Annotated[torch.Tensor, "B H*G D query"],
+        k: Annotated[torch.Tensor, "P S H D kv"],
+        out: Annotated[torch.Tensor | None, "B P float32"] = None,
+    ) -> torch.Tensor: ...
 
-    score.register(Implementation("native", function, sizes={"D": range(16, 257, 16)}))
+    @score.native(sizes={"D": range(16, 257, 16)})
+    def _native(q, k, out): ...
 
-A spec is the names of a tensor's axes followed by its dtype. An axis or dtype name is bound at its first occurrence,
-in the order of the specs, and must match everywhere else. "H*G" is a product of which one factor may be new (1 if
-the others are 0, as for an empty batch), "..." stands for all remaining axes. A tuple has a spec for each element.
-The layers of `LayerPages` are an extra leading axis. An integer whose spec is an axis name is the size of that axis,
-and a list holds all allowed values. None is allowed where the annotation says so.
+    score.triton("module")
 
-Implementations take all arguments of the reference, in its order.
+A spec is the names of a tensor's axes followed by its dtype. A name is bound at its first occurrence and must match
+everywhere else; a number is that size. "H*G" is a product of which one factor may be new (1 if the others are 0, as for
+an empty batch), "..." stands for all remaining axes. "kv" is any dtype of K and V, "any" is any dtype, other names are
+float dtypes. A tuple has a spec for each element. The layers of `LayerPages` are an extra leading axis. An integer
+whose spec is an axis name is the size of that axis, and a list holds all allowed values. None is allowed where the
+annotation says so.
+
+A call runs C++ on CPU tensors and Triton on CUDA tensors, and the reference where these do not support it. What was
+checked of a call's tensors is remembered: the next call with such tensors checks nothing.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 
 from ..core.errors import ImplementationError
-from ..core.registry import Tolerance, note_choice
-from .layers import LayerPages
+from .layers import KV_DTYPE_NAMES, LayerPages
+from .triton import interpreted
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Tensors = Sequence[tuple[str, torch.Tensor]]
 
-REFERENCE = "reference"
+logger = logging.getLogger(__name__)
+
+AUTO, REFERENCE = "auto", "reference"
 _REST = "..."
+_KV = tuple(getattr(torch, name) for name in KV_DTYPE_NAMES)
+_DTYPES: dict[str, tuple[torch.dtype, ...] | None] = {"kv": _KV, "any": None}
+_FLOATS = _KV[:3]
+_MOST_REMEMBERED = 4096  # calls of an op; the number of ids varies without end
 
 
-class _Tensor(NamedTuple):
-    axes: tuple[str, ...]
-    dtype: torch.dtype | str
+class Tolerance(NamedTuple):
+    """Allowed deviation of an implementation from the reference: ``|a - e| <= atol + rtol * |e|``.
 
+    ``reason`` justifies the two numbers. A NaN never passes; infinities must be equal.
+    """
 
-def _parsed(spec: Any) -> Any:
-    if isinstance(spec, tuple):
-        return tuple(_parsed(part) for part in spec)
-    if isinstance(spec, list) or " " not in spec:
-        return spec
-    *axes, name = spec.split()
-    dtype = getattr(torch, name, None)
-    return _Tensor(tuple(axes), dtype if isinstance(dtype, torch.dtype) else name)
+    atol: float
+    rtol: float
+    reason: str
+
+    def mismatch(self, actual: Any, expected: Any) -> str:
+        """One line about the elements of two numpy or torch arrays that differ; "" if none."""
+        if tuple(actual.shape) != tuple(expected.shape):
+            return f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+        bound = self.atol + self.rtol * abs(expected)
+        close = (abs(actual - expected) <= bound) & (abs(expected) < float("inf"))
+        bad = ~((actual == expected) | close)
+        n_bad = int(bad.sum())
+        if n_bad == 0:
+            return ""
+        got, want = actual[bad][0], expected[bad][0]
+        return (
+            f"{n_bad} of {bad.reshape(-1).shape[0]} elements differ, the first is "
+            f"{float(got):.9g}, expected {float(want):.9g} "
+            f"(atol={self.atol:g}, rtol={self.rtol:g}: {self.reason})"
+        )
 
 
 class Call:
@@ -59,16 +89,16 @@ class Call:
         tensors: (name, tensor), including those within tuples and layers.
     """
 
-    __slots__ = ("_op", "dtypes", "sizes", "tensors", "values")
-
-    def __init__(self, op: Op[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._op = op
-        self.values = op.in_order(args, kwargs)
+    def __init__(self, op: Op[Any, Any], values: list[Any]) -> None:
+        self._op, self.values = op, values
         self.sizes: dict[str, Any] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.tensors: list[tuple[str, torch.Tensor]] = []
+        self._products: list[tuple[str, str, int]] = []
         for name, spec in op.specs:
             self._bind(name, self[name], spec)
+        for product in self._products:
+            self._bind_product(*product)
 
     def __getitem__(self, name: str) -> Any:
         return self.values[self._op.index[name]]
@@ -79,93 +109,106 @@ class Call:
     def _bind(self, name: str, value: Any, spec: Any) -> None:
         if value is None and name in self._op.optional:
             return
-        if isinstance(spec, _Tensor):
-            if isinstance(value, LayerPages):
-                self._bind_size(name, spec.axes[0], len(value.k))
-                self._bind_tensor(f"{name}.k", value.k[0], spec.axes[1:], spec.dtype)
-                self.tensors.append((f"{name}.addresses", value.addresses))
-            else:
-                self._bind_tensor(name, value, *spec)
-        elif isinstance(spec, tuple):
+        if isinstance(spec, tuple):
             parts = getattr(value, "_fields", None)
             for i, (part, of_part) in enumerate(zip(value, spec, strict=True)):
                 self._bind(f"{name}.{parts[i]}" if parts else f"{name}[{i}]", part, of_part)
         elif isinstance(spec, list):
             if value not in spec:
                 self.fail(f"{name} is {value!r}, expected one of {', '.join(spec)}")
+        elif " " not in spec:
+            self._bind_size(name, spec, value)
+        elif isinstance(value, LayerPages):
+            layers, rest = spec.split(maxsplit=1)
+            self._bind_size(name, layers, len(value.k))
+            self._bind_tensor(f"{name}.k", value.k[0], rest)
+            self.tensors.append((f"{name}.addresses", value.addresses))
         else:
-            self.sizes[spec] = value
+            self._bind_tensor(name, value, spec)
 
-    def _bind_tensor(
-        self, name: str, tensor: Any, axes: tuple[str, ...], dtype: torch.dtype | str
-    ) -> None:
+    def _bind_tensor(self, name: str, tensor: Any, spec: str) -> None:
+        *axes, dtype = spec.split()
         if not isinstance(tensor, torch.Tensor):
             self.fail(f"{name} is a {type(tensor).__name__}, expected a tensor [{', '.join(axes)}]")
-        if isinstance(dtype, str):
-            dtype = self.dtypes.setdefault(dtype, tensor.dtype)
-        if tensor.dtype != dtype:
-            self.fail(f"{name} has dtype {tensor.dtype}, expected {dtype}")
+        expected = getattr(torch, dtype, None)
+        if not isinstance(expected, torch.dtype):
+            allowed = _DTYPES.get(dtype, _FLOATS)
+            if allowed is not None and tensor.dtype not in allowed:
+                self.fail(f"{name} has dtype {tensor.dtype}, expected one of {allowed}")
+            expected = self.dtypes.setdefault(dtype, tensor.dtype)
+        if tensor.dtype != expected:
+            self.fail(f"{name} has dtype {tensor.dtype}, expected {expected}")
         shape: Sequence[Any] = tensor.shape
         if axes[-1] == _REST and len(shape) >= len(axes) - 1:
             shape = [*shape[: len(axes) - 1], list(shape[len(axes) - 1 :])]
         if len(shape) != len(axes):
             self.fail(f"{name} has {len(shape)} axes {list(shape)}, expected [{', '.join(axes)}]")
         for axis, size in zip(axes, shape, strict=True):
-            self._bind_size(name, axis, size)
+            if "*" in axis:  # after all factors that stand elsewhere
+                self._products.append((name, axis, size))
+            else:
+                self._bind_size(name, axis, size)
         self.tensors.append((name, tensor))
 
+    def _bind_product(self, name: str, axis: str, size: int) -> None:
+        factors = axis.split("*")
+        known = {
+            f: int(f) if f.isdigit() else self.sizes[f]
+            for f in factors
+            if f.isdigit() or f in self.sizes
+        }
+        product = math.prod(known.values())
+        if len(known) < len(factors):
+            (new,) = set(factors) - set(known)
+            if (size == 0) != (product == 0) or (size and size % product):
+                first = next(iter(known))
+                self.fail(f"{name} has {axis}={size}, expected a multiple of {first}={product}")
+            self.sizes[new] = size // product if size else 1
+        elif size != product:
+            self.fail(f"{name} has {axis}={size}, expected {product}")
+
     def _bind_size(self, name: str, axis: str, size: Any) -> None:
-        if "*" in axis and axis not in self.sizes:
-            known, product = [], 1
-            for factor in axis.split("*"):
-                if factor in self.sizes:
-                    known.append(factor)
-                    product *= self.sizes[factor]
-                else:
-                    new = factor
-            if len(known) > axis.count("*"):
-                self.sizes[axis] = product
-            elif size == product == 0:
-                self.sizes[new] = 1
-            elif size == 0 or product == 0 or size % product:
-                self.fail(f"{name} has {axis}={size}, expected a multiple of {known[0]}={product}")
-            else:
-                self.sizes[new] = size // product
-        if (expected := self.sizes.setdefault(axis, size)) != size:
+        if axis.isdigit():
+            if int(axis) != size:
+                self.fail(f"{name} has an axis of {size}, expected {axis}")
+        elif (expected := self.sizes.setdefault(axis, size)) != size:
             self.fail(f"{name} has {axis}={size}, expected {expected}")
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """An implementation of an op, and its restrictions beyond those of the op.
+    """An implementation of an op, and its restrictions beyond those of the op. It takes all arguments, in order.
 
     Attributes:
-        devices: reasons not to run on the devices of the call's tensors.
-        dtypes: allowed for the dtypes that have a name in the specs; None: any.
+        device: type of the device on which it runs, "cpu" or "cuda".
         sizes: allowed sizes of axes, by name.
         strided_rows: tensors that need only contiguous rows; all others must be fully contiguous.
-        unless: any other reason not to run, or ""; only called if there is none so far.
-        unasked: reason not to run unless asked for by name.
+        on_host: tensors that may be in any host memory.
+        unless: of the arguments, any other reason not to run, or "". Called each time.
     """
 
     name: str
     run: Callable[..., Any]
-    devices: Callable[[Tensors], list[str]] = lambda _tensors: []
-    dtypes: tuple[torch.dtype, ...] | None = None
+    device: str = "cpu"
     sizes: Mapping[str, range] = field(default_factory=dict)
     strided_rows: tuple[str, ...] = ()
-    unless: Callable[[Call], str] = lambda _call: ""
-    unasked: Callable[[], str] = lambda: ""
+    on_host: tuple[str, ...] = ()
+    unless: Callable[..., str] = lambda *_: ""
+
+    def reaches(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether it can access a tensor's memory. Kernels access pinned host memory too."""
+        if self.device == "cpu" or tensor.is_cuda:
+            return tensor.device.type == self.device
+        of_host = name in self.on_host or (self.name == "triton" and interpreted())
+        return tensor.device.type == "cpu" and (of_host or tensor.is_pinned())
 
     def reasons(self, call: Call) -> list[str]:
-        """Every reason why it cannot run; empty if it can, as always for the reference."""
-        if self.name == REFERENCE:
-            return []
-        found = self.devices(call.tensors)
-        for dtype in dict.fromkeys(call.dtypes.values()) if self.dtypes is not None else ():
-            if dtype not in self.dtypes:
-                takes = ", ".join(str(x).removeprefix("torch.") for x in self.dtypes)
-                found.append(f"dtype {dtype}; {self.name} supports {takes}")
+        """Reasons why it cannot run on such tensors; empty if it can."""
+        found = [
+            f"{name} is on {tensor.device}; {self.name} supports {self.device}"
+            for name, tensor in call.tensors
+            if not self.reaches(name, tensor)
+        ][:1]
         for axis, sizes in self.sizes.items():
             if axis in call.sizes and call.sizes[axis] not in sizes:
                 which = f"multiples of {sizes.step} " if sizes.step > 1 else ""
@@ -176,9 +219,18 @@ class Implementation:
             part = tensor[0] if name in self.strided_rows and len(tensor) else tensor
             if not part.is_contiguous():
                 found.append(f"{name} is not contiguous, strides {tensor.stride()}")
-        if not found and (reason := self.unless(call)):
-            found.append(reason)
         return found
+
+
+def _facts(value: Any) -> Any:
+    """All of an argument that checks and reasons depend on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, tuple):
+        return tuple(map(_facts, value))
+    if isinstance(value, LayerPages):
+        return len(value.k), _facts(value.k[0]), value.addresses.device
+    return value if isinstance(value, (int, float, str)) else type(value)
 
 
 class Op(Generic[P, R]):
@@ -186,37 +238,55 @@ class Op(Generic[P, R]):
 
     Attributes:
         tolerances: per dtype name ("float32", "bfloat16", "float16"), see :class:`Tolerance`.
-        preferred: the default ``impl``.
+        ran: names of the implementations that have run, in order of first use.
     """
+
+    every: list[Op[Any, Any]] = []
 
     def __init__(
         self,
         reference: Callable[P, R],
-        specs: Mapping[str, Any],
         valid: Callable[[Call], str],
         tolerances: Mapping[str, Tolerance],
     ) -> None:
         parameters = inspect.signature(reference).parameters
-        self.name = reference.__name__
-        self.__doc__ = reference.__doc__
-        self.reference = reference
-        self.tolerances = dict(tolerances)
-        self.preferred = "auto"
-        self.implementations = [Implementation(REFERENCE, reference)]
+        hints = get_type_hints(reference, include_extras=True)
+        annotated = [(n, hints[n]) for n in parameters if hasattr(hints[n], "__metadata__")]
+        self.name, self.__doc__ = reference.__name__, reference.__doc__
+        self.reference, self.tolerances = reference, dict(tolerances)
+        self.implementations: dict[str, Implementation] = {}
+        self.ran: dict[str, None] = {}
         self.index = {name: i for i, name in enumerate(parameters)}
-        self.optional = {name for name, p in parameters.items() if "None" in str(p.annotation)}
-        self.specs = [(name, _parsed(spec)) for name, spec in specs.items()]
+        self.specs = [(name, hint.__metadata__[0]) for name, hint in annotated]
+        self.optional = {name for name, h in annotated if type(None) in get_args(h.__origin__)}
         self._defaults = [p.default for p in parameters.values()]
         self._valid = valid
+        self._able: dict[Any, list[Implementation]] = {}
+        Op.every.append(self)
 
-    def register(self, implementation: Implementation) -> None:
-        """Add an implementation after the others but before the reference."""
-        self.implementations.insert(-1, implementation)
+    def register(self, name: str, run: Callable[..., Any], **limits: Any) -> None:
+        """Add an implementation after the others; ``limits`` as in `Implementation`."""
+        self.implementations[name] = Implementation(name, run, **limits)
+        self._able.clear()
+
+    def native(self, **limits: Any) -> Callable[[Callable[..., Any]], None]:
+        """Register the decorated function, which calls C++."""
+        return lambda run: self.register("native", run, **limits)
+
+    def triton(self, module: str, **limits: Any) -> None:
+        """Register the function of ``ops/triton/<module>.py`` with the op's name; the first call imports it."""
+
+        def run(*arguments: Any) -> Any:
+            return getattr(importlib.import_module(f".triton.{module}", __package__), self.name)(
+                *arguments
+            )
+
+        self.register("triton", run, device="cuda", **limits)
 
     def names(self) -> list[str]:
-        return [implementation.name for implementation in self.implementations]
+        return [*self.implementations, REFERENCE]
 
-    def in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """All arguments in positional order."""
         values = [*args, *self._defaults[len(args) :]]
         for name, value in kwargs.items():
@@ -227,56 +297,86 @@ class Op(Generic[P, R]):
 
     def check(self, *args: Any, **kwargs: Any) -> Call:
         """Raises ValueError, naming op and argument, for malformed arguments."""
-        call = Call(self, args, kwargs)
+        call = Call(self, self.in_order(args, kwargs))
         if wrong := self._valid(call):
             call.fail(wrong)
         return call
 
     def reasons(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
         """Every implementation's reasons not to run on these inputs (empty list: it can run)."""
-        call = self.check(*args, **kwargs)
-        return {i.name: i.reasons(call) for i in self.implementations}
+        call, found = self.check(*args, **kwargs), {}
+        for name, implementation in self.implementations.items():
+            found[name] = implementation.reasons(call)
+            if not found[name] and (reason := implementation.unless(*call.values)):
+                found[name] = [reason]
+        return found
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run with the first able implementation, or with the one named by ``impl``.
+        """Run with the first able implementation of the tensors' device, or with the one named by ``impl``.
 
         Raises:
             ValueError: malformed arguments.
             ImplementationError: unknown implementation, or the named one has reasons not to run.
         """
-        impl = kwargs.pop("impl", self.preferred)
-        call = self.check(*args, **kwargs)
-        refused: list[str] = []
-        for implementation in self.implementations:
-            if impl not in ("auto", implementation.name):
-                continue
-            unasked = implementation.unasked() if impl == "auto" else ""
-            reasons = [unasked] if unasked else implementation.reasons(call)
-            if not reasons:
-                note_choice(self.name, implementation.name, refused)
-                result: R = implementation.run(*call.values)
+        impl = kwargs.pop("impl", AUTO)
+        values = self.in_order(args, kwargs)
+        key = impl, *map(_facts, values)
+        if (able := self._able.get(key)) is None:
+            if len(self._able) == _MOST_REMEMBERED:
+                self._able.clear()
+            able = self._able[key] = self._find(impl, self.check(*values))
+        for implementation in able:
+            if not implementation.unless(*values):
+                if implementation.name not in self.ran:
+                    self._note(implementation.name, values if impl == AUTO else [])
+                result: R = implementation.run(*values)
                 return result
-            refused.extend(f"{implementation.name}: {reason}" for reason in reasons)
-        if not refused:
-            refused = [f"unknown name; known are auto, {', '.join(self.names())}"]
+        if impl in self.names():
+            why = "; ".join(self.reasons(*values)[impl])
+        else:
+            why = f"unknown name; known are auto, {', '.join(self.names())}"
         inputs = ", ".join(
-            f"{name} {x.dtype}{list(x.shape)} {x.device}" for name, x in call.tensors
+            f"{name} {x.dtype}{list(x.shape)} {x.device}" for name, x in self.check(*values).tensors
         )
         raise ImplementationError(
-            f"{self.name}: implementation {impl!r} cannot run: {'; '.join(refused)}. Inputs: {inputs}"
+            f"{self.name}: implementation {impl!r} cannot run: {why}. Inputs: {inputs}"
         )
+
+    def _find(self, impl: Any, call: Call) -> list[Implementation]:
+        """Those that can run on such tensors."""
+        device = "cuda" if any(x.is_cuda for _, x in call.tensors) else "cpu"
+        found = [
+            i
+            for i in self.implementations.values()
+            if (i.device == device if impl == AUTO else i.name == impl) and not i.reasons(call)
+        ]
+        if impl in (AUTO, REFERENCE):
+            found.append(Implementation(REFERENCE, self.reference))
+        return found
+
+    def _note(self, name: str, values: list[Any]) -> None:
+        """Log, once each, what runs, and why those before it do not."""
+        self.ran[name] = None
+        refused = []
+        for other, reasons in self.reasons(*values).items() if values else ():
+            if other == name:
+                break
+            refused += [f"{other}: {reason}" for reason in reasons]
+        because = f" ({'; '.join(refused)})" if refused else ""
+        logger.info("op %s runs as %s%s", self.name, name, because)
 
 
 def op(
-    valid: Callable[[Call], str] = lambda _call: "",
-    *,
-    tolerances: Mapping[str, Tolerance],
-    **specs: Any,
+    valid: Callable[[Call], str] = lambda _call: "", *, tolerances: Mapping[str, Tolerance]
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Turn a reference function into an op.
+    """Turn a reference function into an op. ``valid`` checks what specs cannot express; it returns the error, or ""."""
+    return lambda reference: Op(reference, valid, tolerances)
 
-    Args:
-        valid: checks that specs cannot express; returns the error, or "".
-        specs: of the arguments by name; those without one are not checked.
+
+def chosen() -> dict[str, str]:
+    """The implementations used so far per op: {"attend_pages": "native"}.
+
+    An op that ran as several implementations (inputs differ) shows all in order of first use, joined by "+", so that an
+    occasional slow path is not hidden by the last choice.
     """
-    return lambda reference: Op(reference, specs, valid, tolerances)
+    return {op.name: "+".join(op.ran) for op in Op.every if op.ran}

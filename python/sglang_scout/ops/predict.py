@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from ..core.registry import Tolerance
-from . import triton
-from .op import Call, op
+from .op import Call, Tolerance, op
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * weight).to(x.dtype)
 
 
-@op(x="B C model", residual="B C model", weight="C norm_dtype", tolerances=TOLERANCES)
+@op(tolerances=TOLERANCES)
 def add_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: Annotated[torch.Tensor, "B C model"],
+    residual: Annotated[torch.Tensor | None, "B C model"],
+    weight: Annotated[torch.Tensor, "C norm_dtype"],
+    eps: float,
 ) -> torch.Tensor:
     """RMSNorm of a layer's input as SGLang passes it: the previous layer's output and the residual stream.
 
     Args:
-        x, residual: [B, hidden] model dtype, their sum in that dtype is the input; ``x`` alone without a residual.
-        weight, eps: of the norm; [hidden].
+        x, residual: their sum in that dtype is the input; ``x`` alone without a residual.
+        weight, eps: of the norm.
     Returns:
-        [B, hidden] dtype of ``x``, never aliasing ``x``.
+        [B, C] dtype of ``x``, never aliasing ``x``.
     """
     return rms_norm(x if residual is None else x + residual, weight, eps)
 
@@ -82,42 +84,30 @@ def rotate(q: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, is_neox: boo
 
 def _valid(call: Call) -> str:
     rotary_dim, D = call["rotary_dim"], call["D"]
-    if not call.dtypes["model"].is_floating_point:
-        return f"q has dtype {call.dtypes['model']}, expected a float"
     if call["cos_sin"] is not None and (not 0 < rotary_dim <= D or rotary_dim % 2):
         return f"rotary_dim is {rotary_dim}, expected an even number in 2..{D}"
     return ""
 
 
-@op(
-    _valid,
-    HQ="HQ",
-    D="D",
-    rotary_dim="R",
-    q="B HQ*D model",
-    q_norm_weight="D q_norm_dtype",
-    cos_sin="M R table_dtype",
-    positions="B int64",
-    tolerances=TOLERANCES,
-)
+@op(_valid, tolerances=TOLERANCES)
 def rotate_heads(
-    q: torch.Tensor,
-    q_norm_weight: torch.Tensor | None,
+    q: Annotated[torch.Tensor, "B HQ*D model"],
+    q_norm_weight: Annotated[torch.Tensor | None, "D q_norm_dtype"],
     q_norm_eps: float,
-    cos_sin: torch.Tensor | None,
-    positions: torch.Tensor,
-    rotary_dim: int,
+    cos_sin: Annotated[torch.Tensor | None, "M R table_dtype"],
+    positions: Annotated[torch.Tensor, "B int64"],
+    rotary_dim: Annotated[int, "R"],
     is_neox: bool,
-    HQ: int,
-    D: int,
+    HQ: Annotated[int, "HQ"],
+    D: Annotated[int, "D"],
 ) -> torch.Tensor:
     """Attention-ready query from the projection's output: head norm and RoPE. Rounds where SGLang rounds.
 
     Args:
-        q: [B, HQ * D] model dtype; rows may be strided.
-        q_norm_weight, q_norm_eps: [D] or None, RMSNorm per query head (Qwen3).
-        cos_sin: [max_pos, rotary_dim] or None for no rotation; float32 or dtype of ``q``.
-        positions: [B] int64 in [0, max_pos), position of the query's token.
+        q: rows may be strided.
+        q_norm_weight, q_norm_eps: RMSNorm per query head (Qwen3), or None.
+        cos_sin: None for no rotation; float32 or dtype of ``q``.
+        positions: in [0, M), position of the query's token.
         rotary_dim, is_neox: how many leading channels are rotated (GLM4: half of them), and how they pair.
         HQ, D: query heads and head size.
     Returns:
@@ -131,5 +121,5 @@ def rotate_heads(
     return q
 
 
-triton.implements(add_norm, "predict")
-triton.implements(rotate_heads, "predict", strided_rows=("q",))
+add_norm.triton("predict")
+rotate_heads.triton("predict", strided_rows=("q",))

@@ -35,16 +35,15 @@ Layout of a page and KV head, in two tensors:
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
 from ..core.page_bytes import ROTATED_STATS_BYTES as STATS_BYTES
-from ..core.registry import Tolerance
 from . import native, triton
 from .digest import given_rows, same_rows
 from .layers import KV_DTYPE_NAMES, LayerPages, source_rows
-from .op import Call, op
+from .op import Call, Tolerance, op
 from .score import REDUCTIONS, reduce_heads
 
 PAGE_TOKENS = 32
@@ -76,6 +75,10 @@ class Coordinates(NamedTuple):
     keys: torch.Tensor
     queries: torch.Tensor
     bits: torch.Tensor
+
+
+_OfLayer = Annotated[Coordinates | None, ("H D D float32", "H D D float32", "H 4 D float32")]
+_OfLayers = Annotated[Coordinates | None, ("L H D D float32", "L H D D float32", "L H 4 D float32")]
 
 
 def hadamard(D: int) -> torch.Tensor:
@@ -162,46 +165,36 @@ def _steps(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (x / step).round(), step
 
 
-def valid_digests(call: Call) -> str:
+def _valid_digests(call: Call) -> str:
     D = call.sizes["D"]
-    wanted = {"S": PAGE_TOKENS, "J": PAGE_TOKENS // 2, "C": D // 4, "T": D + STATS_BYTES}
-    for name, size in wanted.items():
-        if (found := call.sizes.get(name, size)) != size:
-            return f"{name}={found}, expected {size}"
-    stored = call.sizes["B" if "S" in call.sizes else "bits"]
-    if stored != (expected := 2 if call["coordinates"] is None else 1):
-        return f"planes has {stored} bits, expected 2, or 1 with coordinates: {expected}"
-    return same_rows(call) if "S" in call.sizes else ""
+    for name, size in {"C": D // 4, "T": D + STATS_BYTES}.items():
+        if call.sizes[name] != size:
+            return f"{name}={call.sizes[name]}, expected {size}"
+    if (bits := call.sizes["bits"]) != (expected := 2 if call["coordinates"] is None else 1):
+        return f"planes has {bits} bits, expected 2, or 1 with coordinates: {expected}"
+    return ""
 
 
-@op(
-    valid_digests,
-    source="L R S H D kv",
-    ids="n int64",
-    rows="L n int64",
-    planes="L P H B J C uint8",
-    stats="L P H T uint8",
-    coordinates=("L H D D float32", "L H D D float32", "L H four D float32"),
-    tolerances=BUILD_TOLERANCES,
-)
+def _valid_build(call: Call) -> str:
+    return _valid_digests(call) or same_rows(call)
+
+
+@op(_valid_build, tolerances=BUILD_TOLERANCES)
 def build_layer_rotated(
-    source: LayerPages,
-    ids: torch.Tensor,
-    planes: torch.Tensor,
-    stats: torch.Tensor,
-    rows: torch.Tensor | None = None,
-    coordinates: Coordinates | None = None,
+    source: Annotated[LayerPages, "L R 32 H D kv"],
+    ids: Annotated[torch.Tensor, "n int64"],
+    planes: Annotated[torch.Tensor, "L P H bits 16 C uint8"],
+    stats: Annotated[torch.Tensor, "L P H T uint8"],
+    rows: Annotated[torch.Tensor | None, "L n int64"] = None,
+    coordinates: _OfLayers = None,
 ) -> None:
     """Write the digests of pages ``ids`` in every layer; all other rows are unchanged.
 
     One launch on a device, regardless of the number of layers.
 
     Args:
-        source: K and V of each layer, [P, 32, H, D] any float dtype; the pages in ``ids`` are full. D a multiple of 16.
-        ids: [n] int64 in [0, P); n may be 0.
-        planes, stats: [L, P, H, B, 16, D / 4] with B = 2 bits, 1 with coordinates, and [L, P, H, D + 112], uint8;
-            mutated.
-        rows: as in `build_layer_digests`.
+        source, ids, rows: as in `build_layer_digests`, with V. D a multiple of 16.
+        planes, stats: see the module docstring; 2 bits, 1 with coordinates; mutated.
         coordinates: of all layers.
     Source: see the module docstring.
     """
@@ -254,35 +247,18 @@ def page_masses(
     return logits.logsumexp(-1).flatten(1, 2), means.flatten(1, 2)
 
 
-DIGESTS = {
-    "planes": "P H bits J C uint8",
-    "stats": "P H T uint8",
-    "coordinates": ("H D D float32", "H D D float32", "H four D float32"),
-}
-
-
-@op(
-    valid_digests,
-    **DIGESTS,
-    table="B N int32",
-    n_full="B int32",
-    q="B H*G D query",
-    reduce=REDUCTIONS,
-    out="B N float32",
-    arrivals="B int32",
-    tolerances=TOLERANCES,
-)
+@op(_valid_digests, tolerances=TOLERANCES)
 def score_rotated(
-    q: torch.Tensor,
-    planes: torch.Tensor,
-    stats: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
+    q: Annotated[torch.Tensor, "B H*G D query"],
+    planes: Annotated[torch.Tensor, "P H bits 16 C uint8"],
+    stats: Annotated[torch.Tensor, "P H T uint8"],
+    table: Annotated[torch.Tensor, "B N int32"],
+    n_full: Annotated[torch.Tensor, "B int32"],
     scale: float,
-    reduce: str = "mass",
-    out: torch.Tensor | None = None,
-    arrivals: torch.Tensor | None = None,
-    coordinates: Coordinates | None = None,
+    reduce: Annotated[str, REDUCTIONS] = "mass",
+    out: Annotated[torch.Tensor | None, "B N float32"] = None,
+    arrivals: Annotated[torch.Tensor | None, "B int32"] = None,
+    coordinates: _OfLayer = None,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
@@ -292,9 +268,8 @@ def score_rotated(
     sums sum_t w[h, t] |v_t|, an upper bound on what head h's output loses without the page.
 
     Args:
-        q: [B, HQ, D] any float dtype, after RoPE.
-        planes, stats: [P, H, bits, 16, D / 4] and [P, H, D + 112] uint8, of one layer, see `build_layer_rotated`;
-            H divides HQ.
+        q: after RoPE.
+        planes, stats: of one layer, see `build_layer_rotated`.
         table, n_full, scale, reduce, out, arrivals: as in `score_pages`.
         coordinates: of this layer, for digests built with them.
     Returns:
@@ -307,50 +282,111 @@ def score_rotated(
     return score if out is None else out.copy_(score)
 
 
-NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overflow 16 bits
+_NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overflow 16 bits
 
 
-@native.implements(
-    build_layer_rotated,
-    dtypes=tuple(native.KV_DTYPES),
-    unless=given_rows,
-    sizes=NATIVE_DIMS,
-)
-def _native_build(source, ids, planes, stats, rows, coordinates):
+@build_layer_rotated.native(sizes=_NATIVE_DIMS, unless=given_rows)
+def _build(source, ids, planes, stats, rows, coordinates):
     P, _, H, D = source.k[0].shape
-    native.check_ids("build_layer_rotated", "ids", ids, P)
+    native.check_ids("build_layer_rotated", ids=(ids, P))
     for layer, (k, v) in enumerate(zip(source.k, source.v, strict=True)):
         by = (coordinates.keys[layer], coordinates.bits[layer]) if coordinates else ()
-        native.module.rotate_pages(
-            k.data_ptr(), v.data_ptr(), H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
-            planes[layer].data_ptr(), stats[layer].data_ptr(), *(x.data_ptr() for x in by),
-        )  # fmt: skip
+        of_kv = k.data_ptr(), v.data_ptr(), H, D, native.KV_DTYPES[k.dtype]
+        to = planes[layer].data_ptr(), stats[layer].data_ptr(), *(x.data_ptr() for x in by)
+        native.module.rotate_pages(*of_kv, ids.data_ptr(), ids.numel(), *to)
 
 
-def native_reduced(q, planes, stats, table, n_full, scale, reduce, out, coordinates):
+build_layer_rotated.triton("rotate", sizes=triton.HEAD_DIMS)
+
+
+def _reduced(q, planes, stats, table, n_full, scale, reduce, out, coordinates):
     P, H = planes.shape[:2]
     by = coordinates[1:] if coordinates else ()
-    native.module.score_rotated(
-        q.data_ptr(), planes.data_ptr(), stats.data_ptr(), P, H, q.shape[1] // H, q.shape[2],
-        table.data_ptr(), n_full.data_ptr(), *table.shape, float(scale), reduce, out.data_ptr(),
-        torch.get_num_threads(), *(x.data_ptr() for x in by),
-    )  # fmt: skip
+    digests = planes.data_ptr(), stats.data_ptr(), P, H, q.shape[1] // H, q.shape[2]
+    rows = table.data_ptr(), n_full.data_ptr(), *table.shape
+    how = scale, reduce, out.data_ptr(), torch.get_num_threads()
+    native.module.score_rotated(q.data_ptr(), *digests, *rows, *how, *(x.data_ptr() for x in by))
     return out
 
 
-@native.implements(score_rotated, sizes=NATIVE_DIMS)
-def _native_score(q, planes, stats, table, n_full, scale, reduce, out, arrivals, coordinates):
+@score_rotated.native(sizes=_NATIVE_DIMS)
+def _score(q, planes, stats, table, n_full, scale, reduce, out, arrivals, coordinates):
     q = q.float()
     out = q.new_empty(table.shape) if out is None else out
     arguments = q, planes, stats, table, n_full, scale
-    return native_reduced(*arguments, REDUCTIONS.index(reduce), out, coordinates)
+    return _reduced(*arguments, REDUCTIONS.index(reduce), out, coordinates)
 
 
-triton.implements(
-    build_layer_rotated,
-    "rotate",
-    pinned=("source.k", "source.v"),
-    dtypes=triton.KV_DTYPES,
-    sizes={"D": triton.HEAD_DIMS},
-)
-triton.implements(score_rotated, "rotated", sizes={"D": triton.HEAD_DIMS})
+score_rotated.triton("rotated", sizes=triton.HEAD_DIMS)
+
+
+def _valid_lists(call: Call) -> str:
+    lists, heads = call.sizes["lists"], call.sizes["H"]
+    if lists > 1 and call["coordinates"] is not None:
+        return f"pages has {lists} lists per request, expected 1 with coordinates"
+    if lists not in (1, heads):
+        return f"pages has {lists} lists per request, expected 1 or H={heads}"
+    return _valid_digests(call)
+
+
+def _of_lists(
+    pages: torch.Tensor, planes: torch.Tensor, stats: torch.Tensor, lists: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """With one list per KV head, view each (page, head) as a page of one head, so that a list reads its head only."""
+    if lists == 1:
+        return planes, stats, pages
+    head = torch.arange(lists, dtype=torch.int32, device=pages.device)[:, None]
+    rows = (pages.unflatten(0, (-1, lists)) * lists + head).flatten(0, 1)
+    return planes.flatten(0, 1).unsqueeze(1), stats.flatten(0, 1).unsqueeze(1), rows
+
+
+@op(_valid_lists, tolerances=TOLERANCES)
+def mass_change_rotated(
+    q: Annotated[torch.Tensor, "B H*G D query"],
+    q_ahead: Annotated[torch.Tensor, "B H*G D query"],
+    planes: Annotated[torch.Tensor, "P H bits 16 C uint8"],
+    stats: Annotated[torch.Tensor, "P H T uint8"],
+    pages: Annotated[torch.Tensor, "B*lists N int32"],
+    n_pages: Annotated[torch.Tensor, "B*lists int32"],
+    scale: float,
+    coordinates: _OfLayer = None,
+) -> torch.Tensor:
+    """Estimate the difference in log softmax mass of the given pages between two queries.
+
+        m[h](q) = log sum_p sum_t exp(scale R' q[h] . x_t[p]),  m(q) - m(q_ahead)
+
+    Args:
+        planes, stats, scale, coordinates: as in `score_rotated`.
+        pages, n_pages: the first n_pages of each row; negative ones are padding. With H lists per request, row
+            b * H + h belongs to KV head h of request b.
+    Returns:
+        [B, HQ] float32; 0 for a row without pages, and where the difference is not finite.
+    Source: ours.
+    """
+    lists = len(pages) // len(q) if len(q) else 1
+    planes, stats, rows = _of_lists(pages, planes, stats, lists)
+    size = len(rows), q.shape[1] // lists, q.shape[2]
+    void = (torch.arange(rows.shape[1], device=rows.device) >= n_pages[:, None]) | (rows < 0)
+    real, ahead = (
+        page_masses(x.float().view(size), planes, stats, rows, scale, coordinates)[0]
+        .masked_fill_(void[:, None], -torch.inf)
+        .logsumexp(-1)
+        for x in (q, q_ahead)
+    )
+    return (real - ahead).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(q.shape[:2])
+
+
+@mass_change_rotated.native(sizes=_NATIVE_DIMS)
+def _mass_change(q, q_ahead, planes, stats, pages, n_pages, scale, coordinates):
+    lists = len(pages) // len(q) if len(q) else 1
+    planes, stats, rows = _of_lists(pages, planes, stats, lists)
+    size = len(rows), q.shape[1] // lists, q.shape[2]
+    of_pages = planes, stats, rows, n_pages, scale, len(REDUCTIONS)
+    real, ahead = (
+        _reduced(x, *of_pages, x.new_empty(x.shape[:2]), coordinates)
+        for x in (x.float().view(size) for x in (q, q_ahead))
+    )
+    return (real - ahead).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(q.shape[:2])
+
+
+mass_change_rotated.triton("rotated", sizes=triton.HEAD_DIMS)

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
-from ..core.registry import Tolerance
-from . import native, triton
-from .layers import KV_DTYPE_NAMES, LayerPages, resident_slots
-from .op import Call, op
+from . import triton
+from .layers import KV_DTYPE_NAMES, resident_slots
+from .op import Call, Tolerance, op
 
 _WEIGHTS = "e^(s - lse) of fp32 sums of up to 256 products in another order"
 
 
-@op(
-    q="B H*G D query",
-    lse="B H*G float32",
-    k="P S H D kv",
-    pages="B N int32",
-    n_pages="B int32",
-    slot_of="I int32",
-    last_page="B int32",
-    last_len="B int32",
-    first_at="B int32",
-    state="B int32",
-    fresh="B int32",
-    maw="M W H S float32",
-    tolerances={name: Tolerance(1e-5, 1e-5, _WEIGHTS) for name in KV_DTYPE_NAMES},
-)
+@op(tolerances={name: Tolerance(1e-5, 1e-5, _WEIGHTS) for name in KV_DTYPE_NAMES})
 def decay_mass(
-    q: torch.Tensor,
-    lse: torch.Tensor,
-    k: torch.Tensor,
-    pages: torch.Tensor,
-    n_pages: torch.Tensor,
-    slot_of: torch.Tensor,
-    last_page: torch.Tensor,
-    last_len: torch.Tensor,
-    first_at: torch.Tensor,
-    state: torch.Tensor,
-    fresh: torch.Tensor,
-    maw: torch.Tensor,
+    q: Annotated[torch.Tensor, "B H*G D query"],
+    lse: Annotated[torch.Tensor, "B H*G float32"],
+    k: Annotated[torch.Tensor, "P S H D kv"],
+    pages: Annotated[torch.Tensor, "B N int32"],
+    n_pages: Annotated[torch.Tensor, "B int32"],
+    slot_of: Annotated[torch.Tensor, "I int32"],
+    last_page: Annotated[torch.Tensor, "B int32"],
+    last_len: Annotated[torch.Tensor, "B int32"],
+    first_at: Annotated[torch.Tensor, "B int32"],
+    state: Annotated[torch.Tensor, "B int32"],
+    fresh: Annotated[torch.Tensor, "B int32"],
+    maw: Annotated[torch.Tensor, "M W H S float32"],
     alpha: float,
     scale: float,
 ) -> None:
@@ -49,15 +36,15 @@ def decay_mass(
     average is initialised with the first weight: for the newest token, and for all tokens in a request's first step.
 
     Args:
-        q, lse: [B, HQ, D] any float dtype and [B, HQ] float32: the query, and the lse of its attention over the window.
-        k: [P, S, H, D] any float dtype, the resident slots.
-        pages, n_pages: [B, N] and [B] int32: the window's full pages, oldest first, fewer than W per row.
-        slot_of: [I] int32, the slot of each page.
-        last_page, last_len: [B] int32, slot of the partially filled (newest) page and its number of tokens, 1..S.
-        first_at: [B] int32, index of the oldest page in ``maw``, a ring buffer of W pages.
-        state: [B] int32 row of ``maw``, distinct; negative: none, nothing is written.
-        fresh: [B] int32, nonzero in a request's first step.
-        maw: [M, W, H, S] float32, mutated where there is a token.
+        q, lse: the query, and the lse of its attention over the window.
+        k: the resident slots.
+        pages, n_pages: the window's full pages, oldest first, fewer than W per row.
+        slot_of: the slot of each page.
+        last_page, last_len: slot of the partially filled (newest) page and its number of tokens, 1..S.
+        first_at: index of the oldest page in ``maw``, a ring buffer of W pages.
+        state: row of ``maw``, distinct; negative: none, nothing is written.
+        fresh: nonzero in a request's first step.
+        maw: mutated where there is a token.
     Source: Deng et al., Algorithm 1 line 9 with A of Algorithm 2 line 11; the maximum over a group: ours.
     """
     (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
@@ -81,31 +68,27 @@ def decay_mass(
     maw[row[live], place[live]] = torch.where(there, moved, old)[live]
 
 
+decay_mass.triton("salience", sizes=triton.PAGES)
+
+
 def _fits_a_word(call: Call) -> str:
-    return (
-        f"a page has S={call.sizes['S']} tokens, expected at most 32"
-        if call.sizes["S"] > 32
-        else ""
-    )
+    S = call.sizes["S"]
+    return f"a page has S={S} tokens, expected at most 32" if S > 32 else ""
 
 
-@op(
-    _fits_a_word,
-    maw="L N W H S float32",
-    state="n int32",
-    at="n int32",
-    threshold="L N H float32",
-    tolerances={"float32": Tolerance(0.0, 0.0, "comparisons of given numbers")},
-)
+@op(_fits_a_word, tolerances={"float32": Tolerance(0.0, 0.0, "comparisons of given numbers")})
 def salient_bits(
-    maw: torch.Tensor, state: torch.Tensor, at: torch.Tensor, threshold: torch.Tensor
+    maw: Annotated[torch.Tensor, "L N W H S float32"],
+    state: Annotated[torch.Tensor, "n int32"],
+    at: Annotated[torch.Tensor, "n int32"],
+    threshold: Annotated[torch.Tensor, "L N H float32"],
 ) -> torch.Tensor:
     """Bitmask of the tokens kept of pages that leave the window: those with MAW > threshold.
 
     Args:
-        maw: [L, N, W, H, S] float32, see `decay_mass`.
-        state, at: [n] int32, row and window index of each page in it; in range.
-        threshold: [L, N, H] float32, beta / window of each request and head.
+        maw: see `decay_mass`.
+        state, at: row and window index of each page in it; in range.
+        threshold: beta / window of each request and head.
     Returns:
         [L, n, H] int32, bit t for token t.
     Source: Deng et al., section 3.2.2, Algorithm 1 line 24.
@@ -113,6 +96,9 @@ def salient_bits(
     keeps = maw[:, state, at] > threshold[:, state, :, None]  # [L, n, H, S]
     bit = 1 << torch.arange(maw.shape[-1], device=maw.device)
     return (keeps * bit).sum(-1).to(torch.int32)
+
+
+salient_bits.triton("salience")
 
 
 def select_salient(
@@ -146,60 +132,3 @@ def select_salient(
     weight = torch.softmax(s, dim=2).amax(1)  # [H, n S]
     heads, at = (weight > beta[:, None] / max(1, weight.shape[1])).nonzero(as_tuple=True)
     return heads, pages[at // S] * S + at % S
-
-
-def _three(call: Call) -> str:
-    three = call.sizes["three"]
-    return "" if three == 3 else f"ids has {three} rows, expected layers, sources and targets"
-
-
-@op(
-    _three,
-    source="L P S H D kv",
-    ids="three m int64",
-    target="L C S D kv",
-    tolerances={name: Tolerance(0.0, 0.0, "bytes are copied") for name in KV_DTYPE_NAMES},
-)
-def copy_tokens(source: LayerPages, ids: torch.Tensor, target: LayerPages) -> None:
-    """Copy K and V of single tokens and heads from host pages into pages of one head.
-
-    Args:
-        source: [P, S, H, D] pages of all layers.
-        ids: [3, m] int64: layers ascending, source (page S + token) H + head, target page S + token.
-        target: [C, S, D] pages of one head; mutated.
-    Source: Deng et al., section 3.3, each head's entries contiguously.
-    """
-    layers, rows, targets = ids
-    for layer in layers.unique().tolist():
-        here = layers == layer
-        for planes, dst in ((source.k, target.k), (source.v, target.v)):
-            # As bytes: torch cannot index_copy fp8.
-            flat, to = (x[layer].view(torch.uint8).flatten(0, -2) for x in (planes, dst))
-            to.index_copy_(0, targets[here], flat.index_select(0, rows[here]))
-
-
-@native.implements(copy_tokens, dtypes=None)
-def _native(source, ids, target):
-    layers, rows, targets = ids
-    (P, S, H, D), C = source.k[0].shape, target.k[0].shape[0]
-    ends = {"layers": len(source.k), "sources": P * S * H, "targets": C * S}
-    for (name, end), values in zip(ends.items(), ids, strict=True):
-        native.check_ids("copy_tokens", name, values, end)
-    begin, row_bytes = 0, D * source.k[0].element_size()
-    runs = layers.unique_consecutive(return_counts=True)
-    for layer, count in zip(*(x.tolist() for x in runs), strict=True):
-        at = rows[begin:].data_ptr(), targets[begin:].data_ptr(), count
-        for planes, dst in ((source.k, target.k), (source.v, target.v)):
-            native.module.copy_pages(
-                planes[layer].data_ptr(), dst[layer].data_ptr(), row_bytes, *at
-            )
-        begin += count
-
-
-triton.implements(
-    decay_mass,
-    "salience",
-    dtypes=triton.KV_DTYPES,
-    sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS},
-)
-triton.implements(salient_bits, "salience")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
-from ..core.registry import Tolerance
 from . import native, triton
-from .op import op
+from .op import Tolerance, op
 
 REDUCTIONS = ["mass", "max"]
 
@@ -35,27 +36,17 @@ def reduce_heads(
     return score.masked_fill_(void, -torch.inf)  # also replaces the NaN of rows without pages
 
 
-@op(
-    kmin="P H D kv",
-    kmax="P H D kv",
-    table="B N int32",
-    n_full="B int32",
-    q="B H*G D query",
-    reduce=REDUCTIONS,
-    out="B N float32",
-    arrivals="B int32",
-    tolerances=TOLERANCES,
-)
+@op(tolerances=TOLERANCES)
 def score_pages(
-    q: torch.Tensor,
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
+    q: Annotated[torch.Tensor, "B H*G D query"],
+    kmin: Annotated[torch.Tensor, "P H D digest"],
+    kmax: Annotated[torch.Tensor, "P H D digest"],
+    table: Annotated[torch.Tensor, "B N int32"],
+    n_full: Annotated[torch.Tensor, "B int32"],
     scale: float,
-    reduce: str = "mass",
-    out: torch.Tensor | None = None,
-    arrivals: torch.Tensor | None = None,
+    reduce: Annotated[str, REDUCTIONS] = "mass",
+    out: Annotated[torch.Tensor | None, "B N float32"] = None,
+    arrivals: Annotated[torch.Tensor | None, "B int32"] = None,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
@@ -66,15 +57,15 @@ def score_pages(
     log-softmax over the heads.
 
     Args:
-        q: [B, HQ, D] any float dtype, after RoPE; with 16-bit digests its values must be representable in their dtype,
-            as the model's query is (a kernel rounds it to that).
-        kmin, kmax: [P, H, D] any float dtype, of one layer, see `build_layer_digests`; H divides HQ.
-        table: [B, N] int32, page ids below P; negative ones are padding.
-        n_full: [B] int32; only the first n_full[b] columns of row b are candidates.
+        q: after RoPE; with 16-bit digests its values must be representable in their dtype, as the model's query is (a
+            kernel rounds it to that).
+        kmin, kmax: of one layer, see `build_layer_digests`.
+        table: page ids below P; negative ones are padding.
+        n_full: only the first n_full[b] columns of row b are candidates.
         scale: softmax scale, usually 1/sqrt(D).
-        out: [B, N] float32 to write into, instead of a new tensor.
-        arrivals: [B] int32 zeros, a kernel's arrival counters, left as zeros; None: allocated. Not to be shared by
-            concurrent calls.
+        out: to write into, instead of a new tensor.
+        arrivals: zeros, a kernel's arrival counters, left as zeros; None: allocated. Not to be shared by concurrent
+            calls.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: Quest section 3.3 (bound), ScoutAttention Algorithm 1 line 5 (use); reductions: ours.
@@ -89,17 +80,16 @@ def score_pages(
     return score if out is None else out.copy_(score)
 
 
-@native.implements(score_pages)
+@score_pages.native(sizes=native.HEAD_DIMS)
 def _native(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
     (P, H, D), (B, N) = kmin.shape, table.shape
     q = q.float()
     out = q.new_empty((B, N)) if out is None else out
-    native.module.score_pages(
-        q.data_ptr(), kmin.data_ptr(), kmax.data_ptr(), native.DTYPES[kmin.dtype],
-        P, H, q.shape[1] // H, D, table.data_ptr(), n_full.data_ptr(), B, N,
-        float(scale), REDUCTIONS.index(reduce), out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    digests = kmin.data_ptr(), kmax.data_ptr(), native.DTYPES[kmin.dtype]
+    sizes, rows = (P, H, q.shape[1] // H, D), (table.data_ptr(), n_full.data_ptr(), B, N)
+    how = scale, REDUCTIONS.index(reduce), out.data_ptr(), torch.get_num_threads()
+    native.module.score_pages(q.data_ptr(), *digests, *sizes, *rows, *how)
     return out
 
 
-triton.implements(score_pages, "score", sizes={"D": triton.HEAD_DIMS})
+score_pages.triton("score", sizes=triton.HEAD_DIMS)

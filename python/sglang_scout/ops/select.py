@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
-from ..core.registry import Tolerance
-from . import triton
 from .layers import resident_slots
-from .op import Call, op
+from .op import Call, Tolerance, op
 
 TOLERANCES = {
     "float32": Tolerance(0.0, 0.0, "ids, not values; sets may differ only between equal scores")
@@ -42,34 +40,25 @@ def _valid(call: Call) -> str:
     return ""
 
 
-@op(
-    _valid,
-    k="k",
-    scores="B N float32",
-    table="B N int32",
-    n_full="B int32",
-    slot_of="P int32",
-    out=("B k int32", "B k int32"),
-    tolerances=TOLERANCES,
-)
+@op(_valid, tolerances=TOLERANCES)
 def select_pages(
-    scores: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    slot_of: torch.Tensor,
-    k: int,
+    scores: Annotated[torch.Tensor, "B N float32"],
+    table: Annotated[torch.Tensor, "B N int32"],
+    n_full: Annotated[torch.Tensor, "B int32"],
+    slot_of: Annotated[torch.Tensor, "P int32"],
+    k: Annotated[int, "k"],
     sink_pages: int = 1,
     recent_pages: int = 1,
     mass: float = 1.0,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: Annotated[tuple[torch.Tensor, torch.Tensor] | None, ("B k int32", "B k int32")] = None,
 ) -> Selection:
     """Top-k pages of every request, or fewer if they hold enough mass; sink and recent pages are always included.
 
     Args:
-        scores: [B, N] float32, see `score_pages`; only columns < n_full count, NaN ranks last.
-        table: [B, N] int32, page ids below P; negative ones are padding.
-        n_full: [B] int32, full pages per request; may be 0, or less than k: then all are selected.
-        slot_of: [P] int32, slot of a resident page, -1 if the page is not resident.
+        scores: see `score_pages`; only columns < n_full count, NaN ranks last.
+        table: page ids below P; negative ones are padding.
+        n_full: full pages per request; may be 0, or less than k: then all are selected.
+        slot_of: slot of a resident page, -1 if the page is not resident.
         k: pages to select, at least sink_pages + recent_pages.
         sink_pages, recent_pages: number of first and last full pages selected regardless of score.
         mass: below 1, selection for a request with more than k full pages stops (top-p style) once the pages so far
@@ -113,4 +102,4 @@ def select_pages(
     return Selection(pages, missing, lacks_slot.sum(1, dtype=torch.int32))
 
 
-triton.implements(select_pages, "select", sizes={"N": range(8193), "k": range(1, 513)})
+select_pages.triton("select", sizes={"N": range(8193), "k": range(1, 513)})

@@ -10,8 +10,8 @@ import numpy as np
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import selection_of
-from sglang_scout.core.registry import chosen
 from sglang_scout.core.step_log import StepLog
+from sglang_scout.ops.op import chosen
 from sglang_scout.plugin.model import model_identity
 from sglang_scout.plugin.release import VERSION
 

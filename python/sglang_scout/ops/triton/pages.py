@@ -1,9 +1,10 @@
-"""Whole pages of all layers and single tokens on the device: `build_layer_digests`,
-`copy_layer_pages` and `append_tokens`.
+"""Whole pages of all layers and single tokens on the device: `build_layer_digests`, `copy_layer_pages`,
+`append_tokens`, `stage_pages` and `pack_pages`.
 
-Memory traffic in bytes: a digest reads S H D e and writes 2 H D e; a copy reads and writes K and V of
-the page; an appended token reads 2 H D e and writes the same to each pool. Ids out of range are
-skipped: the host cannot check ids that live on the device, and out-of-bounds writes must not happen.
+Memory traffic in bytes: a digest reads S H D e and writes 2 H D e; a copy reads and writes K and V of the page, or of
+one list's heads of it; an appended token reads 2 H D e and writes the same to each pool; packing reads 4 for each page
+id, 4 for its slot if it has to be looked up, and writes 4. Ids out of range are skipped: the host cannot check ids that
+live on the device, and out-of-bounds writes must not happen.
 """
 
 import torch
@@ -17,6 +18,9 @@ _COPY_WORDS = 4096  # per program and iteration: 16 KiB with 4-byte words
 # flight; the bandwidth-delay product is some 100 KiB) and no more: the step's kernels need the rest of
 # the device, and its polls of the worker's answer queue behind all in-flight reads from the host.
 _COPY_PROGRAMS = 16
+# Staging is on the step's critical path: the number of programs is not limited.
+_STAGE_WORDS = 2048
+_MAX_CHUNK = 1024  # ids packed per iteration
 
 
 @triton.jit
@@ -130,6 +134,70 @@ def append_kernel(
             tl.store(v_mirror + where, stored, mask=mask)
 
 
+@triton.jit
+def stage_kernel(
+    addresses, pages, dst_k, dst_v,
+    layer, L, P, k, row_words, words, page_words, slot_words,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of words of one list entry, of K (program 0 of axis 2) or V.
+
+    addresses [2, L] of [P, S, row_words]; pages [R, k]; dst_k, dst_v [slots, S, words], words of each row's list.
+    """
+    entry = tl.program_id(0)
+    page = tl.load(pages + entry).to(tl.int64)
+    if (page >= 0) & (page < P):
+        is_v = tl.program_id(2)
+        src = layer_pointer(addresses, is_v * L + layer, dst_k.dtype.element_ty, ALIGN)
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < slot_words
+        first = entry // k % (row_words // words) * words  # of the list in a token's row
+        # [BLOCK]
+        value = tl.load(
+            src + page * page_words + at // words * row_words + first + at % words, mask=mask
+        )
+        where = entry.to(tl.int64) * slot_words + at
+        if is_v == 0:
+            tl.store(dst_k + where, value, mask=mask)
+        else:
+            tl.store(dst_v + where, value, mask=mask)
+
+
+@triton.jit
+def pack_kernel(
+    pages, last_page, last_len, slot_of, n_pages, table, lengths,
+    R, S, ids,
+    HAS_SLOTS: tl.constexpr, HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """pages [B, R]; slot_of [ids]; table [B, R + 1]; the others [B]."""
+    b = tl.program_id(0)
+    row = table + b.to(tl.int64) * (R + 1)
+    own = R
+    if HAS_COUNT:
+        own = tl.minimum(tl.load(n_pages + b), R)
+    count = 0
+    for first in range(0, own, CHUNK):
+        column = first + tl.arange(0, CHUNK)
+        # [CHUNK]
+        page = tl.load(pages + b.to(tl.int64) * R + column, mask=column < own, other=-1)
+        if HAS_SLOTS:
+            page = tl.load(slot_of + page, mask=(page >= 0) & (page < ids), other=-1)
+        rank = tl.cumsum((page >= 0).to(tl.int32), axis=0)  # 1 for the first page
+        tl.store(row + count + rank - 1, page, mask=page >= 0)
+        count += tl.max(rank, axis=0)
+    length = count * S
+    if HAS_LAST:
+        tail = tl.load(last_page + b)
+        if tail >= 0:
+            tl.store(row + count, tail)
+            length += tl.load(last_len + b)
+            count += 1
+    for first in range(0, R + 1, CHUNK):
+        column = first + tl.arange(0, CHUNK)
+        tl.store(row + column, tl.zeros([CHUNK], tl.int32), mask=(column >= count) & (column <= R))
+    tl.store(lengths + b, length)
+
+
 def build_layer_digests(source, ids, kmin, kmax, rows):
     """See `ops.digest.build_layer_digests`."""
     R, S, H, D = source.k[0].shape
@@ -143,7 +211,7 @@ def build_layer_digests(source, ids, kmin, kmax, rows):
 
 
 def copy_layer_pages(source, ids, dst_k, dst_v):
-    """See `ops.gather.copy_layer_pages`."""
+    """See `ops.pages.copy_layer_pages`."""
     (L, slots), n = dst_k.shape[:2], ids.shape[1]
     page_bytes = source.k[0][:1].nbytes
     if n == 0 or page_bytes == 0:
@@ -163,7 +231,7 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
 
 
 def append_tokens(k, v, lens, pool, mirror):
-    """See `ops.append.append_tokens`."""
+    """See `ops.pages.append_tokens`."""
     B, H, D = k.shape
     if B == 0:
         return
@@ -174,3 +242,35 @@ def append_tokens(k, v, lens, pool, mirror):
         mirror[0].shape[0] if mirror else 0, pool[0].shape[1], H * D, mirror is not None, block,
         stored_as(pool[0].dtype)[1], num_warps=4,
     )  # fmt: skip
+
+
+def stage_pages(source, layer, pages, dst_k, dst_v):
+    """See `ops.pages.stage_pages`."""
+    (R, k), S = pages.shape, dst_k.shape[1]
+    row_bytes, list_bytes = source.k[0][0, :1].nbytes, dst_k[:1, :1].nbytes
+    if R * k * S * list_bytes == 0:
+        return
+    starts = source.align_bytes, list_bytes, dst_k.data_ptr(), dst_v.data_ptr()
+    word = torch.int32 if all(x % 4 == 0 for x in starts) else torch.uint8
+    row_words, words = row_bytes // word.itemsize, list_bytes // word.itemsize
+    block = min(_STAGE_WORDS, triton.next_power_of_2(S * words))
+    stage_kernel[(R * k, triton.cdiv(S * words, block), 2)](
+        source.addresses, pages, dst_k.flatten().view(word), dst_v.flatten().view(word),
+        layer, len(source.k), source.k[0].shape[0], k, row_words, words, S * row_words, S * words,
+        source.align_bytes, block, num_warps=4,
+    )  # fmt: skip
+
+
+def pack_pages(pages, last_page, last_len, page_tokens, slot_of, n_pages):
+    """See `ops.flash.pack_pages`."""
+    B, R = pages.shape
+    table, lengths = pages.new_empty((B, R + 1)), pages.new_empty(B)
+    if B == 0:
+        return table, lengths
+    chunk = max(16, min(_MAX_CHUNK, triton.next_power_of_2(R + 1)))
+    pack_kernel[(B,)](
+        pages, last_page, last_len, slot_of, n_pages, table, lengths, R, page_tokens,
+        0 if slot_of is None else slot_of.numel(), slot_of is not None, last_page is not None,
+        n_pages is not None, chunk, num_warps=4,
+    )  # fmt: skip
+    return table, lengths

@@ -1,7 +1,8 @@
-"""`score_rotated` on the device: one launch for the queries, one for the pages.
+"""`score_rotated` on the device: one launch for the queries, one for the pages; and `mass_change_rotated`: one launch.
 
 Memory traffic, with b bits: 4 D b + D + 112 bytes per page and KV head, and 8 per page for id and score. For the
-intermediate buffers and the reduction over heads, see `score`.
+intermediate buffers and the reduction over heads, see `score`. A change of mass reads the same bytes of missing pages,
+for both queries at once.
 
 Tensor cores consume the bits almost as stored. A word of a plane holds 16 channels of two tokens; one mask
 leaves channels r, 4 + r, 8 + r and 12 + r of one of them as the bytes of an int8 operand, 0 or 2^r, so that a
@@ -24,6 +25,7 @@ _TOP = tl.constexpr(127 * 256.0)  # range of two int8 digits
 _LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
 _BLOCK_PAGES = 64  # M of one warp group's MMA
+_MASS_BLOCK_PAGES = 16  # small, as few pages are missing
 
 
 @triton.jit
@@ -296,3 +298,70 @@ def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals,
         *reduced_blocks(HQ, N), num_warps=4, maxnreg=512 // per_sm,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def mass_kernel(
+    q, q_ahead, planes, means, scales, pages, n_pages, change, turn, bits,
+    scale, N,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The G query heads of one KV head. The real and the predicted (layer-ahead) queries are rows of one operand, so
+    that every digest is read once.
+
+    q, q_ahead [B, HQ, D]; planes, means, scales: see `rotated_sums_kernel`; pages [B * C, N]; n_pages [B * C];
+    change [B, HQ]; turn, bits: see `query_digits_kernel`.
+    """
+    h, b = tl.program_id(0), tl.program_id(1)
+    g = tl.arange(0, BLOCK_G)
+    head = (b * H + h) * G + g
+    of = b * C + h % C
+    count = tl.minimum(tl.load(n_pages + of), N)
+    differ = tl.zeros([BLOCK_G], tl.float32)
+    if count > 0:
+        i = tl.arange(0, 2 * BLOCK_G)
+        of_group = i % BLOCK_G
+        to_ahead = q_ahead.to(tl.int64) - q.to(tl.int64)
+        to_ahead = to_ahead // (q.dtype.element_ty.primitive_bitwidth // 8)
+        row = ((b * H + h) * G + of_group) * D + tl.where(i < BLOCK_G, 0, to_ahead)
+        if turn is not None:
+            turn += h * D * D
+            bits += h * 4 * D
+        of_mean, first, second, unit, of_planes, total = query_digits(
+            q, row, of_group < G, turn, bits, scale, D, BLOCK_D
+        )
+        top = tl.full([2 * BLOCK_G], float("-inf"), tl.float32)
+        mass = tl.zeros([2 * BLOCK_G], tl.float32)
+        for begin in range(0, count, BLOCK_N):
+            n = begin + tl.arange(0, BLOCK_N)
+            # [BLOCK_N]
+            page = tl.load(pages + of.to(tl.int64) * N + n, mask=n < count, other=-1)
+            # [BLOCK_N, 2 BLOCK_G]
+            u, _ = block_sums(
+                of_mean, first, second, unit, of_planes, total, planes, means, scales,
+                page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D, False,
+            )  # fmt: skip
+            top, mass = add_mass(top, mass, u, 0)
+        both = tl.reshape(top + tl.log(mass), (2, BLOCK_G))
+        real, ahead = tl.split(tl.trans(both))
+        differ = real - ahead
+        differ = tl.where(tl.abs(differ) < float("inf"), differ, 0.0)
+    tl.store(change + head, differ, mask=g < G)
+
+
+def mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, scale, coordinates):
+    """See `ops.rotated.mass_change_rotated`."""
+    (B, HQ, D), (_, H, bits) = q.shape, planes.shape[:3]
+    change = q.new_empty((B, HQ), dtype=torch.float32)
+    if B == 0:
+        return change
+    G, block_d = HQ // H, max(32, triton.next_power_of_2(D))
+    block_g = max(8, triton.next_power_of_2(G))
+    turn, of_bits = coordinates[1:] if coordinates else (None, None)
+    mass_kernel[(H, B)](
+        q, q_ahead, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
+        pages, n_pages, change, turn, of_bits, scale * LOG2_E, pages.shape[1], H, G, D, bits,
+        len(pages) // B, _MASS_BLOCK_PAGES, block_g, block_d, num_warps=4,
+    )  # fmt: skip
+    return change
