@@ -11,8 +11,8 @@ import pytest
 
 from ring_view import RingView
 from sglang_scout import _native
-from sglang_scout.worker.arena import Arena, ArenaSpec
-from worker_cases import buffers, to_bits
+from sglang_scout.worker.arena import Arena
+from worker_cases import buffers, small_spec, to_bits
 
 
 @pytest.fixture
@@ -20,21 +20,12 @@ def cpu() -> int:
     return max(os.sched_getaffinity(0))
 
 
-SIZES = {"num_layers": 3, "num_pages": 40, "page_size": 4, "max_batch": 4, "max_pages": 8}
-HEADS = {"num_kv_heads": 2, "num_q_heads": 4, "head_dim": 16, "kv_dtype": "float32", "scale": 0.25}
-
-
 @pytest.fixture
-def make_spec() -> Callable[..., ArenaSpec]:
-    return lambda **changes: ArenaSpec(**SIZES | HEADS | changes)
-
-
-@pytest.fixture
-def make_arena(make_spec) -> Iterator[Callable[..., Arena]]:
+def make_arena() -> Iterator[Callable[..., Arena]]:
     with contextlib.ExitStack() as stack:
 
         def make(**changes: object) -> Arena:
-            arena = stack.enter_context(Arena.create(make_spec(**changes)))
+            arena = stack.enter_context(Arena.create(small_spec(**changes)))
             rng = np.random.default_rng(7)
             for layer in range(arena.spec.num_layers):
                 for plane in (arena.k_pages(layer), arena.v_pages(layer)):

@@ -20,6 +20,7 @@ from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient
 from sglang_scout.worker.ring import HEADER_DTYPE, layout_of
 from sglang_scout.worker.spec import KV_DTYPES
+from worker_cases import small_spec
 
 F_GET_SEALS = 1034
 
@@ -57,7 +58,7 @@ def test_neither_a_forked_child_nor_a_core_dump_has_it(make_arena, cpu):
     [(lambda flags: not flags & 8, errno.EACCES), (lambda flags: flags & 8, errno.EINVAL)],
     ids=["vm.memfd_noexec=2", "before Linux 6.3"],
 )
-def test_the_file_is_not_executable(make_spec, monkeypatch, refused, error):
+def test_the_file_is_not_executable(monkeypatch, refused, error):
     create = os.memfd_create
 
     def memfd_create(name, flags):
@@ -66,7 +67,7 @@ def test_the_file_is_not_executable(make_spec, monkeypatch, refused, error):
         return create(name, flags & ~8)
 
     monkeypatch.setattr(os, "memfd_create", memfd_create)
-    Arena.create(make_spec()).close()
+    Arena.create(small_spec()).close()
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -174,14 +175,14 @@ def test_layout_has_no_overlap(values):
         ),
     ],
 )
-def test_bad_sizes_are_named(make_spec, change, text):
+def test_bad_sizes_are_named(change, text):
     with pytest.raises(ArenaError, match=text) as caught:
-        make_spec(**change)
+        small_spec(**change)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, ScoutError)
 
 
-def test_too_large_names_sizes_and_what_would_fit(make_spec, monkeypatch):
-    spec = make_spec(num_pages=10_000_000)
+def test_too_large_names_sizes_and_what_would_fit(monkeypatch):
+    spec = small_spec(num_pages=10_000_000)
     monkeypatch.setenv(host_memory.OVERRIDE, "1")
     with pytest.raises(ArenaError) as caught:
         Arena.create(spec)
@@ -189,14 +190,12 @@ def test_too_large_names_sizes_and_what_would_fit(make_spec, monkeypatch):
     assert "1.000 GiB of host memory are available" in text and "3 layers x 10000000 pages" in text
     fits = int(re.search(r"to at most (\d+)", text)[1])
     page_bytes = spec.kv_bytes // spec.num_pages
-    nbytes = layout_of(make_spec(num_pages=fits)).total_bytes
+    nbytes = layout_of(small_spec(num_pages=fits)).total_bytes
     assert (1 << 30) - page_bytes - (4 << 20) < nbytes <= 1 << 30
 
 
 @pytest.mark.usefixtures("populates")
-def test_an_arena_that_relies_on_growth_is_taken_at_once_or_refused(
-    make_spec, monkeypatch, tmp_path
-):
+def test_an_arena_that_relies_on_growth_is_taken_at_once_or_refused(monkeypatch, tmp_path):
     """On a machine of 16 MiB that says it grows to 1 GiB."""
     (tmp_path / "meminfo").write_text("MemTotal: 16384 kB\nMemAvailable: 16384 kB\n")
     (tmp_path / "zoneinfo").write_text("Node 0, zone Normal\n        present 262144\n")
@@ -206,14 +205,14 @@ def test_an_arena_that_relies_on_growth_is_taken_at_once_or_refused(
     monkeypatch.setattr(host_memory, "GROWTH_WAIT_S", 0.2)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ArenaError, match=r"does not grow: 0\.000 GiB of 0\.\d+ GiB are allocated"):
-        Arena.create(make_spec(num_pages=20_000))
+        Arena.create(small_spec(num_pages=20_000))
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
     monkeypatch.setattr(host_memory, "KEPT_BYTES", 0)
-    with Arena.create(make_spec(num_pages=20_000)) as arena:
+    with Arena.create(small_spec(num_pages=20_000)) as arena:
         assert os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes > 32 << 20
     monkeypatch.setenv(host_memory.OVERRIDE, "1")
-    with Arena.create(make_spec(num_pages=20_000)) as arena:
+    with Arena.create(small_spec(num_pages=20_000)) as arena:
         assert os.fstat(arena.fd).st_blocks * 512 < arena.nbytes, "the user's word is not tried"
 
 
@@ -257,8 +256,8 @@ def test_close_is_idempotent_and_views_outlive_it(make_arena):
         arena.k_pages(0)
 
 
-def test_numa_is_a_logged_no_op_on_one_node(make_spec, monkeypatch, caplog):
+def test_numa_is_a_logged_no_op_on_one_node(monkeypatch, caplog):
     monkeypatch.setattr(numa, "nodes", lambda: [0])
     with caplog.at_level("INFO"):
-        Arena.create(make_spec(), numa_nodes=[0]).close()
+        Arena.create(small_spec(), numa_nodes=[0]).close()
     assert "not bound to [0]" in caplog.text

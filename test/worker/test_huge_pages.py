@@ -16,6 +16,7 @@ from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.arena_fits import pool, pool_lacks
 from sglang_scout.worker.ring import layout_of
+from worker_cases import small_spec
 
 HUGE = 2 << 20
 
@@ -48,15 +49,15 @@ def huge_pages_of(spec):
 
 
 @pytest.mark.usefixtures("populates")
-def test_what_is_taken_from_the_pool_is_there_at_once(make_spec, machine, caplog):
-    spec = make_spec(num_nodes=2, num_pages=4000)
+def test_what_is_taken_from_the_pool_is_there_at_once(machine, caplog):
+    spec = small_spec(num_nodes=2, num_pages=4000)
     machine(*[huge_pages_of(spec)] * 2)
     with Arena.create(spec, numa_nodes=[0, 1]) as arena:
         assert arena.backing == "hugetlb" and not caplog.text
         assert os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes
 
 
-def test_nothing_stays_open_of_an_arena_that_fails_late(make_spec, machine, monkeypatch):
+def test_nothing_stays_open_of_an_arena_that_fails_late(machine, monkeypatch):
     def fail(*args):
         raise MemoryError("of the test")
 
@@ -65,27 +66,27 @@ def test_nothing_stays_open_of_an_arena_that_fails_late(make_spec, machine, monk
     before = len(os.listdir("/proc/self/fd"))
     for hugepages in (True, False):
         with pytest.raises(MemoryError, match="of the test"):
-            Arena.create(make_spec(), hugepages=hugepages)
+            Arena.create(small_spec(), hugepages=hugepages)
         gc.collect()
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_each_node_must_have_its_share(make_spec, machine, caplog):
-    spec = make_spec(num_nodes=2, num_pages=4000)
+def test_each_node_must_have_its_share(machine, caplog):
+    spec = small_spec(num_nodes=2, num_pages=4000)
     machine(2 * huge_pages_of(spec), 1)
     with Arena.create(spec, numa_nodes=[0, 1]) as arena:
         assert arena.backing != "hugetlb"
     # It is too small to be meant for this.
     assert "huge pages of 2 MiB on NUMA node 1, and 1 are free in the pool" in caplog.text
-    with Arena.create(make_spec(), numa_nodes=[0]) as arena:
+    with Arena.create(small_spec(), numa_nodes=[0]) as arena:
         assert arena.backing == "hugetlb"
-    with Arena.create(make_spec()) as arena:  # bound to no node
+    with Arena.create(small_spec()) as arena:  # bound to no node
         assert arena.backing == "hugetlb"
 
 
 @pytest.mark.parametrize("arenas", [1, 2])
-def test_a_pool_that_lacks_some_pages_says_what_fits(make_spec, machine, arenas):
-    spec = make_spec(num_pages=200_000)  # 294 MiB
+def test_a_pool_that_lacks_some_pages_says_what_fits(machine, arenas):
+    spec = small_spec(num_pages=200_000)  # 294 MiB
     needed = arenas * huge_pages_of(spec)
     machine(needed - 10)
     with pytest.raises(ArenaError) as caught:
@@ -100,8 +101,8 @@ def test_a_pool_that_lacks_some_pages_says_what_fits(make_spec, machine, arenas)
     assert needed * HUGE - pages * arenas * page_bytes < beside, "it could not be much more"
 
 
-def test_a_node_s_pool_that_lacks_some_pages_is_named(make_spec, machine):
-    spec = make_spec(num_nodes=2, num_pages=200_000)
+def test_a_node_s_pool_that_lacks_some_pages_is_named(machine):
+    spec = small_spec(num_nodes=2, num_pages=200_000)
     half = huge_pages_of(spec) // 2
     machine(2 * half, half - 9)
     with pytest.raises(ArenaError, match=rf" on NUMA node 1, and {half - 9} are free") as caught:
@@ -113,21 +114,21 @@ def test_a_node_s_pool_that_lacks_some_pages_is_named(make_spec, machine):
     ("error", "backing"), [(errno.EFAULT, False), (errno.ENOMEM, False), (errno.EINVAL, True)]
 )
 def test_a_page_that_would_be_missing_later_is_missed_now(
-    make_spec, machine, monkeypatch, caplog, error, backing
+    machine, monkeypatch, caplog, error, backing
 ):
     machine(10_000)
     monkeypatch.setattr(host_memory, "populate", lambda address, nbytes: error)
     before = len(os.listdir("/proc/self/fd"))
-    with Arena.create(make_spec(), numa_nodes=[0]) as arena:
+    with Arena.create(small_spec(), numa_nodes=[0]) as arena:
         assert (arena.backing == "hugetlb") == backing
         assert len(os.listdir("/proc/self/fd")) == before + 2  # its own, and the mapping's
     assert (os.strerror(error) in caplog.text) == (not backing)
 
 
 @pytest.mark.usefixtures("populates")
-def test_all_of_a_range_is_taken_by_several_threads(make_spec, monkeypatch):
+def test_all_of_a_range_is_taken_by_several_threads(monkeypatch):
     monkeypatch.setattr(host_memory, "PIECE_BYTES", 8 * mmap.PAGESIZE)
-    with Arena.create(make_spec(num_pages=2000), hugepages=False) as arena:
+    with Arena.create(small_spec(num_pages=2000), hugepages=False) as arena:
         assert os.fstat(arena.fd).st_blocks * 512 < arena.nbytes
         assert host_memory.populate_together(arena.address, arena.nbytes, 3) == 0
         assert os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes

@@ -17,7 +17,7 @@ from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient
 from sglang_scout.worker.ring import layout_of, node_spans
-from worker_cases import until
+from worker_cases import small_spec, until
 
 HUGE = 2 << 20
 NEVER_US = 600_000_000  # no thread helps another node
@@ -63,11 +63,11 @@ def test_spans_cover_everything_once(pages, size, heads, dim, num_nodes, align):
             assert nodes == {page // spec.stripe_pages}
 
 
-def test_the_system_is_asked_for_each_span(make_spec, monkeypatch):
+def test_the_system_is_asked_for_each_span(monkeypatch):
     calls = []
     monkeypatch.setattr(numa, "nodes", lambda: [2, 5])
     monkeypatch.setattr(host_memory, "_mbind", lambda *call: calls.append(call) or 0)
-    spec = make_spec(num_nodes=2, num_pages=4000)
+    spec = small_spec(num_nodes=2, num_pages=4000)
     with Arena.create(spec, numa_nodes=[2, 5]) as arena:
         page_bytes = HUGE if arena.backing == "hugetlb" else 4096
         expected = node_spans(spec, arena.layout(), [2, 5], page_bytes)
@@ -79,13 +79,13 @@ def test_the_system_is_asked_for_each_span(make_spec, monkeypatch):
         Arena.create(spec, numa_nodes=[2])
 
 
-def test_a_node_that_is_too_small_is_named(make_spec, monkeypatch):
+def test_a_node_that_is_too_small_is_named(monkeypatch):
     monkeypatch.setattr(numa, "nodes", lambda: [0, 1])
     monkeypatch.setattr(host_memory, "available_bytes", lambda node: 0 if node else 1 << 40)
     with pytest.raises(ArenaError, match=r"node 1 would hold .* and has 0\.000 GiB; lower"):
-        Arena.create(make_spec(num_nodes=2), numa_nodes=[0, 1])
+        Arena.create(small_spec(num_nodes=2), numa_nodes=[0, 1])
     with pytest.raises(ArenaError, match=r"is bound to NUMA nodes \[1\]: node 1 would hold"):
-        Arena.create(make_spec(), numa_nodes=[1])
+        Arena.create(small_spec(), numa_nodes=[1])
 
 
 BOUND = """

@@ -12,23 +12,25 @@ import pytest
 from control_channel import endpoint, speaks, stranger, variable
 from other_user import NOBODY, arena_of, as_user, ends, outcomes, reads, sockets_of
 from sglang_scout.worker import messages as m
+from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import WorkerClient
+from worker_cases import small_spec
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
-@pytest.fixture
-def served(make_arena, cpu):
-    """A client, and the pids of the server, which is this process, and of the attention process."""
-    arena = make_arena()
-    with WorkerClient(arena, [cpu]) as client:
-        yield client, (os.getpid(), client.snapshot().pid)
+@pytest.fixture(scope="module")
+def served():
+    """The pids of the server, which is this process, and of the attention process."""
+    cpu = min(os.sched_getaffinity(0))
+    with Arena.create(small_spec()) as arena, WorkerClient(arena, [cpu]) as client:
+        yield os.getpid(), client.snapshot().pid
         assert client.ready and client.snapshot().restarts == 0
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["server", "worker"])
 def test_reads_no_kv_posts_no_record_and_stops_nothing(served, which):
-    pid = served[1][which]
+    pid = served[which]
     assert arena_of(pid)
     tried = reads(pid)
     refused = as_user(NOBODY, lambda: outcomes(tried | ends(pid)))
@@ -39,7 +41,7 @@ def test_reads_no_kv_posts_no_record_and_stops_nothing(served, which):
 
 def test_nobody_else_talks_to_the_attention_process(served):
     """Its socket has a name, which all can read, and nobody listens but to this user."""
-    _, (server, worker) = served
+    server, worker = served
     name = endpoint(worker)
     assert sorted(sockets_of(worker)) == [(name[6:], False), (name[6:], True)]
     assert not [found for found in sockets_of(server) if found[1] and "sglang-scout" in found[0]]

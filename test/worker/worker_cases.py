@@ -14,7 +14,13 @@ import psutil
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
+SIZES = {"num_layers": 3, "num_pages": 40, "page_size": 4, "max_batch": 4, "max_pages": 8}
+HEADS = {"num_kv_heads": 2, "num_q_heads": 4, "head_dim": 16, "kv_dtype": "float32", "scale": 0.25}
 Request = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def small_spec(**changes: object) -> ArenaSpec:
+    return ArenaSpec(**SIZES | HEADS | changes)
 
 
 def to_bits(values: np.ndarray, spec: ArenaSpec) -> np.ndarray:
