@@ -139,8 +139,8 @@ def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.R
     at = arena.address, arena.nbytes
     try:
         os.sched_setaffinity(0, cpus)
-        how = config.spin_us, config.threads_per_group, configure.cpu_nodes
-        return _native.RingRuntime(*at, epoch, cpus, *how)
+        spin_us, threads = config.spin_us, config.threads_per_group
+        return _native.RingRuntime(*at, epoch, cpus, spin_us, threads, configure.cpu_nodes)
     except (OSError, ValueError, OverflowError, RuntimeError) as e:
         online, allowed = read_cpus("devices/system/cpu/online"), os.sched_getaffinity(0)
         raise WorkerError(
