@@ -1,26 +1,22 @@
 """Hooks that do not apply and other SGLang releases are refused; SGLang itself would only log it."""
 
-import os
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
 import ast
 import importlib
 import importlib.metadata
 import multiprocessing
+import os
 import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt import plugins
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.sglang_versions import ADAPTERS
-
-plugins = pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
-from sglang_scout.plugin import hooks, launch, limits  # noqa: E402
+from sglang_scout.plugin import hooks, launch, limits
 
 
 def test_a_missing_hook_target_is_named(monkeypatch):

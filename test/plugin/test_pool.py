@@ -1,28 +1,21 @@
 """K, V and digests in SGLang's KV transfer, and restoring a retracted request."""
 
 import dataclasses
-import os
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sending
 import torch
+from sglang.srt.disaggregation.common import conn
 
-from page_weights import identity, pilot_weights
+from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.engine.digest_pool import KINDS, DigestPool
-from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
-from sglang_scout.ops.score import score_pages
+from sglang_scout.plugin import fixes, pool
+from sglang_scout.plugin import prefill as hooks
 
-pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
-hooks = pytest.importorskip("sglang_scout.plugin.prefill", reason="needs SGLang")
-fixes = pytest.importorskip("sglang_scout.plugin.fixes", reason="needs SGLang")
-conn = pytest.importorskip("sglang.srt.disaggregation.common.conn", reason="needs SGLang")
-sending = pytest.importorskip("sending", reason="needs SGLang")
 ONLY_K_AND_V, lists = sending.ONLY_K_AND_V, sending.lists
 sent, transfers = sending.sent, sending.transfers
 
@@ -33,7 +26,8 @@ SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
 
 def digest_pool(shape, pages, kind):
     model = identity(shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
-    return DigestPool(shape, pages, "cpu", kind, pilot_weights(model))
+    weights = {"pilot": pilot_weights, "calibrated": digest_weights}.get(kind)
+    return DigestPool(shape, pages, "cpu", kind, weights and weights(model))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,41 +200,6 @@ def test_kv_of_other_bytes_is_not_sent(caplog):
         assert part in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"), [("auto", "fp8_e4m3"), ("fp8_e4m3", "auto"), ("fp8_e5m2", "fp8_e4m3")]
-)
-def test_sglang_s_decode_server_refuses_another_kv_cache_dtype(monkeypatch, prefill, decode):
-    """At a pair's first request, in the scheduler's loop, which ends the server. It is SGLang's own check."""
-    info = {
-        "attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": SIZE,
-        "kv_cache_dtype": prefill, "follow_bootstrap_room": True,
-    }  # fmt: skip
-    answer = SimpleNamespace(status_code=200, json=lambda: info)
-    monkeypatch.setattr(conn.requests, "get", lambda *_, **__: answer)
-    manager = SimpleNamespace(
-        prefill_info_table={}, kv_args=SimpleNamespace(page_size=SIZE),
-        server_args=SimpleNamespace(kv_cache_dtype=decode), kv_cache_dtype_str=decode,
-    )  # fmt: skip
-    wanted = (
-        f"prefill server has kv_cache_dtype={prefill}, .* kv_cache_dtype={decode}.*--kv-cache-dtype"
-    )
-    with pytest.raises(RuntimeError, match=wanted):
-        conn.CommonKVManager.try_ensure_parallel_info(manager, "prefill:8998")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_digests_of_another_kind_are_not_sent(dtype):
-    """As when the two servers are configured with different digests."""
-    shape = dataclasses.replace(SHAPE, page_size=32, head_dim=64, dtype=dtype)
-    there = {kind: digest_pool(shape, 5, kind) for kind in KINDS}
-    for own in KINDS:
-        here = digest_pool(shape, 9, own)
-        target = pool.with_digests(([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), here)[0]
-        for kind, digests in there.items():
-            pairs = sent(pool.with_digests(lists(), digests), target)
-            assert len(pairs) == 12 if kind == own else pairs == ONLY_K_AND_V
-
-
 @pytest.mark.parametrize(("layer", "half"), [(0, 0), (1, 1), (2, 0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half):
@@ -255,26 +214,6 @@ def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half)
             if (i, part) != (layer, half):
                 mine[i, 1] = theirs[i, 1]
     assert list(here.accept(np.array([1, 2]))) == [1]
-
-
-@pytest.mark.parametrize("head_reduce", ["mass", "max"])
-def test_a_pool_scores_by_the_bounds_of_its_keys(head_reduce):
-    """Keys whose minima are a hundred times their maxima, so that the halves differ."""
-    k = [-100 * torch.rand(9, SIZE, 2, 64) + 99 * (torch.rand(9, SIZE, 2, 64) < 0.1) for _ in "abc"]
-    k = [x.clamp(max=1.0) for x in k]
-    host = HostPages(SHAPE, *([x.flatten(0, 1) for x in k] for _ in "kv"))
-    digests = DigestPool(SHAPE, 9, "cpu", "minmax")
-    digests.build(np.arange(9), host)
-    q = torch.randn(2, 4, 64)
-    table = torch.arange(9, dtype=torch.int32).repeat(2, 1)
-    n_full = torch.tensor([9, 5], dtype=torch.int32)
-    for layer in range(3):
-        got = digests.score(layer, q, Candidates.of(table, n_full, 1), 0.01, head_reduce)
-        bounds = k[layer].aminmax(dim=1)
-        exact = score_pages.reference(q, *bounds, table, n_full, 0.01, head_reduce)
-        assert ((got == -torch.inf) == (exact == -torch.inf)).all()
-        scored = exact > -torch.inf
-        assert (got - exact)[scored].abs().max() <= 1e-5 * exact[scored].abs().max()
 
 
 def test_digests_are_unset_until_written():

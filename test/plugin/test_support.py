@@ -1,23 +1,18 @@
 """Predicted queries from SGLang's own projection layers: unquantised weights, and those that cannot be sliced."""
 
-import os
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from sglang.srt.layers import linear
 
 from page_weights import forecast_weights, identity
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.ops import triton
 from sglang_scout.ops.predict import rms_norm, rotate_heads
-
-support = pytest.importorskip("sglang_scout.plugin.model", reason="needs SGLang")
-linear = pytest.importorskip("sglang.srt.layers.linear", reason="needs SGLang")
-from sglang_scout.plugin.release import VERSION  # noqa: E402
+from sglang_scout.plugin import model as support
+from sglang_scout.plugin.release import VERSION
 
 HIDDEN, HQ, H, D, TOKENS = 96, 6, 2, 64, 5
 Q, ALL = HQ * D, (HQ + 2 * H) * D
