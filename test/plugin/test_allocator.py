@@ -73,9 +73,13 @@ class Stock(paged.PagedTokenToKVPoolAllocator):
 
 def make(kind, need_sort, pages=30, kvcache=None):
     return kind(
-        pages * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", need_sort=need_sort,
+        pages * SIZE,
+        page_size=SIZE,
+        dtype=torch.float32,
+        device="cpu",
+        need_sort=need_sort,
         kvcache=kvcache,
-    )  # fmt: skip
+    )
 
 
 class User:

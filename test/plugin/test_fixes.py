@@ -244,10 +244,20 @@ def run(function, lengths, *, causal=True, dtype=torch.float32, heads=4, kv_head
     query = torch.randn(sum(new for _, new in lengths), heads, 64, generator=rng).to(dtype)
     as_tensor = torch.tensor
     return function(
-        SimpleNamespace(), query, torch.full_like(query, torch.nan), *caches, table,
-        torch.arange(len(lengths)) + 1, as_tensor(totals), as_tensor([c for c, _ in lengths]),
-        as_tensor([n for _, n in lengths]), scaling=0.125, enable_gqa=True, causal=causal, **options,
-    )  # fmt: skip
+        SimpleNamespace(),
+        query,
+        torch.full_like(query, torch.nan),
+        *caches,
+        table,
+        torch.arange(len(lengths)) + 1,
+        as_tensor(totals),
+        as_tensor([c for c, _ in lengths]),
+        as_tensor([n for _, n in lengths]),
+        scaling=0.125,
+        enable_gqa=True,
+        causal=causal,
+        **options,
+    )
 
 
 def ours(calls):

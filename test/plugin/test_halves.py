@@ -24,8 +24,12 @@ class Server:
 
     def take(self, room, rid, port):
         request = GenerateReqInput(
-            input_ids=[5], rid=rid, bootstrap_host="127.0.0.1", bootstrap_port=port, bootstrap_room=room
-        )  # fmt: skip
+            input_ids=[5],
+            rid=rid,
+            bootstrap_host="127.0.0.1",
+            bootstrap_port=port,
+            bootstrap_room=room,
+        )
         request.normalize_batch_and_arguments()
         self.rid_to_state[rid] = SimpleNamespace(obj=request)
         try:

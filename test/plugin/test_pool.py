@@ -91,9 +91,15 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
         half = dataclasses.replace(SHAPE, num_kv_heads=1)
         there = pool.with_digests(there, digest_pool(half, 9, digests_there))
     kv_args = SimpleNamespace(
-        engine_rank=0, kv_item_lens=here[2], page_size=SIZE, kv_head_num=2, total_kv_head_num=2,
-        kv_data_ptrs=here[0], prefill_start_layer=0, kv_layer_ids=None,
-    )  # fmt: skip
+        engine_rank=0,
+        kv_item_lens=here[2],
+        page_size=SIZE,
+        kv_head_num=2,
+        total_kv_head_num=2,
+        kv_data_ptrs=here[0],
+        prefill_start_layer=0,
+        kv_layer_ids=None,
+    )
     manager = SimpleNamespace(kv_args=kv_args, attn_tp_size=1, engine=Engine())
     if wait := getattr(mooncake.MooncakeKVManager, "_await_transfer_futures", None):
         manager.enable_deferred_decode_kv_release = False
@@ -105,15 +111,23 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
         manager.engine.written.clear()
         with ThreadPoolExecutor(1) as executor:
             hooks.around_send_kvcache_slice(
-                mooncake.MooncakeKVManager.send_kvcache_slice, manager, "session",
-                np.array([2], np.int32), there[0], np.array([5], np.int32), rank, 2, item // 2,
+                mooncake.MooncakeKVManager.send_kvcache_slice,
+                manager,
+                "session",
+                np.array([2], np.int32),
+                there[0],
+                np.array([5], np.int32),
+                rank,
+                2,
+                item // 2,
                 executor,
-            )  # fmt: skip
+            )
+        own = 2 * item + rank * token
         expected = {
-            (sources[i] + 2 * item + t * 2 * token + rank * token,
-             targets[i] + 5 * item // 2 + t * token, token)
-            for i in range(2 * layers) for t in range(SIZE)
-        }  # fmt: skip
+            (sources[i] + own + t * 2 * token, targets[i] + 5 * item // 2 + t * token, token)
+            for i in range(2 * layers)
+            for t in range(SIZE)
+        }
         assert set(manager.engine.written) == expected
         assert len(manager.engine.written) == len(expected)
     assert manager.kv_args is kv_args and kv_args.kv_data_ptrs == here[0]
@@ -121,14 +135,28 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
 
 def host_pool(dtype, tokens=40 * SIZE):
     made = pool.HostKVPool(
-        tokens, page_size=SIZE, dtype=dtype, head_num=2, head_dim=64, layer_num=3, device="cpu",
-        enable_memory_saver=False, numa_nodes=[],
+        tokens,
+        page_size=SIZE,
+        dtype=dtype,
+        head_num=2,
+        head_dim=64,
+        layer_num=3,
+        device="cpu",
+        enable_memory_saver=False,
+        numa_nodes=[],
         arena_spec={
-            "num_layers": 3, "page_size": SIZE, "num_kv_heads": 2, "num_q_heads": 4, "head_dim": 64,
-            "kv_dtype": str(dtype).removeprefix("torch."), "scale": 0.125, "max_batch": 2, "max_pages": 4,
+            "num_layers": 3,
+            "page_size": SIZE,
+            "num_kv_heads": 2,
+            "num_q_heads": 4,
+            "head_dim": 64,
+            "kv_dtype": str(dtype).removeprefix("torch."),
+            "scale": 0.125,
+            "max_batch": 2,
+            "max_pages": 4,
             "checksums": True,
         },
-    )  # fmt: skip
+    )
     made.attach(dataclasses.replace(SHAPE, dtype=dtype), None, "minmax")
     for plane in (*made.k_buffer, *made.v_buffer):
         plane.copy_(torch.randn(plane.shape))
@@ -249,7 +277,13 @@ def test_memory_that_the_transfer_engine_does_not_take_ends_the_server(transfer_
     assert fixes.around_batch_register(original, transfer_engine, pointers, lengths) == 0
     with pytest.raises(RuntimeError) as caught:  # they overlap with themselves
         fixes.around_batch_register(original, transfer_engine, pointers, lengths)
-    for part in ("4 buffers", "0.00 GiB", "limit on locked memory is", "nvidia_peermem",
-                 "--kv-offload-host-gb", "mooncake_tcp"):  # fmt: skip
+    for part in (
+        "4 buffers",
+        "0.00 GiB",
+        "limit on locked memory is",
+        "nvidia_peermem",
+        "--kv-offload-host-gb",
+        "mooncake_tcp",
+    ):
         assert part in str(caught.value)
     transfer_engine.batch_deregister(pointers)
