@@ -93,7 +93,7 @@ def test_bf16_with_metrics_and_trace(servers, files):
 
 
 def test_profile_and_report_of_a_step_log(servers, files, tmp_path, capsys):
-    """That a server accepts only its own profile: test/plugin/test_args.py."""
+    """That a server accepts only its own profile: test/plugin/test_launch.py."""
     log, output = str(files / "steps.jsonl"), str(tmp_path / "p.json")
     servers.generate(random_prompts([600, 600]), "log", max_new_tokens=30)
     assert main(["profile", log, "--output", output, "--json"]) == 0

@@ -1,6 +1,6 @@
 """How many kernels a layer launches on a device, by policy: counted in Triton's interpreter.
 
-docs/gpu-design.md has the numbers. The launches of a quantised projection are in test/plugin/test_support.py.
+docs/gpu-design.md has the numbers. The launches of a quantised projection are in test/plugin/test_model.py.
 """
 
 import pytest

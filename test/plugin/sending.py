@@ -45,9 +45,15 @@ def sent(source_lists, target, pages=(1, 2, 3), item_bytes=100):
 
     pages = np.array(pages)
     status = hooks.around_send_kvcache(
-        send, manager, mooncake_session_id="session", src_data_ptrs=source_lists[0], dst_data_ptrs=target,
-        item_lens=source_lists[2], prefill_data_indices=pages, dst_data_indices=10 * pages,
-    )  # fmt: skip
+        send,
+        manager,
+        mooncake_session_id="session",
+        src_data_ptrs=source_lists[0],
+        dst_data_ptrs=target,
+        item_lens=source_lists[2],
+        prefill_data_indices=pages,
+        dst_data_indices=10 * pages,
+    )
     if status:
         assert status == -1 and not calls
         return None
@@ -55,6 +61,4 @@ def sent(source_lists, target, pages=(1, 2, 3), item_bytes=100):
     return [*calls[tuple(pages)], *([calls[tuple(pages[-1:])]] if len(calls) > 1 else [])]
 
 
-ONLY_K_AND_V = [
-    (10, 50, 100), (11, 51, 100), (12, 52, 100), (20, 60, 100), (21, 61, 100), (22, 62, 100)
-]  # fmt: skip
+ONLY_K_AND_V = [(here + i, here + 40 + i, 100) for here in (10, 20) for i in range(3)]

@@ -1,20 +1,13 @@
 """The allocator with host lists allocates the same as SGLang's own."""
 
-import os
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.mem_cache.allocator import paged
 
-allocator = pytest.importorskip("sglang_scout.plugin.allocator", reason="needs SGLang")
-paged = pytest.importorskip("sglang.srt.mem_cache.allocator.paged", reason="needs SGLang")
-from sglang_scout.plugin.allocator import RequestTables  # noqa: E402
+from sglang_scout.plugin import allocator
 
 SIZE = 8
 OPERATIONS = st.lists(
@@ -80,9 +73,13 @@ class Stock(paged.PagedTokenToKVPoolAllocator):
 
 def make(kind, need_sort, pages=30, kvcache=None):
     return kind(
-        pages * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", need_sort=need_sort,
+        pages * SIZE,
+        page_size=SIZE,
+        dtype=torch.float32,
+        device="cpu",
+        need_sort=need_sort,
         kvcache=kvcache,
-    )  # fmt: skip
+    )
 
 
 class User:
@@ -161,32 +158,6 @@ def test_says_which_row_opened_which_page():
     assert got.tolist() == [3 * SIZE, int(first[-1])]
     assert made.opened.tolist() == [3, -1]
     assert made.listener.allocated == [1, 2, 3]
-
-
-def test_tables_follow_what_is_written():
-    table = torch.zeros(4, 64, dtype=torch.int32)
-
-    def write(indices, values):
-        table[indices] = values
-
-    requests = SimpleNamespace(req_to_token=table, write=write)
-    tables = RequestTables(requests, SIZE)
-    pages = np.array([5, 2, 9])
-    locations = torch.from_numpy((pages[:, None] * SIZE + np.arange(SIZE)).flatten()).int()
-    requests.write((2, slice(0, SIZE)), locations[:SIZE])  # a shared prefix
-    requests.write((2, slice(SIZE, 20)), locations[SIZE:20])
-    requests.write((1, slice(0, 3)), locations[:3])
-    tables.open_pages(np.array([1, 2]), np.array([3, 20]), np.array([-1, -1]))
-    found, rows = tables.of_step(np.array([4, 21]))
-    assert rows.tolist() == [1, 2] and found.tolist() == [[5, 0, 0], [5, 2, 9]]
-    requests.write((torch.tensor([1, 2]), torch.tensor([8, 24])), torch.tensor([56, 88]).int())
-    tables.open_pages(np.array([2, 1]), np.array([24, 8]), np.array([11, 7]))
-    found, rows = tables.of_step(np.array([25, 9]))
-    assert rows.tolist() == [2, 1] and found.tolist() == [[5, 2, 9, 11], [5, 7, 0, 0]]
-    expected = table[[2, 1], :32:SIZE] // SIZE
-    assert (found == expected.numpy())[:, :2].all()
-    with pytest.raises(RuntimeError, match="a step of 1 requests, 2 were announced"):
-        tables.of_step(np.array([25]))
 
 
 def test_a_transfer_waits_for_a_step_that_may_still_write_a_page(monkeypatch):

@@ -1,7 +1,5 @@
 """Noise in place of a transfer: the same for a prompt in any pages, different at other positions."""
 
-import os
-
 import numpy as np
 import torch
 
@@ -28,12 +26,3 @@ def test_depends_on_prompt_and_position_and_on_nothing_else():
     parts = here.reshape(4 * 3, -1)  # of each layer, of keys and values, of each page
     assert len(torch.unique(parts, dim=0)) == len(parts)
     assert abs(here.std() - 1) < 0.05 and abs(here.mean()) < 0.05
-
-
-def test_does_not_depend_on_the_number_of_threads():
-    cpus, together = os.sched_getaffinity(0), filled(range(1, 64), [1, 2, 3])
-    os.sched_setaffinity(0, {min(cpus)})
-    try:
-        assert torch.equal(together, filled(range(1, 64), [1, 2, 3]))
-    finally:
-        os.sched_setaffinity(0, cpus)

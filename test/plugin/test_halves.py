@@ -1,22 +1,16 @@
 """Two HTTP processes that tell each other of failed requests, over a real socket; on real servers:
 test/e2e/test_bad_input.py."""
 
-import os
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
 import asyncio
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
+from fastapi import HTTPException
+from sglang.srt.managers.io_struct import GenerateReqInput
 
-pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
-from aiohttp import web  # noqa: E402
-from fastapi import HTTPException  # noqa: E402
-from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
-
-from sglang_scout.plugin import halves  # noqa: E402
-from sglang_scout.plugin.halves import ROUTE, Halves  # noqa: E402
+from sglang_scout.plugin import halves
+from sglang_scout.plugin.halves import ROUTE, Halves
 
 
 class Server:
@@ -30,8 +24,12 @@ class Server:
 
     def take(self, room, rid, port):
         request = GenerateReqInput(
-            input_ids=[5], rid=rid, bootstrap_host="127.0.0.1", bootstrap_port=port, bootstrap_room=room
-        )  # fmt: skip
+            input_ids=[5],
+            rid=rid,
+            bootstrap_host="127.0.0.1",
+            bootstrap_port=port,
+            bootstrap_room=room,
+        )
         request.normalize_batch_and_arguments()
         self.rid_to_state[rid] = SimpleNamespace(obj=request)
         try:

@@ -1,24 +1,20 @@
 """How a prompt's hint is computed and sent."""
 
-import os
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sending
 import torch
 
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.hints import HINT_PAGES
 from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.plugin import pool
+from sglang_scout.plugin import prefill as hooks
+from sglang_scout.plugin.prefill import LastQueries
 from sglang_scout.policy.base import SelectionRule
 
-pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
-hooks = pytest.importorskip("sglang_scout.plugin.prefill", reason="needs SGLang")
-LastQueries = pytest.importorskip("sglang_scout.plugin.prefill").LastQueries
-sending = pytest.importorskip("sending", reason="needs SGLang")
 ONLY_K_AND_V, lists = sending.ONLY_K_AND_V, sending.lists
 sent, transfers = sending.sent, sending.transfers
 
@@ -60,15 +56,25 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
     for of_layer, page in zip(keys, wanted, strict=True):
         of_layer[page * SIZE + 30] *= 10
     digests = DigestPool(SHAPE, 9, "cpu", "minmax", hints=True)
-    request = SimpleNamespace(rid="r", start_send_idx=0, origin_input_ids=[0] * (7 * SIZE + 1))
+    request = SimpleNamespace(
+        rid="r",
+        disagg_kv_sender=SimpleNamespace(),
+        start_send_idx=0,
+        origin_input_ids=[0] * (7 * SIZE + 1),
+    )
+    request.disagg_kv_sender = SimpleNamespace()
     monkeypatch.setattr(hooks.adapter, "row_of", lambda req: 0)
-    monkeypatch.setattr(hooks.adapter, "prepare_sender", lambda req, device: None)
     monkeypatch.setattr(hooks.adapter, "extend_end", lambda req: 7 * SIZE + 1)
     monkeypatch.setattr(hooks, "DigestKVPool", SimpleNamespace)
     kv = SimpleNamespace(
-        page_size=SIZE, device="cpu", digests=digests, rule=SelectionRule(kind="minmax", head_reduce="max"),
-        host_pages=HostPages(SHAPE, keys, keys), shape=SHAPE, last_queries=LastQueries(),
-    )  # fmt: skip
+        page_size=SIZE,
+        device="cpu",
+        digests=digests,
+        rule=SelectionRule(kind="minmax", head_reduce="max"),
+        host_pages=HostPages(SHAPE, keys, keys),
+        shape=SHAPE,
+        last_queries=LastQueries(),
+    )
     order = torch.tensor([3, 1, 8, 2, 7, 5, 4, 6])
     locations = (order[:, None] * SIZE + torch.arange(SIZE)).flatten()
     scheduler = SimpleNamespace(

@@ -3,10 +3,6 @@
 import dataclasses
 import json
 import math
-import os
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
 from types import SimpleNamespace
 
 import pytest
@@ -21,14 +17,13 @@ from sglang_scout.core.page_bytes import input_bytes
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.stores import ModelShape
+from sglang_scout.plugin import decode as hooks
+from sglang_scout.plugin import host_size, limits
+from sglang_scout.plugin import prefill as prefill_hooks
+from sglang_scout.plugin.release import VERSION
 from sglang_scout.policy.base import policies
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool, pool_lacks
-
-hooks = pytest.importorskip("sglang_scout.plugin.decode", reason="needs SGLang")
-from sglang_scout.plugin import host_size, limits  # noqa: E402
-from sglang_scout.plugin import prefill as prefill_hooks  # noqa: E402
-from sglang_scout.plugin.release import VERSION  # noqa: E402
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
 PAGE_BYTES = 2 * SHAPE.page_bytes * SHAPE.num_layers

@@ -1,14 +1,10 @@
 """Which requests join the batch while others decode: SGLang's queue, with requests whose copies have not started."""
 
-import os
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
 from types import SimpleNamespace
 
 import pytest
 
-hooks = pytest.importorskip("sglang_scout.plugin.decode", reason="needs SGLang")
+from sglang_scout.plugin import decode as hooks
 
 
 class Arrivals:
@@ -69,12 +65,6 @@ def test_with_a_full_batch_the_oldest_joins_first_whoever_comes(arrivals):
         scheduler.running = 3 if name > "b" else 4
         order += hooks.around_get_new_prebuilt_batch(join, scheduler)
     assert order == list("abcde")
-
-
-def test_with_nobody_to_wait_all_join_at_once(arrivals):
-    scheduler = Scheduler(0, 4, "a", "b")
-    arrivals.unstarted = {"a", "b"}
-    assert hooks.around_get_new_prebuilt_batch(join, scheduler) == ["a", "b"]
 
 
 def test_priorities_decide_who_is_copied_for(arrivals):

@@ -8,15 +8,13 @@ from prometheus_client import REGISTRY
 from sglang_scout.engine.counters import Counters, StepTimes
 from sglang_scout.plugin import metrics as metrics_module
 
-STATE = {
-    "policy": "scout", "backend": "cpu-avx2", "budget_tokens": 512, "page_size": 32,
-    "host_pages_total": 1000, "host_pages_used": 7, "resident_pages": 5, "steps": 3, "dense_steps": 1,
-    "selected_pages": 96, "cpu_pages": 11, "cpu_compute_ratio": 0.25, "fetched_pages": 0, "recalled_pages": 6,
-    "recall_bytes": 4096, "recall_wait_us": 8, "gpu_wait_us": 9, "fallback_pages": 2, "checksum_failures": 5,
-    "context_pages_total": 90, "context_pages_used": 12, "raised_thresholds": 3,
-    "worker": {"pid": 1, "state": "ready", "restarts": 4, "cpus": [0]},
-}  # fmt: skip
-PROMISED = STATE.keys() - {"policy", "backend", "recall_wait_us", "gpu_wait_us", "worker"}
+PROMISED = [
+    name
+    for name, stat in metrics_module.METRICS.items()
+    if stat.kind != "histogram" and not name.startswith("worker_") and name != "recall_wait_seconds"
+]
+STATE = {name: number for number, name in enumerate(PROMISED, 2)}
+STATE |= {"recall_wait_us": 8, "worker": {"state": "ready", "restarts": 4}}
 
 
 @pytest.fixture
@@ -61,8 +59,8 @@ def test_each_step_is_observed_once(metrics, counters):
         metrics.publish()
     labels = {"tp_rank": "0"}
     for name, total in (("step", 0.08), ("boundary", 0.008), ("gpu_wait", 0.001)):
-        found = [REGISTRY.get_sample_value(f"sglang:kv_offload_{name}_seconds_{x}", labels)
-                 for x in ("count", "sum")]  # fmt: skip
+        series = f"sglang:kv_offload_{name}_seconds_"
+        found = [REGISTRY.get_sample_value(series + x, labels) for x in ("count", "sum")]
         assert found == [2, pytest.approx(total)]
     most = {**labels, "le": "0.05"}
     assert REGISTRY.get_sample_value("sglang:kv_offload_step_seconds_bucket", most) == 2

@@ -1,28 +1,21 @@
 """K, V and digests in SGLang's KV transfer, and restoring a retracted request."""
 
 import dataclasses
-import os
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sending
 import torch
+from sglang.srt.disaggregation.common import conn
 
-from page_weights import identity, pilot_weights
+from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.engine.digest_pool import KINDS, DigestPool
-from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
-from sglang_scout.ops.score import score_pages
+from sglang_scout.plugin import fixes, pool
+from sglang_scout.plugin import prefill as hooks
 
-pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
-hooks = pytest.importorskip("sglang_scout.plugin.prefill", reason="needs SGLang")
-fixes = pytest.importorskip("sglang_scout.plugin.fixes", reason="needs SGLang")
-conn = pytest.importorskip("sglang.srt.disaggregation.common.conn", reason="needs SGLang")
-sending = pytest.importorskip("sending", reason="needs SGLang")
 ONLY_K_AND_V, lists = sending.ONLY_K_AND_V, sending.lists
 sent, transfers = sending.sent, sending.transfers
 
@@ -33,7 +26,8 @@ SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
 
 def digest_pool(shape, pages, kind):
     model = identity(shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
-    return DigestPool(shape, pages, "cpu", kind, pilot_weights(model))
+    weights = {"pilot": pilot_weights, "calibrated": digest_weights}.get(kind)
+    return DigestPool(shape, pages, "cpu", kind, weights and weights(model))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,9 +91,15 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
         half = dataclasses.replace(SHAPE, num_kv_heads=1)
         there = pool.with_digests(there, digest_pool(half, 9, digests_there))
     kv_args = SimpleNamespace(
-        engine_rank=0, kv_item_lens=here[2], page_size=SIZE, kv_head_num=2, total_kv_head_num=2,
-        kv_data_ptrs=here[0], prefill_start_layer=0, kv_layer_ids=None,
-    )  # fmt: skip
+        engine_rank=0,
+        kv_item_lens=here[2],
+        page_size=SIZE,
+        kv_head_num=2,
+        total_kv_head_num=2,
+        kv_data_ptrs=here[0],
+        prefill_start_layer=0,
+        kv_layer_ids=None,
+    )
     manager = SimpleNamespace(kv_args=kv_args, attn_tp_size=1, engine=Engine())
     if wait := getattr(mooncake.MooncakeKVManager, "_await_transfer_futures", None):
         manager.enable_deferred_decode_kv_release = False
@@ -111,15 +111,23 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
         manager.engine.written.clear()
         with ThreadPoolExecutor(1) as executor:
             hooks.around_send_kvcache_slice(
-                mooncake.MooncakeKVManager.send_kvcache_slice, manager, "session",
-                np.array([2], np.int32), there[0], np.array([5], np.int32), rank, 2, item // 2,
+                mooncake.MooncakeKVManager.send_kvcache_slice,
+                manager,
+                "session",
+                np.array([2], np.int32),
+                there[0],
+                np.array([5], np.int32),
+                rank,
+                2,
+                item // 2,
                 executor,
-            )  # fmt: skip
+            )
+        own = 2 * item + rank * token
         expected = {
-            (sources[i] + 2 * item + t * 2 * token + rank * token,
-             targets[i] + 5 * item // 2 + t * token, token)
-            for i in range(2 * layers) for t in range(SIZE)
-        }  # fmt: skip
+            (sources[i] + own + t * 2 * token, targets[i] + 5 * item // 2 + t * token, token)
+            for i in range(2 * layers)
+            for t in range(SIZE)
+        }
         assert set(manager.engine.written) == expected
         assert len(manager.engine.written) == len(expected)
     assert manager.kv_args is kv_args and kv_args.kv_data_ptrs == here[0]
@@ -127,14 +135,28 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
 
 def host_pool(dtype, tokens=40 * SIZE):
     made = pool.HostKVPool(
-        tokens, page_size=SIZE, dtype=dtype, head_num=2, head_dim=64, layer_num=3, device="cpu",
-        enable_memory_saver=False, numa_nodes=[],
+        tokens,
+        page_size=SIZE,
+        dtype=dtype,
+        head_num=2,
+        head_dim=64,
+        layer_num=3,
+        device="cpu",
+        enable_memory_saver=False,
+        numa_nodes=[],
         arena_spec={
-            "num_layers": 3, "page_size": SIZE, "num_kv_heads": 2, "num_q_heads": 4, "head_dim": 64,
-            "kv_dtype": str(dtype).removeprefix("torch."), "scale": 0.125, "max_batch": 2, "max_pages": 4,
+            "num_layers": 3,
+            "page_size": SIZE,
+            "num_kv_heads": 2,
+            "num_q_heads": 4,
+            "head_dim": 64,
+            "kv_dtype": str(dtype).removeprefix("torch."),
+            "scale": 0.125,
+            "max_batch": 2,
+            "max_pages": 4,
             "checksums": True,
         },
-    )  # fmt: skip
+    )
     made.attach(dataclasses.replace(SHAPE, dtype=dtype), None, "minmax")
     for plane in (*made.k_buffer, *made.v_buffer):
         plane.copy_(torch.randn(plane.shape))
@@ -206,41 +228,6 @@ def test_kv_of_other_bytes_is_not_sent(caplog):
         assert part in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"), [("auto", "fp8_e4m3"), ("fp8_e4m3", "auto"), ("fp8_e5m2", "fp8_e4m3")]
-)
-def test_sglang_s_decode_server_refuses_another_kv_cache_dtype(monkeypatch, prefill, decode):
-    """At a pair's first request, in the scheduler's loop, which ends the server. It is SGLang's own check."""
-    info = {
-        "attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": SIZE,
-        "kv_cache_dtype": prefill, "follow_bootstrap_room": True,
-    }  # fmt: skip
-    answer = SimpleNamespace(status_code=200, json=lambda: info)
-    monkeypatch.setattr(conn.requests, "get", lambda *_, **__: answer)
-    manager = SimpleNamespace(
-        prefill_info_table={}, kv_args=SimpleNamespace(page_size=SIZE),
-        server_args=SimpleNamespace(kv_cache_dtype=decode), kv_cache_dtype_str=decode,
-    )  # fmt: skip
-    wanted = (
-        f"prefill server has kv_cache_dtype={prefill}, .* kv_cache_dtype={decode}.*--kv-cache-dtype"
-    )
-    with pytest.raises(RuntimeError, match=wanted):
-        conn.CommonKVManager.try_ensure_parallel_info(manager, "prefill:8998")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_digests_of_another_kind_are_not_sent(dtype):
-    """As when the two servers are configured with different digests."""
-    shape = dataclasses.replace(SHAPE, page_size=32, head_dim=64, dtype=dtype)
-    there = {kind: digest_pool(shape, 5, kind) for kind in KINDS}
-    for own in KINDS:
-        here = digest_pool(shape, 9, own)
-        target = pool.with_digests(([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), here)[0]
-        for kind, digests in there.items():
-            pairs = sent(pool.with_digests(lists(), digests), target)
-            assert len(pairs) == 12 if kind == own else pairs == ONLY_K_AND_V
-
-
 @pytest.mark.parametrize(("layer", "half"), [(0, 0), (1, 1), (2, 0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half):
@@ -255,26 +242,6 @@ def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half)
             if (i, part) != (layer, half):
                 mine[i, 1] = theirs[i, 1]
     assert list(here.accept(np.array([1, 2]))) == [1]
-
-
-@pytest.mark.parametrize("head_reduce", ["mass", "max"])
-def test_a_pool_scores_by_the_bounds_of_its_keys(head_reduce):
-    """Keys whose minima are a hundred times their maxima, so that the halves differ."""
-    k = [-100 * torch.rand(9, SIZE, 2, 64) + 99 * (torch.rand(9, SIZE, 2, 64) < 0.1) for _ in "abc"]
-    k = [x.clamp(max=1.0) for x in k]
-    host = HostPages(SHAPE, *([x.flatten(0, 1) for x in k] for _ in "kv"))
-    digests = DigestPool(SHAPE, 9, "cpu", "minmax")
-    digests.build(np.arange(9), host)
-    q = torch.randn(2, 4, 64)
-    table = torch.arange(9, dtype=torch.int32).repeat(2, 1)
-    n_full = torch.tensor([9, 5], dtype=torch.int32)
-    for layer in range(3):
-        got = digests.score(layer, q, Candidates.of(table, n_full, 1), 0.01, head_reduce)
-        bounds = k[layer].aminmax(dim=1)
-        exact = score_pages.reference(q, *bounds, table, n_full, 0.01, head_reduce)
-        assert ((got == -torch.inf) == (exact == -torch.inf)).all()
-        scored = exact > -torch.inf
-        assert (got - exact)[scored].abs().max() <= 1e-5 * exact[scored].abs().max()
 
 
 def test_digests_are_unset_until_written():
@@ -310,7 +277,13 @@ def test_memory_that_the_transfer_engine_does_not_take_ends_the_server(transfer_
     assert fixes.around_batch_register(original, transfer_engine, pointers, lengths) == 0
     with pytest.raises(RuntimeError) as caught:  # they overlap with themselves
         fixes.around_batch_register(original, transfer_engine, pointers, lengths)
-    for part in ("4 buffers", "0.00 GiB", "limit on locked memory is", "nvidia_peermem",
-                 "--kv-offload-host-gb", "mooncake_tcp"):  # fmt: skip
+    for part in (
+        "4 buffers",
+        "0.00 GiB",
+        "limit on locked memory is",
+        "nvidia_peermem",
+        "--kv-offload-host-gb",
+        "mooncake_tcp",
+    ):
         assert part in str(caught.value)
     transfer_engine.batch_deregister(pointers)

@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from sglang_scout.ops.predict import QueryProjector, add_norm
+from sglang_scout.plugin.query_check import QueryProbe
 
 LEFT_OUT = """
 from sglang_scout.plugin.release import adapter
@@ -34,3 +38,42 @@ def test_other_queries_than_predicted_are_found(change, error):
     )
     assert done.returncode == 0, done.stderr
     assert error in json.loads(done.stdout.splitlines()[-1])["error"]
+
+
+WEIGHT = torch.randn(4 * 8, 24, generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.arange(3)
+
+
+def project(x, residual):
+    return add_norm(x, residual, torch.ones(24), 1e-6) @ WEIGHT.T
+
+
+def probe(dtype=torch.float32):
+    return QueryProbe([QueryProjector(project, lambda q, _: q.view(-1, 4, 8).to(dtype))] * 2)
+
+
+def layer_input():
+    x, residual = torch.randn(2, 3, 24, generator=torch.Generator().manual_seed(1))
+    return x, residual, project(x, residual).view(-1, 4, 8)
+
+
+def test_each_layer_is_asked_once():
+    made, (x, residual, q) = probe(torch.bfloat16), layer_input()
+    for layer in (0, 1):
+        made.layer_input(layer, x, residual, POSITIONS)
+        made.query(layer, q)
+    made.layer_input(0, x, None, POSITIONS)
+    made.query(0, q)
+
+
+def test_rows_of_memory_that_nobody_has_written_say_nothing():
+    made, (x, residual, q) = probe(), layer_input()
+    x[1] = q[1] = torch.nan
+    made.layer_input(0, x, residual, POSITIONS)
+    made.query(0, q)
+    made, nothing = probe(), torch.full_like(q, torch.nan)
+    made.layer_input(0, x, residual, POSITIONS)
+    made.query(0, nothing)
+    made.layer_input(0, x, None, POSITIONS)
+    with pytest.raises(RuntimeError, match="layer 0"):
+        made.query(0, q)

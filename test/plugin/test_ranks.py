@@ -2,7 +2,6 @@
 
 import gc
 import multiprocessing
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +9,10 @@ import torch
 
 from fake_sys import use_sys
 from sglang_scout.core.config import OffloadConfig
+from sglang_scout.plugin import ranks as ranks_module
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
-ranks_module = pytest.importorskip("sglang_scout.plugin.ranks", reason="needs SGLang")
 
 
 def _meet(rank, path):

@@ -1,18 +1,12 @@
 """A retracted request's KV is copied if there is memory for it; else only that request fails."""
 
-import os
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from sglang.srt.managers.schedule_batch import Req
 
-pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
-from sglang.srt.managers.schedule_batch import Req  # noqa: E402
-
-from sglang_scout.plugin import decode as hooks  # noqa: E402
+from sglang_scout.plugin import decode as hooks
 
 COPY = 5000
 

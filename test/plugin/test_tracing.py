@@ -2,17 +2,14 @@
 
 from types import SimpleNamespace
 
-import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sglang.srt.observability import trace
+from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 
-trace = pytest.importorskip("sglang.srt.observability.trace", reason="needs SGLang")
-
-from opentelemetry.sdk.trace import TracerProvider  # noqa: E402
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
-from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats  # noqa: E402
-
-from sglang_scout.engine.counters import Counters  # noqa: E402
-from sglang_scout.plugin import decode as tracing  # noqa: E402
+from sglang_scout.engine.counters import Counters
+from sglang_scout.plugin import decode as tracing
 
 
 def test_a_token_has_what_was_counted_since_the_one_before(monkeypatch):

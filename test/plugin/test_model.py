@@ -1,23 +1,18 @@
 """Predicted queries from SGLang's own projection layers: unquantised weights, and those that cannot be sliced."""
 
-import os
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from sglang.srt.layers import linear
 
 from page_weights import forecast_weights, identity
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.ops import triton
 from sglang_scout.ops.predict import rms_norm, rotate_heads
-
-support = pytest.importorskip("sglang_scout.plugin.model", reason="needs SGLang")
-linear = pytest.importorskip("sglang.srt.layers.linear", reason="needs SGLang")
-from sglang_scout.plugin.release import VERSION  # noqa: E402
+from sglang_scout.plugin import model as support
+from sglang_scout.plugin.release import VERSION
 
 HIDDEN, HQ, H, D, TOKENS = 96, 6, 2, 64, 5
 Q, ALL = HQ * D, (HQ + 2 * H) * D
@@ -81,9 +76,14 @@ def attention_layer(method=None, bias=True, q_norm=True, skip_bias_add=False, tp
     is_told = VERSION == "0.5.15.post1"  # else it looks up the group
     with patch.object(linear, "_resolve_linear_group", lambda _: group, create=True):
         projection = linear.QKVParallelLinear(
-            HIDDEN, D, HQ * tp, H * tp, bias=bias, skip_bias_add=skip_bias_add,
+            HIDDEN,
+            D,
+            HQ * tp,
+            H * tp,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
             **({"tp_rank": tp - 1, "tp_size": tp} if is_told else {}),
-        )  # fmt: skip
+        )
     weight, shift = torch.randn(ALL, HIDDEN, generator=rng), torch.randn(ALL, generator=rng)
     projection.weight.data.copy_(weight)
     if bias:
@@ -107,9 +107,17 @@ def predicted(layer, weight, bias, x, residual, positions, norm=None, heads=HQ, 
     x = rms_norm(x + residual, norm.weight, norm.variance_epsilon)
     q = torch.nn.functional.linear(x, weight[: heads * D], None if bias is None else bias[:Q])
     return rotate_heads(
-        q, None if q_norm is None else q_norm.weight, 0.0 if q_norm is None else q_norm.variance_epsilon,
-        rope.cos_sin_cache, positions, D, True, heads, D, impl="reference",
-    )  # fmt: skip
+        q,
+        None if q_norm is None else q_norm.weight,
+        0.0 if q_norm is None else q_norm.variance_epsilon,
+        rope.cos_sin_cache,
+        positions,
+        D,
+        True,
+        heads,
+        D,
+        impl="reference",
+    )
 
 
 def predict(projector, x, residual, positions):
@@ -206,9 +214,14 @@ def test_a_layer_without_the_expected_parts_is_refused(what):
 
 def shape_of(kv_dtype, monkeypatch, logit_cap=0, **scales):
     attention = SimpleNamespace(
-        scaling=0.1, logit_cap=logit_cap, sliding_window_size=-1, attn_type="any", tp_q_head_num=4, layer_id=2,
+        scaling=0.1,
+        logit_cap=logit_cap,
+        sliding_window_size=-1,
+        attn_type="any",
+        tp_q_head_num=4,
+        layer_id=2,
         **scales,
-    )  # fmt: skip
+    )
     monkeypatch.setattr(support.adapter, "tp_group", lambda: SimpleNamespace(world_size=1))
     layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
     config = SimpleNamespace(
@@ -216,10 +229,12 @@ def shape_of(kv_dtype, monkeypatch, logit_cap=0, **scales):
     )
     return support.model_shape(
         SimpleNamespace(
-            model=SimpleNamespace(model=SimpleNamespace(layers=layers)), model_config=config,
-            kv_cache_dtype=kv_dtype, page_size=32,
+            model=SimpleNamespace(model=SimpleNamespace(layers=layers)),
+            model_config=config,
+            kv_cache_dtype=kv_dtype,
+            page_size=32,
         )
-    )  # fmt: skip
+    )
 
 
 def test_capped_logits_are_refused(monkeypatch):

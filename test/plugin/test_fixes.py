@@ -1,0 +1,314 @@
+"""What mends SGLang: lost servers and failed transfers over real sockets, proxies, idling, prefill on a CPU.
+
+On real servers: test/e2e/test_process_faults.py.
+"""
+
+import os
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import zmq
+from requests.utils import should_bypass_proxies
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
+from sglang.srt.disaggregation.utils import _poll_with_failure_injection
+from sglang.srt.layers.attention import torch_native_backend as torch_native
+
+from harness import wait_until
+from sglang_scout.plugin import fixes
+from sglang_scout.plugin.fixes import (
+    after_heartbeat_success,
+    around_connect,
+    around_connect_to_decode,
+    around_poll,
+    before_kv_manager,
+    before_on_idle,
+)
+from sglang_scout.plugin.launch import reach_directly
+from sglang_scout.plugin.release import VERSION
+
+
+@pytest.fixture
+def prefill():
+    """A prefill server's socket, and its endpoint."""
+    server = zmq.Context.instance().socket(zmq.PULL)
+    server.linger = 0
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    endpoint = f"tcp://127.0.0.1:{port}"
+    yield server, endpoint
+    server.close()
+    CommonKVReceiver.disconnect_endpoint(endpoint)
+
+
+def connect(endpoint):
+    return around_connect(CommonKVReceiver._connect.__func__, CommonKVReceiver, endpoint)
+
+
+only_there = pytest.mark.skipif(VERSION != "0.5.15.post1", reason="SGLang mends it since")
+
+
+@only_there
+def test_a_living_one_keeps_its_socket(prefill):
+    server, endpoint = prefill
+    sock, _ = connect(endpoint)
+    sock.send(b"a")
+    assert server.recv() == b"a"
+    assert connect(endpoint)[0] is sock
+
+
+@only_there
+def test_a_message_to_one_that_is_gone_does_not_block(prefill):
+    server, endpoint = prefill
+    sock, _ = connect(endpoint)
+    sock.send(b"a")
+    assert server.recv() == b"a"
+    server.close()
+    wait_until("the end is seen", lambda: not sock.poll(0, zmq.POLLOUT), 10)
+    other, _ = connect(endpoint)
+    sender = threading.Thread(target=other.send, args=(b"b",), daemon=True)
+    sender.start()
+    sender.join(5)
+    assert not sender.is_alive()
+
+
+def manager_of(*ports):
+    """The heartbeat state of SGLang's manager, and the failures that it reports."""
+    failed = []
+    return SimpleNamespace(
+        connection_lock=threading.Lock(),
+        connection_pool={
+            f"host:1_0_0_{rank}": [{"rank_ip": "127.0.0.1", "rank_port": port}]
+            for rank, port in enumerate(ports)
+        },
+        _handle_node_failure=failed.append,
+        failed=failed,
+    )
+
+
+def test_a_replaced_one_is_noticed():
+    with socket.create_server(("127.0.0.1", 0)) as lives, socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))  # without listening
+        port, gone = lives.getsockname()[1], dead.getsockname()[1]
+        manager = manager_of(port, port)
+        after_heartbeat_success(None, manager, "host:1")
+        assert manager.failed == []
+        manager = manager_of(port, gone)
+        after_heartbeat_success(None, manager, "host:2")  # another prefill server's heartbeat
+        assert manager.failed == []
+        after_heartbeat_success(None, manager, "host:1")
+        assert manager.failed == ["host:1"]
+
+
+class Receiver(SimpleNamespace):
+    """SGLang's, on its own side of the network."""
+
+    conclude_state, abort_notified, told = None, False, 0
+
+    def poll(self):
+        return self.status if self.conclude_state is None else self.conclude_state
+
+    def _send_abort_notification(self):
+        self.told += 1
+
+
+def test_the_pages_of_a_transfer_that_failed_are_kept_for_a_while(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(fixes.time, "monotonic", lambda: clock[0])
+    early = Receiver(status=KVPoll.Failed, init_time=None)
+    late = Receiver(status=KVPoll.Success, init_time=1.0)
+    polls = lambda: around_poll(_poll_with_failure_injection, [early, late])  # noqa: E731
+    assert polls() == [KVPoll.Failed, KVPoll.Success]
+    # A health check's, as SGLang's FakeKVReceiver.
+    health = SimpleNamespace(poll=lambda: KVPoll.Failed)
+    assert around_poll(_poll_with_failure_injection, [health]) == [KVPoll.Failed]
+    with monkeypatch.context() as failing:
+        failing.setenv("SGLANG_TEST_DISAGG_FAILURE_PROB", "1.0")
+        assert polls() == [KVPoll.Failed, KVPoll.Transferring]
+    for now_s, seen in ((101.9, KVPoll.Transferring), (102.0, KVPoll.Failed)):
+        clock[0] = now_s
+        assert polls() == [KVPoll.Failed, seen]
+    assert (early.told, late.told) == (0, 1), "the prefill server may still write"
+
+
+@pytest.fixture
+def prefill_manager():
+    """SGLang's, with only its sockets."""
+    manager = object.__new__(CommonKVManager)
+    manager._zmq_ctx = zmq.Context()
+    manager._socket_cache, manager._monitor_cache, manager._socket_send_locks = {}, {}, {}
+    manager._socket_lock = threading.Lock()
+    yield manager
+    manager._zmq_ctx.destroy(linger=0)
+
+
+def test_messages_of_two_threads_do_not_mix(prefill, prefill_manager):
+    server, endpoint = prefill
+    count = 5000
+    messages = ([b"room", b"status", b"rank"], [b"ABORT_ACK", b"room"])
+
+    def send(message):
+        for _ in range(count):
+            around_connect_to_decode(
+                CommonKVManager._connect, prefill_manager, endpoint
+            ).send_multipart(message)
+
+    threads = [threading.Thread(target=send, args=(message,)) for message in messages]
+    for thread in threads:
+        thread.start()
+    received = [server.recv_multipart() for _ in range(2 * count) if server.poll(10_000)]
+    for thread in threads:
+        thread.join()
+    assert [received.count(message) for message in messages] == [count, count]
+
+
+def test_a_message_to_a_closed_socket_is_lost_and_no_more(prefill, prefill_manager):
+    _, endpoint = prefill
+    sender = around_connect_to_decode(CommonKVManager._connect, prefill_manager, endpoint)
+    prefill_manager._socket_cache[endpoint].close()  # as by another thread that detected it
+    sender.send_multipart([b"a"])
+
+
+class _Poller(zmq.Poller):
+    polls = 0
+
+    def poll(self, timeout=None):
+        self.polls += 1
+        return super().poll(timeout)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_it_sleeps_while_requests_are_on_their_way(idle):
+    poller = _Poller()
+    scheduler = SimpleNamespace(
+        idle_sleeper=SimpleNamespace(poller=poller), is_fully_idle=lambda: idle
+    )
+    before_on_idle(scheduler)
+    assert poller.polls == (not idle)  # without requests SGLang itself sleeps
+
+
+def test_it_polls_on_without_the_flag():
+    before_on_idle(SimpleNamespace(idle_sleeper=None, is_fully_idle=lambda: False))
+
+
+OWN = ("http://127.0.0.1:1/health", "http://localhost:1", "http://[::1]:1", "http://10.1.2.3:1")
+HUB, ALSO, PAIR = "https://huggingface.co/x", "http://also:1/x", "http://10.9.9.9:8998/route"
+
+
+@pytest.fixture(autouse=True)
+def proxy(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+
+
+def direct(*urls):
+    return [should_bypass_proxies(url, no_proxy=None) for url in urls]
+
+
+@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY", None])
+def test_a_launcher_reaches_itself_directly_and_the_hub_by_the_proxy(monkeypatch, name):
+    if name:
+        monkeypatch.setenv(name, "also")
+    assert not any(direct(*OWN, HUB, PAIR))
+    reach_directly("10.1.2.3")
+    assert all(direct(*OWN)) and direct(ALSO, HUB, PAIR) == [name is not None, False, False]
+
+
+def test_without_a_proxy_for_any_host_it_stays_so(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    reach_directly("10.1.2.3")
+    assert all(direct(*OWN, HUB, PAIR))
+
+
+def test_a_scheduler_reaches_the_other_server_directly():
+    before_kv_manager()
+    assert os.environ["no_proxy"] == "*" and all(direct(*OWN, PAIR))
+
+
+ORIGINAL = torch_native.TorchNativeAttnBackend._run_sdpa_forward_extend
+
+
+def run(function, lengths, *, causal=True, dtype=torch.float32, heads=4, kv_heads=2, **options):
+    """Rows [T, HQ, D] for sequences of (cached, new) tokens in shuffled slots."""
+    rng = torch.Generator().manual_seed(7)
+    totals = [cached + new for cached, new in lengths]
+    slots = torch.randperm(sum(totals) + 5, generator=rng)
+    table = torch.zeros(len(lengths) + 2, max(totals), dtype=torch.int64)
+    for i, total in enumerate(totals):
+        table[i + 1, :total] = slots[sum(totals[:i]) : sum(totals[: i + 1])]
+    caches = torch.randn(2, len(slots), kv_heads, 64, generator=rng).to(dtype)
+    query = torch.randn(sum(new for _, new in lengths), heads, 64, generator=rng).to(dtype)
+    as_tensor = torch.tensor
+    return function(
+        SimpleNamespace(),
+        query,
+        torch.full_like(query, torch.nan),
+        *caches,
+        table,
+        torch.arange(len(lengths)) + 1,
+        as_tensor(totals),
+        as_tensor([c for c, _ in lengths]),
+        as_tensor([n for _, n in lengths]),
+        scaling=0.125,
+        enable_gqa=True,
+        causal=causal,
+        **options,
+    )
+
+
+def ours(calls):
+    def around(*args, **kwargs):
+        def original(*args, **kwargs):
+            calls.append(args[7].tolist())
+            return ORIGINAL(*args, **kwargs)
+
+        return fixes.around_extend(original, *args, **kwargs)
+
+    return around
+
+
+@pytest.mark.parametrize(
+    ("mask_elements", "heads", "dtype", "tolerance"),
+    [
+        (fixes.MASK_ELEMENTS, 2, torch.float32, 1e-5),
+        (100, 4, torch.float32, 1e-5),
+        (1, 4, torch.bfloat16, 2e-2),
+    ],
+)
+def test_the_rows_are_those_of_sglang(monkeypatch, mask_elements, heads, dtype, tolerance):
+    monkeypatch.setattr(fixes, "MASK_ELEMENTS", mask_elements)
+    lengths = [(0, 9), (50, 7), (64, 1), (3, 30), (31, 33), (200, 64)]
+    calls: list[list[int]] = []
+    got = run(ours(calls), lengths, heads=heads, dtype=dtype)
+    expected = run(ORIGINAL, lengths, heads=heads, dtype=dtype)
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    assert calls == [[9], [33], [64]], "mostly new tokens: the original is the faster one"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"sliding_window_size": 8},
+        {"sliding_window_size": 0},
+        {"encoder_lens": torch.tensor([3, 0])},
+        {"is_cross_attn": True},
+    ],
+)
+def test_what_it_does_not_know_goes_to_sglang(options):
+    calls: list[list[int]] = []
+
+    def around(*args, **kwargs):
+        def original(*args, **kwargs):
+            calls.append(args[7].tolist())
+            assert all(kwargs.get(k, args[-1]) is options[k] for k in options), "all is handed on"
+            return args[2]
+
+        return fixes.around_extend(original, *args, **kwargs)
+
+    got = run(around, [(100, 20), (7, 1)], **options)
+    assert calls == [[120, 8]] and got.isnan().all(), "nothing is written here"
