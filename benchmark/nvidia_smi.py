@@ -7,8 +7,8 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-ABOUT = ("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit",
-         "pcie.link.gen.current")  # fmt: skip
+ABOUT = ("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit")
+ABOUT += ("pcie.link.gen.current",)
 _TIMEOUT_S = 20.0
 
 
@@ -18,10 +18,8 @@ def query(fields: Sequence[str], *, units: bool = True) -> dict[str, str]:
         return {"absent": "nvidia-smi is not installed"}
     form = "csv,noheader" if units else "csv,noheader,nounits"
     try:
-        done = subprocess.run(
-            [program, f"--query-gpu={','.join(fields)}", f"--format={form}"],
-            capture_output=True, text=True, timeout=_TIMEOUT_S,
-        )  # fmt: skip
+        command = [program, f"--query-gpu={','.join(fields)}", f"--format={form}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"absent": f"nvidia-smi: {error}"}
     lines = done.stdout.splitlines()

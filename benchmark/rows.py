@@ -18,6 +18,7 @@ A failure, an absent baseline and a size that does not fit are rows too. Each be
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import importlib.metadata
@@ -45,11 +46,9 @@ UNSTABLE_SPREAD = 0.10
 STATUSES = ("ok", "absent", "skipped", "failed")
 FREE_CPU_IDLE_SHARE = 0.95
 
-_REQUIRED = {
-    "benchmark": str, "impl": str, "status": str, "reason": str, "commit": str, "dirty": bool,
-    "cpu": str, "cores": int, "versions": dict, "command": str, "time_utc": str,
-    "load_average": list, "idle_before": list,
-}  # fmt: skip
+_TEXTS = ("benchmark", "impl", "status", "reason", "commit", "cpu", "command", "time_utc")
+_REQUIRED = dict.fromkeys(_TEXTS, str) | {"dirty": bool, "cores": int, "versions": dict}
+_REQUIRED |= {"load_average": list, "idle_before": list}
 _MEASURED = {"samples_us": list, "median_us": float, "spread": float, "unstable": bool}
 
 
@@ -249,6 +248,12 @@ def read_rows(path: Path) -> list[Row]:
             raise ValueError(f"{path.name}:{number}: {'; '.join(wrong)}")
         rows.append(row)
     return rows
+
+
+def argument_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A program's, described by its docstring as it is written."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=form)
 
 
 def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

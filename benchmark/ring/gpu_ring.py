@@ -127,6 +127,10 @@ def check(device: str) -> str:
     return "" if is_right else "another answer"
 
 
+def check_all(options: argparse.Namespace) -> int:
+    return device.say(check(device.device()))
+
+
 def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
     """Microseconds per layer of each replay, and how many records were answered.
 
@@ -191,6 +195,4 @@ def measure(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        device.run(__doc__, lambda where: device.say(check(where)), measure, needs_worker=True)
-    )
+    sys.exit(device.run(__doc__, check_all, measure, needs_worker=True))

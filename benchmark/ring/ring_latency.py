@@ -19,7 +19,6 @@ Fields in addition to those of rows.py:
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -29,16 +28,33 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmark.rows import FREE_CPU_IDLE_SHARE, Row, Writer, environment, percentile, summary
+from benchmark.rows import (
+    FREE_CPU_IDLE_SHARE,
+    Row,
+    Writer,
+    argument_parser,
+    environment,
+    percentile,
+    summary,
+)
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 SPEC = ArenaSpec(
-    num_layers=2, num_pages=64, page_size=16, num_kv_heads=1, num_q_heads=1, head_dim=64,
-    kv_dtype="bfloat16", scale=0.125, max_batch=1, max_pages=1,
-)  # fmt: skip
+    num_layers=2,
+    num_pages=64,
+    page_size=16,
+    num_kv_heads=1,
+    num_q_heads=1,
+    head_dim=64,
+    kv_dtype="bfloat16",
+    scale=0.125,
+    max_batch=1,
+    max_pages=1,
+)
 WARM_UP = 200
 TIMEOUT_US = 1_000_000
+SHOWN = ("gap_us", "median_us", "p99_us", "max_us")
 
 
 @dataclass(frozen=True)
@@ -138,14 +154,9 @@ def measure(bench: Bench, cases: tuple[Case, ...]) -> list[Row]:
             samples[case] += bench.block(case, case.samples // BLOCKS)
             fallback[case] += bench.fallback_pages
     return [
-        {
-            "impl": case.impl,
-            "gap_us": case.gap_us,
-            **summary(us),
-            "p99_us": round(percentile(us, 99), 3),
-            "max_us": round(max(us), 3),
-            "fallback_pages": fallback[case],
-        }
+        {"impl": case.impl, "gap_us": case.gap_us, "fallback_pages": fallback[case]}
+        | {"p99_us": round(percentile(us, 99), 3), "max_us": round(max(us), 3)}
+        | summary(us)
         for case, us in samples.items()
     ]
 
@@ -168,27 +179,20 @@ def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) ->
             check_result(bench, arena)
             rows = measure(bench, cases)
             restarts = client.snapshot().restarts
-        shared = {
-            "worker_cpu": worker_cpu,
-            "poster_cpu": poster_cpu,
-            "spin_us": config.spin_us,
-            "cores_free": free,
-            "restarts": restarts,
-        }
+        shared = {"worker_cpu": worker_cpu, "poster_cpu": poster_cpu, "spin_us": config.spin_us}
+        shared |= {"cores_free": free, "restarts": restarts}
         for row in rows:
             missed = row["fallback_pages"]
             status = ("failed", f"no answer of the process for {missed} pages") if missed else ()
             writer.add(row.pop("impl"), *status, **row, **shared)
-            print(f"gap {row['gap_us']:4d} us: median {row['median_us']:7.2f}, p99 "
-                  f"{row['p99_us']:8.2f}, max {row['max_us']:9.1f} us", file=sys.stderr)  # fmt: skip
+            shown = ", ".join(f"{name} {row[name]}" for name in SHOWN)
+            print(shown, file=sys.stderr)
     finally:
         arena.close()
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0], epilog="Rows: see the top of this file."
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows to FILE")
     parser.add_argument("--quick", action="store_true", help="only a few samples")
     args = parser.parse_args(argv)
