@@ -9,13 +9,7 @@ import torch
 
 import train_forecast
 from benchmark.accuracy.forecast_training import loss
-from benchmark.accuracy.forecast_training.trainer import (
-    Plan,
-    Trainer,
-    first_forecast,
-    scores,
-    train,
-)
+from benchmark.accuracy.forecast_training.trainer import Plan, Trainer, first_forecast, train
 from benchmark.accuracy.study.model import Model
 from page_weights import forecast_weights, identity
 from sglang_scout.core.forecast import VERSION, check_weights, load_weights, save_weights
@@ -127,17 +121,6 @@ def test_a_forecast_begins_as_the_query_of_the_next_layer(tiny_model):
         made = model.normed(max(layer - 1, 0), x) @ w.T
         made = model.rope(made.unflatten(-1, (4, -1)), position)
         torch.testing.assert_close(made, model.query(layer, x, position), rtol=1e-4, atol=1e-4)
-
-
-def test_a_pilot_of_full_rank_begins_as_the_product_with_the_mean_key(tiny_model):
-    made = trainer(tiny_model("llama", **SIZES), "pilot")
-    one = made.sample(1)
-    q = one.features.unflatten(-1, (2, 16)).mean(-2)  # [L, H, Q, D]
-    expected = torch.einsum("lhqd,lnhd->lhqn", q, one.pages[..., :16]) / 4
-    with torch.no_grad():
-        torch.testing.assert_close(
-            scores(made.model, made.weights, one), expected, rtol=1e-4, atol=1e-4
-        )
 
 
 @KINDS
