@@ -250,6 +250,40 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+class RowFile(Writer):
+    """A file of rows that a later run resumes, indexed by a key.
+
+    Args:
+        path: None keeps the rows in memory only.
+        environment: fields of all new rows that do not identify the measurement.
+        fields: fields of all new rows that do: a row of the file counts as done only if it has the
+            same values.
+        key: names of the fields that distinguish the rows of one run.
+    Raises:
+        ValueError: a line of the file is not a row.
+    """
+
+    def __init__(
+        self, path: Path | None, environment: Row, fields: Row, key: Sequence[str]
+    ) -> None:
+        super().__init__(path, {**environment, **fields}, append=True)
+        same = json.loads(json.dumps(fields))
+        same |= {"benchmark": environment["benchmark"], "status": "ok"}
+        self._key = tuple(key)
+        if path is not None:
+            self.rows = [row for row in read_rows(path) if row | same == row]
+
+    def renew(self, environment: Row) -> None:
+        """Replaces the environment of rows added from now on: servers that start late run later code."""
+        self._shared |= environment
+
+    def has(self, **key: Any) -> bool:
+        """Whether there is a row with this key. Raises ValueError unless all key fields are given."""
+        if set(key) != set(self._key):
+            raise ValueError(f"key {sorted(key)}: expected {sorted(self._key)}")
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
+
+
 def argument_parser(doc: str | None) -> argparse.ArgumentParser:
     """A program's, described by its docstring as it is written."""
     form = argparse.RawDescriptionHelpFormatter

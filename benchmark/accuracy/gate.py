@@ -25,11 +25,10 @@ from pathlib import Path
 from benchmark.accuracy.plain_answers import PlainAnswers
 from benchmark.accuracy.policies import FULL, Setting
 from benchmark.accuracy.questions import SOURCES
-from benchmark.accuracy.row_file import RowFile
 from benchmark.accuracy.scoring import Loss, margin_points, paired_loss
 from benchmark.accuracy.suite import key_of, run_settings, suite_arguments, suite_file
 from benchmark.progress import Progress
-from benchmark.rows import Row
+from benchmark.rows import Row, RowFile
 from servers.server_process import ends_orderly
 from sglang_scout.cli.table import columns
 

@@ -42,10 +42,9 @@ from benchmark.accuracy.questions import (
     is_right,
     payload,
 )
-from benchmark.accuracy.row_file import RowFile
 from benchmark.accuracy.scoring import wilson_interval
 from benchmark.progress import Progress
-from benchmark.rows import Row, environment, weights_digest
+from benchmark.rows import Row, RowFile, environment, weights_digest
 from servers.server_process import ends_orderly
 
 BENCHMARK = "accuracy"

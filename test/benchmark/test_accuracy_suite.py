@@ -10,9 +10,8 @@ import pytest
 
 from benchmark.accuracy import gate, policies, questions, scoring, suite, table, tasks, vocabulary
 from benchmark.accuracy.policies import FULL, Setting
-from benchmark.accuracy.row_file import RowFile
 from benchmark.progress import Progress
-from benchmark.rows import ROOT, environment
+from benchmark.rows import ROOT, RowFile, environment
 from sglang_scout.core.config import parse_config
 from sglang_scout.policy.base import policies as known_policies
 

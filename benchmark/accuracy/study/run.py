@@ -28,16 +28,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from tokenizers import Tokenizer
 
 from benchmark.accuracy import planted, tasks
-from benchmark.accuracy.row_file import RowFile
+from benchmark.accuracy.planted import real_documents
 from benchmark.accuracy.study.decode import Text, Window, decode_window
 from benchmark.accuracy.study.model import Model
 from benchmark.accuracy.study.selection import Setting
 from benchmark.accuracy.study.settings import SETS
 from benchmark.progress import Progress
-from benchmark.rows import ROOT, Row, environment, weights_digest
+from benchmark.rows import ROOT, Row, RowFile, environment, weights_digest
 from sglang_scout.core.forecast import Kind, load_weights
 
 RECALL_MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
@@ -45,20 +44,6 @@ RECALL_TASKS = ("recall", "needle", "multi_key", "variables", "copy", "count")
 RECALL_SEED = 70_000
 FULL = Setting()
 PARTS = ("facts", "prompt", "text")
-
-
-def real_documents(model_path: Path, numbers: range) -> Iterator[tuple[int, planted.Document]]:
-    """Documents of planted.py in the tokens of the model."""
-    from texts import load_text
-
-    tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    for index in numbers:
-        source = planted.SOURCES[index % len(planted.SOURCES)]
-        yield index, planted.make_document(encode, load_text(source), index)
 
 
 def recall_documents(length: int, numbers: range) -> Iterator[tuple[int, planted.Document]]:
@@ -180,24 +165,10 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write rows to FILE; an existing file is continued",
-    )
-    add(
-        "--model",
-        choices=("real", "recall"),
-        default="real",
-        help="recall: the retrieval model, on its own tasks",
-    )
-    add(
-        "--model-path",
-        type=Path,
-        default=ROOT / ".cache" / "models" / "smollm2-135m",
-        help="folder of the real model",
-    )
+    add("--json", type=Path, metavar="FILE", help="write rows to FILE, or continue it")
+    add("--model", choices=("real", "recall"), default="real", help="recall: the retrieval model")
+    smollm2 = ROOT / ".cache" / "models" / "smollm2-135m"
+    add("--model-path", type=Path, default=smollm2, help="folder of the real model")
     add("--set", choices=tuple(SETS), default="main", help="set of settings, see settings.py")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--documents", type=int, default=10)
@@ -209,21 +180,15 @@ def main(argv: list[str] | None = None) -> int:
     if args.model == "recall":
         args.parts = ["facts"]
     elif not (args.model_path / "config.json").is_file():
-        parser.error(
-            f"--model-path {args.model_path}: no model there; scripts/smollm2.py makes the default one"
-        )
+        why = "no model there; scripts/smollm2.py makes the default one"
+        parser.error(f"--model-path {args.model_path}: {why}")
     path = RECALL_MODEL if args.model == "recall" else args.model_path
-    fields = {
-        "untimed": True,
-        "model": path.name,
-        "weights": weights_digest(str(path)),
-        "dtype": "float32",
-    }
+    fields = {"untimed": True, "model": path.name, "dtype": "float32"}
+    fields["weights"] = weights_digest(str(path))
     if args.model == "recall":
         fields["length_tokens"] = args.length
-    file = RowFile(
-        args.json, environment("study", ("torch",)), fields, ("setting", "document", "part")
-    )
+    key = ("setting", "document", "part")
+    file = RowFile(args.json, environment("study", ("torch",)), fields, key)
     with torch.no_grad():
         run(args, file, Progress())
     return 0
