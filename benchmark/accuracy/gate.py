@@ -61,20 +61,12 @@ class Judge:
     seed: int | None = None
 
 
+ROTATED = "scout-rotated"
+SHORT = Form((1024,), (2048,), 2)
+TASKS, PLANTED = Form((512, 1024, 2048), (4096,), 24), Form((512, 1024), (4096,), 12)
 JUDGES = {
-    "recall": Judge(
-        "tasks",
-        "scout-rotated+exact_layers=[1]",
-        Form((512, 1024, 2048), (4096,), 24),
-        Form((1024,), (2048,), 2),
-    ),
-    "smollm2": Judge(
-        "planted",
-        "scout-rotated",
-        Form((512, 1024), (4096,), 12),
-        Form((1024,), (2048,), 2),
-        HELD_OUT,
-    ),
+    "recall": Judge("tasks", f"{ROTATED}+exact_layers=[1]", TASKS, SHORT),
+    "smollm2": Judge("planted", ROTATED, PLANTED, SHORT, HELD_OUT),
 }
 
 
@@ -101,11 +93,8 @@ def judge(setting: Setting, full: Sequence[bool], other: Sequence[bool], margin:
 
 def outcomes(rows: Sequence[Row], setting: Setting) -> list[bool]:
     """Outcomes of all lengths and tasks, in the order of the rows."""
-    mine = [
-        row
-        for row in rows
-        if (row["policy"], row["budget_tokens"]) == (setting.policy, setting.budget_tokens)
-    ]
+    wanted = setting.policy, setting.budget_tokens
+    mine = [row for row in rows if (row["policy"], row["budget_tokens"]) == wanted]
     mine.sort(key=lambda row: (row["length_tokens"], row["task"]))
     return [x == "1" for row in mine for x in row["outcomes"]]
 
@@ -114,19 +103,10 @@ def report(verdicts: Sequence[Verdict]) -> str:
     lines = [["", "full", "other", "lost", "gained", "loss", "95 % interval", "margin", ""]]
     for v in verdicts:
         low, high = v.loss.interval_points
-        lines.append(
-            [
-                v.setting.name,
-                f"{v.full_right:.1%}",
-                f"{v.right:.1%}",
-                str(v.loss.lost),
-                str(v.loss.gained),
-                f"{v.loss.points:.2f} points",
-                f"{low:.1f} to {high:.1f}",
-                f"{v.margin_points:.2f}",
-                "pass" if v.passed else "FAIL",
-            ]
-        )
+        cells = [v.setting.name, f"{v.full_right:.1%}", f"{v.right:.1%}"]
+        cells += [str(v.loss.lost), str(v.loss.gained), f"{v.loss.points:.2f} points"]
+        cells += [f"{low:.1f} to {high:.1f}", f"{v.margin_points:.2f}"]
+        lines.append([*cells, "pass" if v.passed else "FAIL"])
     asked = ", ".join(str(v.loss.asked) for v in verdicts)
     return f"{columns(lines)}\nof {asked} questions; a loss above its margin fails"
 
