@@ -78,8 +78,6 @@ def other(row: rows.Row) -> Line | None:
         size = " ".join(f"{k}={row[k]}" for k in shown if k in row)
         what = f"{row['op']} {row['impl']}"
         return what, size, f"{row['median_us']:.1f} us, {100 * row['bandwidth_share']:.0f} %"
-    if row["impl"] == "profile":
-        return "launches a layer", str(row["context"]), str(row["launches_per_layer"])
     return None
 
 

@@ -72,14 +72,7 @@ SOURCES = {
         lambda: Path(__file__).resolve().parent / "recall_model",
         "bfloat16",
     ),
-    "planted": Source(
-        ("single", "joined"),
-        planted.CUTS,
-        planted_sample,
-        0,
-        _smollm2,
-        "float32",
-    ),
+    "planted": Source(("single", "joined"), planted.CUTS, planted_sample, 0, _smollm2, "float32"),
 }
 
 

@@ -24,8 +24,6 @@ Rows (format: rows.py); `model`, `context`, `batch`, `kv`, `step_us` in samples_
                       until 12 % of the budget are missing. `simulated` says so. Step, kernels, ring, CPU attention and
                       copies are real, also in bytes, but digests of shared pages may come from the device's cache. A
                       second row has `digest` calibrated, by signs of channels, which takes a step as long as any other
-    profile           in a rehearsal, of the first variant: launches per layer, and launches and us of each kernel in a
-                      layer, by torch's profiler
 
 No requests join or leave, and there is no server overhead: an upper bound for a server.
 """
@@ -205,27 +203,6 @@ class Measurement:
         with self.noted("scout", about), self.harness(store, about) as harness:
             device.times_us(harness.step, self.options.warm_up)
             self.measured("scout", store, harness, about)
-            first = not any(row["impl"] == "profile" for row in self.writer.rows)
-            # In a rehearsal alone: the profiler would stay attached to what is measured after it.
-            if first and self.options.rehearse and device.device() == "cuda":
-                self.profile_row(harness, about)
-
-    def profile_row(self, harness: Harness, about: dict[str, Any]) -> None:
-        """Launches of a step and their us, by kernel and layer."""
-        with self.noted("profile", about):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-                harness.step()
-                torch.cuda.synchronize()
-            layers = self.size.layers
-            kernels = {
-                e.key: [e.count / layers, round(e.self_device_time_total / layers, 3)]
-                for e in seen.key_averages()
-                if e.self_device_time_total > 0
-            }
-            launches = round(sum(n for n, _ in kernels.values()), 2)
-            found = {"launches_per_layer": launches, "kernels": kernels}
-            self.writer.add("profile", untimed=True, **found, **about)
-            print(f"profile: {launches} launches a layer", flush=True)
 
     def simulated_row(self, store: Store, context: int, digest: str) -> None:
         """Many requests over the pages of fewer, with Figure 6's share of missing pages."""
