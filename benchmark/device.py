@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,18 +38,11 @@ def refusal(*, untimed: bool, needs_worker: bool = False) -> str:
     return ""
 
 
-class Called:
-    """Replaces a graph in the interpreter."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.replay = call
-
-
 def captured(call: Callable[[], object]) -> Any:
     """A captured graph of a call, after one warm-up run that compiles and loads its kernels."""
     if device() == "cpu":
         call()
-        return Called(call)
+        return SimpleNamespace(replay=call)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # it may still be writing the arguments
     with torch.cuda.stream(side):
@@ -114,7 +108,7 @@ def free() -> None:
 
 def run(
     description: str | None,
-    check: Callable[[argparse.Namespace], int],
+    check: Callable[[argparse.Namespace], str],
     measure: Callable[[argparse.Namespace], int],
     *,
     needs_worker: bool = False,
@@ -123,8 +117,8 @@ def run(
     """``--check-only`` or ``--out FILE``. Returns the exit code: 2 where it cannot run here.
 
     Args:
-        check: takes the options and returns an exit code.
-        measure: the same; ``out`` is the file for rows.
+        check: takes the options and returns what is wrong, "" if nothing.
+        measure: takes the options, with ``out``, the file for rows, and returns an exit code.
     """
     parser = rows.argument_parser(description)
     add_options(parser)
@@ -136,13 +130,9 @@ def run(
         print(why, file=sys.stderr)
         return 2
     if arguments.check_only:
-        return check(arguments)
+        wrong = check(arguments)
+        print(wrong or "equal")
+        return int(bool(wrong))
     if arguments.out is None:
         parser.error("--out FILE is missing")
     return measure(arguments)
-
-
-def say(wrong: str) -> int:
-    """Prints the problem ("" if there is none) and returns the exit code."""
-    print(wrong or "equal")
-    return 1 if wrong else 0

@@ -285,9 +285,13 @@ class RowFile(Writer):
 
 
 def argument_parser(doc: str | None) -> argparse.ArgumentParser:
-    """A program's, described by its docstring as it is written."""
-    form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=doc, formatter_class=form)
+    """A program's, described by its docstring as it is written; help shows defaults."""
+
+    class Form(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+        def _get_help_string(self, action: argparse.Action) -> str | None:
+            return super()._get_help_string(action) if action.default else action.help
+
+    return argparse.ArgumentParser(description=doc, formatter_class=Form)
 
 
 def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

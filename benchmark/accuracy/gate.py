@@ -28,7 +28,7 @@ from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.scoring import Loss, margin_points, paired_loss
 from benchmark.accuracy.suite import key_of, run_settings, suite_arguments, suite_file
 from benchmark.progress import Progress
-from benchmark.rows import Row, RowFile
+from benchmark.rows import Row, RowFile, argument_parser
 from servers.server_process import ends_orderly
 from sglang_scout.cli.table import columns
 
@@ -152,7 +152,7 @@ def ask_full(args: argparse.Namespace, file: RowFile, progress: Progress) -> Non
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--short", action="store_true", help="one budget and length, few samples; for tests")
     add("--models", nargs="+", choices=JUDGES, default=list(JUDGES), help="models to test with")

@@ -113,9 +113,8 @@ def make_document(encode: Encode, text: str, index: int) -> Document:
         tokens += filler[used + plain : used + plain + WINDOW_TOKENS]
         used += plain + WINDOW_TOKENS
     if used > len(filler):
-        raise ValueError(
-            f"document {index}: the text has {len(filler)} tokens left, {used} are needed"
-        )
+        lack = f"the text has {len(filler)} tokens left, {used} are needed"
+        raise ValueError(f"document {index}: {lack}")
     questions: list[Question] = []
     for cut, at in enumerate(CUTS):
         known, linked = singles[: SINGLES_BEFORE[cut]], chains[: CHAINS_BEFORE[cut]]

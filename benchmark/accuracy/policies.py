@@ -70,9 +70,8 @@ class Setting:
             known = ", ".join((*NAMES, *SYSTEMS))
             raise ValueError(f"policy {self.policy!r}: choose one of {known}")
         if (self.budget_tokens is None) != (self.policy == FULL):
-            raise ValueError(
-                f"policy {self.policy}, budget {self.budget_tokens}: only `full` has none"
-            )
+            given = f"policy {self.policy}, budget {self.budget_tokens}"
+            raise ValueError(f"{given}: only `full` has none")
 
     @property
     def base(self) -> str:

@@ -38,7 +38,7 @@ from benchmark.accuracy.policies import NAMES, Setting, grid
 from benchmark.accuracy.questions import SOURCES, is_right, payload
 from benchmark.accuracy.scoring import wilson_interval
 from benchmark.progress import Progress
-from benchmark.rows import Row, RowFile, environment, weights_digest
+from benchmark.rows import Row, RowFile, argument_parser, environment, weights_digest
 from servers.server_process import ends_orderly
 
 BENCHMARK = "accuracy"
@@ -171,7 +171,7 @@ def suite_file(args: argparse.Namespace) -> RowFile:
 
 def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
     """The suite's arguments. ``given`` overrides parsed values; defaults depend on the kind of questions."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write one row per line to FILE, or continue it")
     add("--policies", nargs="+", default=list(NAMES), help="see policies.py")
@@ -183,9 +183,8 @@ def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
     add("--seed", type=int, help="seed of the first sample")
     add("--at-once", type=int, default=6, metavar="SERVERS", help="settings that run concurrently")
     add("--threads", type=int, default=1, help="threads per server")
-    default = {"resident_tokens": 32}
-    text = "more keys for all policies (default: %(default)s)"
-    add("--config", type=json.loads, default=default, metavar="JSON", help=text)
+    config, text = {"resident_tokens": 32}, "more keys for all policies"
+    add("--config", type=json.loads, default=config, metavar="JSON", help=text)
     args = parser.parse_args(argv)
     vars(args).update(given)
     source = SOURCES[args.questions]

@@ -347,9 +347,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**MEASURED)
 
 
-def check_all(options: argparse.Namespace) -> int:
-    wrong = check(device.device())
-    return device.say("\n".join(f"FAILED: {line}" for line in wrong))
+def check_all(options: argparse.Namespace) -> str:
+    return "\n".join(f"FAILED: {line}" for line in check(device.device()))
 
 
 if __name__ == "__main__":

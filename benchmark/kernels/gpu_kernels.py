@@ -188,7 +188,7 @@ def measure(options: argparse.Namespace) -> int:
     return int(any("FAILED" in line for line in lines))
 
 
-def check(options: argparse.Namespace) -> int:
+def check(options: argparse.Namespace) -> str:
     """Results only, at small sizes; on a device also in grids of many programs, at the sizes that `measure` compiles.
 
     Every process makes the inputs of all cases, so that they do not depend on its share.
@@ -207,17 +207,14 @@ def check(options: argparse.Namespace) -> int:
         print(f"{case.op:19} {case.impl} {case.sizes}: {said}", flush=True)
     if on_cuda:
         torch.cuda.synchronize()
-    return 1 if failed else 0
-
-
-def parsed_share(text: str) -> tuple[int, int]:
-    """I and N of "I/N"."""
-    index, count = map(int, text.split("/"))
-    return index, count
+    return f"{failed} cases differ" if failed else ""
 
 
 def add_share(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--share", type=parsed_share, default=(0, 1), metavar="I/N")
+    def share(text: str) -> list[int]:
+        return [int(x) for x in text.split("/")]
+
+    parser.add_argument("--share", type=share, default=(0, 1), metavar="I/N")
 
 
 if __name__ == "__main__":

@@ -129,10 +129,6 @@ def check(device: str) -> str:
     return "" if is_right else "another answer"
 
 
-def check_all(options: argparse.Namespace) -> int:
-    return device.say(check(device.device()))
-
-
 def samples_us(step: Step, epoch: int) -> list[float]:
     """Microseconds per layer of each replay.
 
@@ -189,4 +185,5 @@ def measure(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(device.run(__doc__, check_all, measure, needs_worker=True))
+    where = device.device()
+    sys.exit(device.run(__doc__, lambda options: check(where), measure, needs_worker=True))

@@ -7,7 +7,9 @@ import json
 import pytest
 import torch
 
+from benchmark.accuracy import planted, tasks
 from benchmark.accuracy.forecast_training.coordinates import coordinates as coordinates_of
+from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.study import run, table
 from benchmark.accuracy.study.decode import Text, decode_window
 from benchmark.accuracy.study.model import Model
@@ -245,12 +247,22 @@ def test_calibrated_bits_tell_queries_more():
     assert float((q @ (found - pages).flatten(1, 2).mT).square().mean()) < 0.5 * signs
 
 
+def short_documents(model_path, numbers):
+    """Questions about the retrieval model's texts, cut to whole pages: no network is needed."""
+    for index in numbers:
+        task = ("recall", "needle", "copy")[index % 3]
+        sample = tasks.make_sample(task, 512, 70_000 + index)
+        ask, answer = sample.prompt[448:], list(sample.answer)
+        question = planted.Question(task, 448, ask, answer, [(0, len(answer))])
+        yield index, planted.Document(task, sample.prompt[:448], [question])
+
+
 def test_the_command_resumes_and_its_rows_make_tables(tmp_path, capsys, monkeypatch):
-    """On the retrieval model, whose texts need no network."""
     settings = {"facts": [Setting(256, "keys"), Setting(64)], "text": []}
     monkeypatch.setitem(run.SETS, "main", settings)
-    path = tmp_path / "study.jsonl"
-    command = ["--model", "recall", "--length", "512", "--json", str(path), "--threads", "1"]
+    monkeypatch.setattr(run, "real_documents", short_documents)
+    path, model = tmp_path / "study.jsonl", SOURCES["tasks"].model()
+    command = ["--model-path", str(model), "--json", str(path), "--threads", "1"]
     assert run.main([*command, "--documents", "3"]) == 0
     assert run.main([*command, "--documents", "6"]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
