@@ -155,7 +155,7 @@ def main() -> int:
     on_cuda = device.device() == "cuda"
     shared: dict[str, Any] = rows.environment("host_probe", ("torch",), cuda=on_cuda)
     writer = rows.Writer(options.out, shared | {"device": device.name()}, append=True)
-    scale = 1 if on_cuda else 64  # smaller where nothing is measured
+    scale = 1 if on_cuda else 512  # smaller where nothing is measured
     asked = host_pages_gb(writer, TYPICAL_GB + BESIDE_GB, GROW_MOST_S)
     parts: list[tuple[Any, ...]] = [
         ("lock", add_lock, LOCK_BYTES // scale, False),

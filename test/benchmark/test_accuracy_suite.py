@@ -101,15 +101,6 @@ def test_the_flags_of_every_policy_are_understood(name, budget):
         assert parsed.sink_pages + parsed.recent_pages == budget // 32
 
 
-def test_full_attention_is_the_stock_server_without_flags():
-    assert policies.grid(["full", "scout"], [256, 512]) == [
-        FULL_SETTING,
-        Setting("scout", 256),
-        SCOUT,
-    ]
-    assert FULL_SETTING.decode_flags({"step_log": "x"}) == []
-
-
 # Questions ----------------------------------------------------------------------------------------
 
 

@@ -145,13 +145,6 @@ def test_training_goes_on_where_it_stopped_and_writes_a_file_of_its_model(
     assert found.header.version == VERSION and '"seed": 5' in found.header.made_by
 
 
-@KINDS
-def test_the_loss_of_a_text_falls(tiny_model, kind):
-    made = trainer(tiny_model("llama", **SIZES), kind, texts=1, steps=30)
-    losses = [made.train_step() for _ in range(30)]
-    assert losses[-1] < 0.9 * losses[0]
-
-
 def test_a_checkpoint_of_another_run_is_refused(tiny_model, tmp_path):
     folder = tiny_model("llama", **SIZES)
     made = trainer(folder)
