@@ -19,7 +19,7 @@ from benchmark.kernels.gpu_pools import (
     difference,
     name_of,
     plain,
-)  # fmt: skip
+)
 from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.ops import rotated
 from sglang_scout.ops.attend import attend_pages, merge_states
