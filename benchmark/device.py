@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from benchmark import rows
 from sglang_scout.ops import triton
 
 COPY_BYTES = 1 << 30
@@ -36,18 +38,11 @@ def refusal(*, untimed: bool, needs_worker: bool = False) -> str:
     return ""
 
 
-class Called:
-    """Replaces a graph in the interpreter."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.replay = call
-
-
 def captured(call: Callable[[], object]) -> Any:
     """A captured graph of a call, after one warm-up run that compiles and loads its kernels."""
     if device() == "cpu":
         call()
-        return Called(call)
+        return SimpleNamespace(replay=call)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # it may still be writing the arguments
     with torch.cuda.stream(side):
@@ -93,6 +88,17 @@ def name() -> str:
     return torch.cuda.get_device_name() if device() == "cuda" else "cpu, interpreted"
 
 
+def pointless(context: int, ours: int, full: int, host_gb: float, holder: str) -> str:
+    """Why co-attention gains nothing over ``holder``, which has ``full`` requests of ``context`` tokens on the device
+    where the host has ``ours``; "" if it may."""
+    if ours > full:
+        return ""
+    return (
+        f"{host_gb:.0f} GiB of host pages hold {ours} requests of {context} tokens, and {holder} holds {full} by "
+        "itself: co-attention has nothing to gain; raise --host-gb, or take a device with less memory"
+    )
+
+
 def free() -> None:
     """Frees device memory of objects in reference cycles, as engines are."""
     gc.collect()
@@ -102,7 +108,7 @@ def free() -> None:
 
 def run(
     description: str | None,
-    check: Callable[[str], int],
+    check: Callable[[argparse.Namespace], str],
     measure: Callable[[argparse.Namespace], int],
     *,
     needs_worker: bool = False,
@@ -111,13 +117,10 @@ def run(
     """``--check-only`` or ``--out FILE``. Returns the exit code: 2 where it cannot run here.
 
     Args:
-        check: takes "cpu" or "cuda" and returns an exit code.
+        check: takes the options and returns what is wrong, "" if nothing.
         measure: takes the options, with ``out``, the file for rows, and returns an exit code.
-        add_options: adds options that only the measurement has.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = rows.argument_parser(description)
     add_options(parser)
     parser.add_argument("--out", type=Path, help="JSON lines file to append to")
     parser.add_argument("--check-only", action="store_true")
@@ -127,13 +130,9 @@ def run(
         print(why, file=sys.stderr)
         return 2
     if arguments.check_only:
-        return check(device())
+        wrong = check(arguments)
+        print(wrong or "equal")
+        return int(bool(wrong))
     if arguments.out is None:
         parser.error("--out FILE is missing")
     return measure(arguments)
-
-
-def say(wrong: str) -> int:
-    """Prints the problem ("" if there is none) and returns the exit code."""
-    print(wrong or "equal")
-    return 1 if wrong else 0

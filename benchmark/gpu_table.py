@@ -8,7 +8,6 @@ fastest full attention of the same model, KV type and context in the same call.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -24,13 +23,7 @@ BASELINES = ("full-flashinfer", "full-ours", "stock")
 
 def key(row: rows.Row) -> tuple[Any, ...]:
     """What makes two rates comparable."""
-    return (
-        row["benchmark"],
-        row.get("model"),
-        row.get("kv"),
-        row.get("context"),
-        row.get("rehearsal"),
-    )
+    return tuple(row.get(x) for x in ("benchmark", "model", "kv", "context", "rehearsal"))
 
 
 def variant(row: rows.Row) -> str:
@@ -73,19 +66,9 @@ def other(row: rows.Row) -> Line | None:
         what = row.get("check") or row.get("server") or row.get("op") or row["impl"]
         return what, str(row.get("context", "")), f"{row['status'].upper()}: {row['reason'][:160]}"
     if row["benchmark"] == "host_probe":
-        named = (
-            "reached_gb",
-            "seconds",
-            "refused",
-            "host_gb",
-            "pages",
-            "populate_s",
-            "lock_s",
-            "by",
-            "threads",
-            "gb_per_s",
-        )
-        return f"host {row['impl']}", "", ", ".join(f"{k} {row[k]}" for k in named if k in row)
+        named = "reached_gb seconds refused host_gb pages populate_s lock_s by threads gb_per_s"
+        shown = (f"{name} {row[name]}" for name in named.split() if name in row)
+        return f"host {row['impl']}", "", ", ".join(shown)
     if "check" in row:
         return row["check"], row.get("server", ""), "ok"
     if row["benchmark"] == "gpu_ring":
@@ -93,13 +76,8 @@ def other(row: rows.Row) -> Line | None:
     if "bandwidth_share" in row and "op" in row:
         shown = ("B", "N", "bits", "k", "resident", "columns", "kv", "pages", "from")
         size = " ".join(f"{k}={row[k]}" for k in shown if k in row)
-        return (
-            f"{row['op']} {row['impl']}",
-            size,
-            f"{row['median_us']:.1f} us, {100 * row['bandwidth_share']:.0f} %",
-        )
-    if row["impl"] == "profile":
-        return "launches a layer", str(row["context"]), str(row["launches_per_layer"])
+        what = f"{row['op']} {row['impl']}"
+        return what, size, f"{row['median_us']:.1f} us, {100 * row['bandwidth_share']:.0f} %"
     return None
 
 
@@ -115,7 +93,7 @@ def lines(steps: Iterable[dict[str, Any]], found: list[rows.Row]) -> list[Line]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = rows.argument_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--since", default="")
     options = parser.parse_args()

@@ -3,7 +3,7 @@
     python -m benchmark.host_probe --out FILE
 
 Prints, as its last line, the GiB of host pages that a measurement should ask for. Rows (format: rows.py):
-    memory      a process touched memory in steps of 2 GiB until it had --most-gb, --seconds were over, or the machine
+    memory      a process touched memory in steps of 2 GiB until it had enough, 12 s were over, or the machine
                 had no more: reached_gb, seconds, and what /proc said before and after; meminfo can start far below
                 what there is
     lock        populating and page-locking 4 GiB of shared memory, by the page size that it got: populate_s, lock_s
@@ -13,7 +13,6 @@ Prints, as its last line, the GiB of host pages that a measurement should ask fo
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import os
@@ -38,8 +37,8 @@ from sglang_scout.worker.host_memory import populate_together, shmem_mode
 GIB = 2**30
 STEP_BYTES, LEFT_BYTES, GROW_S = 2 * GIB, 3 * GIB, 4.0
 """Touched at a time; what must be available before each; how long the machine may take to grow."""
-BESIDE_GB, TAKE_S, TYPICAL_GB = 18.0, 60.0, 100.0
-"""Memory for all else, how long taking the host pages may last, and the most to ask for."""
+BESIDE_GB, TAKE_S, TYPICAL_GB, GROW_MOST_S = 18.0, 60.0, 100.0, 12.0
+"""Memory for all else, how long taking the host pages may last, the most to ask for, and how long to find out."""
 LOCK_BYTES, LINK_BYTES = 4 * GIB, GIB
 PAGE_BYTES = 2**16
 
@@ -80,8 +79,8 @@ def grow(most_gb: float, most_s: float) -> None:
 def host_pages_gb(writer: rows.Writer, most_gb: float, most_s: float) -> float:
     """GiB to ask for, by what :func:`grow` got; with a row."""
     before = meminfo()
-    limits = ["--most-gb", str(most_gb), "--seconds", str(most_s)]
-    command = [sys.executable, "-m", "benchmark.host_probe", "--grow", *limits]
+    code = f"from benchmark.host_probe import grow; grow({most_gb}, {most_s})"
+    command = [sys.executable, "-c", code]
     said = subprocess.run(command, capture_output=True, text=True).stdout.split()
     reached, took_s = map(float, said[-2:]) if said else (0.0, 1.0)
     ended_s = took_s >= most_s or reached + STEP_BYTES / GIB > most_gb  # not for want of memory
@@ -93,7 +92,7 @@ def host_pages_gb(writer: rows.Writer, most_gb: float, most_s: float) -> float:
     return asked
 
 
-def add_lock(writer: rows.Writer, huge: bool, nbytes: int) -> None:
+def add_lock(writer: rows.Writer, nbytes: int, huge: bool) -> None:
     """Populate and lock a memory file, as an arena is, of small or of transparent huge pages."""
     fd = os.memfd_create("probe")
     os.ftruncate(fd, nbytes)
@@ -150,31 +149,23 @@ def add_read(writer: rows.Writer, nbytes: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = rows.argument_parser(__doc__)
     parser.add_argument("--out", type=Path, help="JSON lines file to append to")
-    parser.add_argument("--most-gb", type=float, default=TYPICAL_GB + BESIDE_GB)
-    parser.add_argument(
-        "--seconds", type=float, default=12.0, help="longest time for touching memory"
-    )
-    parser.add_argument("--grow", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.grow:
-        grow(options.most_gb, options.seconds)
-        return 0
     on_cuda = device.device() == "cuda"
     shared: dict[str, Any] = rows.environment("host_probe", ("torch",), cuda=on_cuda)
     writer = rows.Writer(options.out, shared | {"device": device.name()}, append=True)
-    scale = 1 if on_cuda else 64  # smaller where nothing is measured
-    asked = host_pages_gb(writer, options.most_gb, options.seconds)
-    parts: list[tuple[str, Callable[[], None]]] = [
-        ("lock", lambda: add_lock(writer, False, LOCK_BYTES // scale)),
-        ("lock", lambda: add_lock(writer, True, LOCK_BYTES // scale)),
-        ("link", lambda: add_link(writer, LINK_BYTES // scale)),
-        ("read", lambda: add_read(writer, LINK_BYTES // scale)),
+    scale = 1 if on_cuda else 512  # smaller where nothing is measured
+    asked = host_pages_gb(writer, TYPICAL_GB + BESIDE_GB, GROW_MOST_S)
+    parts: list[tuple[Any, ...]] = [
+        ("lock", add_lock, LOCK_BYTES // scale, False),
+        ("lock", add_lock, LOCK_BYTES // scale, True),
+        ("link", add_link, LINK_BYTES // scale),
+        ("read", add_read, LINK_BYTES // scale),
     ]
-    for name, part in parts:
+    for name, part, *sizes in parts:
         try:
-            part()
+            part(writer, *sizes)
         except Exception as error:  # the others say something all the same
             writer.add(name, "failed", f"{type(error).__name__}: {error}"[:500])
             print(f"{name}: FAILED: {error}", flush=True)

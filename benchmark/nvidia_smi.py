@@ -7,21 +7,18 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-ABOUT = ("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit",
-         "pcie.link.gen.current")  # fmt: skip
+ABOUT = ("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit")
+ABOUT += ("pcie.link.gen.current",)
 _TIMEOUT_S = 20.0
 
 
-def query(fields: Sequence[str], *, units: bool = True) -> dict[str, str]:
+def query(fields: Sequence[str]) -> dict[str, str]:
     """Its output per field, as printed; ``{"absent": REASON}`` if there is none."""
     if (program := shutil.which("nvidia-smi")) is None:
         return {"absent": "nvidia-smi is not installed"}
-    form = "csv,noheader" if units else "csv,noheader,nounits"
+    command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            [program, f"--query-gpu={','.join(fields)}", f"--format={form}"],
-            capture_output=True, text=True, timeout=_TIMEOUT_S,
-        )  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"absent": f"nvidia-smi: {error}"}
     lines = done.stdout.splitlines()
@@ -34,10 +31,8 @@ def query(fields: Sequence[str], *, units: bool = True) -> dict[str, str]:
 
 def used_mib() -> int | None:
     """Device memory in use; None if not known."""
-    try:
-        return int(query(["memory.used"], units=False).get("memory.used", ""))
-    except ValueError:
-        return None
+    said = query(["memory.used"]).get("memory.used", "").split()
+    return int(said[0]) if said and said[0].isdecimal() else None
 
 
 def wait_free(before_mib: int | None, most_s: float = 60.0) -> None:

@@ -8,7 +8,6 @@ by context. Captions contain command, commit and machine.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import textwrap
@@ -22,7 +21,7 @@ import matplotlib.pyplot as plt
 
 from benchmark.accuracy.planted import CUTS
 from benchmark.accuracy.study.table import interval, paired
-from benchmark.rows import ROOT, Row, read_rows
+from benchmark.rows import ROOT, Row, argument_parser, read_rows
 
 PANELS = {
     "prompt": "the question is in the prompt",
@@ -114,7 +113,7 @@ def caption(row: Row) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--name", help="name of the picture (default: that of the benchmark)")

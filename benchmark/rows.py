@@ -18,6 +18,7 @@ A failure, an absent baseline and a size that does not fit are rows too. Each be
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import importlib.metadata
@@ -45,11 +46,9 @@ UNSTABLE_SPREAD = 0.10
 STATUSES = ("ok", "absent", "skipped", "failed")
 FREE_CPU_IDLE_SHARE = 0.95
 
-_REQUIRED = {
-    "benchmark": str, "impl": str, "status": str, "reason": str, "commit": str, "dirty": bool,
-    "cpu": str, "cores": int, "versions": dict, "command": str, "time_utc": str,
-    "load_average": list, "idle_before": list,
-}  # fmt: skip
+_TEXTS = ("benchmark", "impl", "status", "reason", "commit", "cpu", "command", "time_utc")
+_REQUIRED = dict.fromkeys(_TEXTS, str) | {"dirty": bool, "cores": int, "versions": dict}
+_REQUIRED |= {"load_average": list, "idle_before": list}
 _MEASURED = {"samples_us": list, "median_us": float, "spread": float, "unstable": bool}
 
 
@@ -249,6 +248,50 @@ def read_rows(path: Path) -> list[Row]:
             raise ValueError(f"{path.name}:{number}: {'; '.join(wrong)}")
         rows.append(row)
     return rows
+
+
+class RowFile(Writer):
+    """A file of rows that a later run resumes, indexed by a key.
+
+    Args:
+        path: None keeps the rows in memory only.
+        environment: fields of all new rows that do not identify the measurement.
+        fields: fields of all new rows that do: a row of the file counts as done only if it has the
+            same values.
+        key: names of the fields that distinguish the rows of one run.
+    Raises:
+        ValueError: a line of the file is not a row.
+    """
+
+    def __init__(
+        self, path: Path | None, environment: Row, fields: Row, key: Sequence[str]
+    ) -> None:
+        super().__init__(path, {**environment, **fields}, append=True)
+        same = json.loads(json.dumps(fields))
+        same |= {"benchmark": environment["benchmark"], "status": "ok"}
+        self._key = tuple(key)
+        if path is not None:
+            self.rows = [row for row in read_rows(path) if row | same == row]
+
+    def renew(self, environment: Row) -> None:
+        """Replaces the environment of rows added from now on: servers that start late run later code."""
+        self._shared |= environment
+
+    def has(self, **key: Any) -> bool:
+        """Whether there is a row with this key. Raises ValueError unless all key fields are given."""
+        if set(key) != set(self._key):
+            raise ValueError(f"key {sorted(key)}: expected {sorted(self._key)}")
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
+
+
+def argument_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A program's, described by its docstring as it is written; help shows defaults."""
+
+    class Form(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+        def _get_help_string(self, action: argparse.Action) -> str | None:
+            return super()._get_help_string(action) if action.default else action.help
+
+    return argparse.ArgumentParser(description=doc, formatter_class=Form)
 
 
 def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

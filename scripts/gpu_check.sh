@@ -38,7 +38,7 @@ MEASURE=(--out "$OUT/rows.jsonl") SERVER=() SCALE=1
 if [ -n "${REHEARSE:-}" ]; then
     export TRITON_INTERPRET=1
     MEASURE=(--check-only) SCALE=6
-    SERVER=(--device cpu --batch "1,3" --context 600 --tokens 12 --check-host-gb 0.2)
+    SERVER=(--device cpu)
 fi
 
 # FlashInfer links what it compiles with -lcuda, and images often have libcuda.so.1 alone: link the one that torch loaded.

@@ -54,6 +54,7 @@ from benchmark.accuracy.forecast_training.coordinates import coordinates, moment
 from benchmark.accuracy.forecast_training.loss import PAGE_TOKENS  # noqa: E402
 from benchmark.accuracy.forecast_training.trainer import Plan, Trainer, train  # noqa: E402
 from benchmark.accuracy.study.model import Config, Model  # noqa: E402
+from benchmark.rows import argument_parser  # noqa: E402
 
 
 def identity_of(folder: Path) -> ModelIdentity:
@@ -93,18 +94,16 @@ def made(args: argparse.Namespace) -> Path:
     """
     least = 8 * PAGE_TOKENS
     if args.tokens % PAGE_TOKENS or args.tokens < least:
-        raise ValueError(
-            f"--tokens {args.tokens}: expected a multiple of {PAGE_TOKENS} from {least} on"
-        )
+        expected = f"expected a multiple of {PAGE_TOKENS} from {least} on"
+        raise ValueError(f"--tokens {args.tokens}: {expected}")
     folder: Path = args.model or smollm2()
     out: Path = args.out or CACHE / "weights" / f"{folder.resolve().name}-{args.kind}.npz"
     identity = identity_of(folder)
     if out.exists():
         found = load_weights(str(out), args.kind).header.identity
         if found != identity:
-            raise ValueError(
-                f"{out}: is there, of {found.describe()}; delete it, or name another --out"
-            )
+            advice = "delete it, or name another --out"
+            raise ValueError(f"{out}: is there, of {found.describe()}; {advice}")
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
     sizes = args.steps, args.tokens, args.texts, args.lr, args.rank, args.top_pages, args.seed
@@ -120,52 +119,19 @@ def made(args: argparse.Namespace) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--kind",
-        choices=get_args(Kind),
-        default="forecast",
-        help="which policy or digest the file is for (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--model", type=Path, help="folder in Hugging Face format (default: SmolLM2-135M)"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="file to write (default: .cache/weights/MODEL-KIND.npz)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=400,
-        help="training steps, each on one text (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=2048,
-        help="tokens per text, a multiple of 32 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--texts", type=int, default=40, help="distinct texts (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--lr",
-        type=float,
-        default=2e-3,
-        help="initial learning rate, which decays linearly to 0 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rank", type=int, default=32, help="rank of a pilot (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--top-pages",
-        type=int,
-        default=16,
-        help="pages that the loss distinguishes (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    parser = argument_parser(__doc__)
+    add = parser.add_argument
+    kinds = get_args(Kind)
+    add("--kind", choices=kinds, default="forecast", help="which policy or digest the file is for")
+    add("--model", type=Path, help="folder in Hugging Face format (default: SmolLM2-135M)")
+    add("--out", type=Path, help="file to write (default: .cache/weights/MODEL-KIND.npz)")
+    add("--steps", type=int, default=400, help="training steps, each on one text")
+    add("--tokens", type=int, default=2048, help="tokens per text, a multiple of 32")
+    add("--texts", type=int, default=40, help="distinct texts")
+    add("--lr", type=float, default=2e-3, help="initial learning rate, which decays linearly to 0")
+    add("--rank", type=int, default=32, help="rank of a pilot")
+    add("--top-pages", type=int, default=16, help="pages that the loss distinguishes")
+    add("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args(argv)
     try:
         print(made(args))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.accuracy.policies import FULL, Setting
+from benchmark.accuracy.questions import FORCING_ENVIRONMENT, FORCING_FLAGS
 from servers.pd_cluster import PDCluster, flags
 from servers.sglang_http import RequestFailed, http_json
 from servers.single_server import SingleServer
@@ -34,8 +35,7 @@ class Fleet:
         settings: not empty; names must be distinct.
         dtype: as for SGLang's flag.
         longest_tokens: of a request, prompt and answer.
-        server_flags: further flags of all servers.
-        environment: variables on top of the usual ones.
+        threads: of each server.
         config: further keys of every ``--kv-offload-config``.
     """
 
@@ -46,30 +46,26 @@ class Fleet:
         *,
         dtype: str,
         longest_tokens: int,
-        server_flags: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        config: Mapping[str, Any] | None = None,
+        threads: int,
+        config: Mapping[str, Any],
     ) -> None:
         self.log_dir = Path(tempfile.mkdtemp(prefix="sglang-scout-accuracy-"))
         self.startup_s = 0.0
         # Room for a text and the next one; on the prefill server for a few that are still in use.
-        sizes: dict[str, Any] = dict(max_total_tokens=2 * (longest_tokens + 1024), dtype=dtype)
-        prefill_tokens = 4 * (longest_tokens + 1024)
-        whole_prompts = flags(max_prefill_tokens=longest_tokens + 1024, chunked_prefill_size=-1)
-        shared = [*flags(mem_fraction_static=0.85), *server_flags]
+        text_tokens = longest_tokens + 1024
+        sizes: dict[str, Any] = {"max_total_tokens": 2 * text_tokens, "dtype": dtype}
+        whole_prompts = flags(max_prefill_tokens=text_tokens, chunked_prefill_size=-1)
+        shared = [*flags(mem_fraction_static=0.85), *FORCING_FLAGS]
+        environment = {"OMP_NUM_THREADS": str(threads), **FORCING_ENVIRONMENT}
         sparse = [setting for setting in settings if setting.policy != FULL]
         self._stock: SingleServer | None = None
         if len(sparse) < len(settings):
             # SGLang without --kv-offload, prefill and decode in one server.
+            stock = flags(max_running_requests=1, attention_backend="torch_native", **sizes)
             self._stock = SingleServer(
                 "stock",
                 model_dir,
-                [
-                    *flags(max_running_requests=1, **sizes),
-                    *flags(attention_backend="torch_native"),
-                    *whole_prompts,
-                    *shared,
-                ],
+                [*stock, *whole_prompts, *shared],
                 device="cpu",
                 log=self.log_dir / "stock.log",
                 environment=environment,
@@ -78,24 +74,25 @@ class Fleet:
         self._cluster: PDCluster | None = None
         self._server_of: dict[str, str] = {}
         if sparse:
-            first, *others = sparse
-            self._server_of = {first.name: "decode", **{s.name: s.name for s in others}}
+            first, *others = (s.name for s in sparse)
+            self._server_of = {first: "decode", **{name: name for name in others}}
+            name = Path(model_dir).name
+            decode_flags = {s.name: s.decode_flags(dict(config), name) for s in sparse}
+            prefill = flags(
+                kv_offload="scout",
+                max_running_requests=len(sparse) + 1,
+                max_total_tokens=4 * text_tokens,
+            )
             self._cluster = PDCluster(
                 model_dir,
                 router=False,
                 log_dir=self.log_dir,
                 max_running_requests=1,
                 server_args=shared,
-                prefill_args=[
-                    *flags(kv_offload="scout", max_running_requests=len(sparse) + 1),
-                    *flags(max_total_tokens=prefill_tokens),
-                    *whole_prompts,
-                ],
-                decode_args=first.decode_flags(dict(config or {}), Path(model_dir).name),
-                more_decodes={
-                    s.name: s.decode_flags(dict(config or {}), Path(model_dir).name) for s in others
-                },
-                env={**PATIENCE, **(environment or {})},
+                prefill_args=[*prefill, *whole_prompts],
+                decode_args=decode_flags.pop(first),
+                more_decodes=decode_flags,
+                env={**PATIENCE, **environment},
                 ready_timeout_s=READY_TIMEOUT_S,
                 **sizes,
             )
@@ -109,9 +106,8 @@ class Fleet:
                 self._cluster.start()
             if self._stock is not None:
                 self._stock.wait_ready()
-        except BaseException:
-            self.stop()
-            print(f"the servers' logs are in {self.log_dir}", file=sys.stderr)
+        except BaseException as failure:
+            self.__exit__(failure)
             raise
         self.startup_s = time.monotonic() - begin
         return self

@@ -25,11 +25,10 @@ from pathlib import Path
 from benchmark.accuracy.plain_answers import PlainAnswers
 from benchmark.accuracy.policies import FULL, Setting
 from benchmark.accuracy.questions import SOURCES
-from benchmark.accuracy.row_file import RowFile
 from benchmark.accuracy.scoring import Loss, margin_points, paired_loss
 from benchmark.accuracy.suite import key_of, run_settings, suite_arguments, suite_file
 from benchmark.progress import Progress
-from benchmark.rows import Row
+from benchmark.rows import Row, RowFile, argument_parser
 from servers.server_process import ends_orderly
 from sglang_scout.cli.table import columns
 
@@ -62,20 +61,12 @@ class Judge:
     seed: int | None = None
 
 
+ROTATED = "scout-rotated"
+SHORT = Form((1024,), (2048,), 2)
+TASKS, PLANTED = Form((512, 1024, 2048), (4096,), 24), Form((512, 1024), (4096,), 12)
 JUDGES = {
-    "recall": Judge(
-        "tasks",
-        "scout-rotated+exact_layers=[1]",
-        Form((512, 1024, 2048), (4096,), 24),
-        Form((1024,), (2048,), 2),
-    ),
-    "smollm2": Judge(
-        "planted",
-        "scout-rotated",
-        Form((512, 1024), (4096,), 12),
-        Form((1024,), (2048,), 2),
-        HELD_OUT,
-    ),
+    "recall": Judge("tasks", f"{ROTATED}+exact_layers=[1]", TASKS, SHORT),
+    "smollm2": Judge("planted", ROTATED, PLANTED, SHORT, HELD_OUT),
 }
 
 
@@ -102,11 +93,8 @@ def judge(setting: Setting, full: Sequence[bool], other: Sequence[bool], margin:
 
 def outcomes(rows: Sequence[Row], setting: Setting) -> list[bool]:
     """Outcomes of all lengths and tasks, in the order of the rows."""
-    mine = [
-        row
-        for row in rows
-        if (row["policy"], row["budget_tokens"]) == (setting.policy, setting.budget_tokens)
-    ]
+    wanted = setting.policy, setting.budget_tokens
+    mine = [row for row in rows if (row["policy"], row["budget_tokens"]) == wanted]
     mine.sort(key=lambda row: (row["length_tokens"], row["task"]))
     return [x == "1" for row in mine for x in row["outcomes"]]
 
@@ -115,19 +103,10 @@ def report(verdicts: Sequence[Verdict]) -> str:
     lines = [["", "full", "other", "lost", "gained", "loss", "95 % interval", "margin", ""]]
     for v in verdicts:
         low, high = v.loss.interval_points
-        lines.append(
-            [
-                v.setting.name,
-                f"{v.full_right:.1%}",
-                f"{v.right:.1%}",
-                str(v.loss.lost),
-                str(v.loss.gained),
-                f"{v.loss.points:.2f} points",
-                f"{low:.1f} to {high:.1f}",
-                f"{v.margin_points:.2f}",
-                "pass" if v.passed else "FAIL",
-            ]
-        )
+        cells = [v.setting.name, f"{v.full_right:.1%}", f"{v.right:.1%}"]
+        cells += [str(v.loss.lost), str(v.loss.gained), f"{v.loss.points:.2f} points"]
+        cells += [f"{low:.1f} to {high:.1f}", f"{v.margin_points:.2f}"]
+        lines.append([*cells, "pass" if v.passed else "FAIL"])
     asked = ", ".join(str(v.loss.asked) for v in verdicts)
     return f"{columns(lines)}\nof {asked} questions; a loss above its margin fails"
 
@@ -173,7 +152,7 @@ def ask_full(args: argparse.Namespace, file: RowFile, progress: Progress) -> Non
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--short", action="store_true", help="one budget and length, few samples; for tests")
     add("--models", nargs="+", choices=JUDGES, default=list(JUDGES), help="models to test with")

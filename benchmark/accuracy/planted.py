@@ -20,8 +20,9 @@ document's index: the same index gives the same tokens with the same tokenizer a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 SOURCES = ("prose", "technical", "code")
 CUTS = (2048, 4096, 6144, 7616)  # multiples of 64: no page lies across a cut
@@ -112,9 +113,8 @@ def make_document(encode: Encode, text: str, index: int) -> Document:
         tokens += filler[used + plain : used + plain + WINDOW_TOKENS]
         used += plain + WINDOW_TOKENS
     if used > len(filler):
-        raise ValueError(
-            f"document {index}: the text has {len(filler)} tokens left, {used} are needed"
-        )
+        lack = f"the text has {len(filler)} tokens left, {used} are needed"
+        raise ValueError(f"document {index}: {lack}")
     questions: list[Question] = []
     for cut, at in enumerate(CUTS):
         known, linked = singles[: SINGLES_BEFORE[cut]], chains[: CHAINS_BEFORE[cut]]
@@ -125,6 +125,21 @@ def make_document(encode: Encode, text: str, index: int) -> Document:
         else:
             questions.append(_chained(encode, at, rng.choice(linked)))
     return Document(SOURCES[index % len(SOURCES)], tokens, questions)
+
+
+def real_documents(model_path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, Document]]:
+    """Documents of the texts of scripts/texts.py, in the tokens of the model."""
+    from tokenizers import Tokenizer
+
+    from texts import load_text
+
+    tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    for index in numbers:
+        yield index, make_document(encode, load_text(SOURCES[index % len(SOURCES)]), index)
 
 
 def _question(encode: Encode, kind: str, cut: int, facts: Sequence[tuple[str, str]]) -> Question:

@@ -42,6 +42,14 @@ PLAIN = {
     "rheo": "RheoServe",
     "hgca": "HGCA",
 }
+REAL_QUERY = {"digest": "minmax", "precompute": False}
+OWN_CONFIG: dict[str, dict[str, Any]] = {
+    "scout": {"digest": "minmax"},
+    "scout-rotated": {"digest": "rotated-2"},
+    "scout-real-query": REAL_QUERY,
+    "quest": REAL_QUERY,
+    "infinigen": {},
+}
 
 
 def plain(policy: str) -> str:
@@ -62,9 +70,8 @@ class Setting:
             known = ", ".join((*NAMES, *SYSTEMS))
             raise ValueError(f"policy {self.policy!r}: choose one of {known}")
         if (self.budget_tokens is None) != (self.policy == FULL):
-            raise ValueError(
-                f"policy {self.policy}, budget {self.budget_tokens}: only `full` has none"
-            )
+            given = f"policy {self.policy}, budget {self.budget_tokens}"
+            raise ValueError(f"{given}: only `full` has none")
 
     @property
     def base(self) -> str:
@@ -89,28 +96,14 @@ class Setting:
         return {**self._own_config(model), **more}
 
     def _own_config(self, model: str) -> dict[str, Any]:
-        trained = {"sparda": "forecast", "rheo": "pilot"}.get(self.base)
-        if trained:
+        if trained := {"sparda": "forecast", "rheo": "pilot"}.get(self.base):
             return {f"{trained}_file": str(WEIGHTS / f"{model}-{trained}.npz")}
         if self.base == "hgca":
             return {"context_cap_tokens": self._flag_tokens()}
-        if self.base == "infinigen":
-            return {}
-        if self.base == "scout-rotated":
-            return {"digest": "rotated-2"}
-        if self.base == "scout-real-query":
-            return {"digest": "minmax", "precompute": False}
-        if self.base == "quest":
-            return {"digest": "minmax", "precompute": False}
         if self.base == "recent":
             pages = (self.budget_tokens or 0) // PAGE_SIZE_TOKENS
-            return {
-                "digest": "minmax",
-                "precompute": False,
-                "sink_pages": 1,
-                "recent_pages": pages - 1,
-            }
-        return {"digest": "minmax"}
+            return REAL_QUERY | {"sink_pages": 1, "recent_pages": pages - 1}
+        return OWN_CONFIG[self.base]
 
     def decode_flags(self, more: dict[str, Any] | None = None, model: str = "") -> list[str]:
         """Flags of the decode server; ``more`` are further keys of its configuration, if applicable to

@@ -53,14 +53,8 @@ def planted_sample(task: str, length_tokens: int, index: int) -> tasks.Sample:
 
 @functools.cache
 def _planted_document(index: int) -> planted.Document:
-    from tokenizers import Tokenizer
-
-    from texts import load_text
-
-    tokenizer = Tokenizer.from_file(str(_smollm2() / "tokenizer.json"))
-    text = load_text(planted.SOURCES[index % len(planted.SOURCES)])
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
-    return planted.make_document(encode, text, index)
+    ((_, document),) = planted.real_documents(_smollm2(), [index])
+    return document
 
 
 def _smollm2() -> Path:
@@ -78,14 +72,7 @@ SOURCES = {
         lambda: Path(__file__).resolve().parent / "recall_model",
         "bfloat16",
     ),
-    "planted": Source(
-        ("single", "joined"),
-        planted.CUTS,
-        planted_sample,
-        0,
-        _smollm2,
-        "float32",
-    ),
+    "planted": Source(("single", "joined"), planted.CUTS, planted_sample, 0, _smollm2, "float32"),
 }
 
 

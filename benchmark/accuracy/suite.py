@@ -35,17 +35,10 @@ from typing import Any, Protocol
 from benchmark.accuracy import tasks
 from benchmark.accuracy.fleet import Fleet
 from benchmark.accuracy.policies import NAMES, Setting, grid
-from benchmark.accuracy.questions import (
-    FORCING_ENVIRONMENT,
-    FORCING_FLAGS,
-    SOURCES,
-    is_right,
-    payload,
-)
-from benchmark.accuracy.row_file import RowFile
+from benchmark.accuracy.questions import SOURCES, is_right, payload
 from benchmark.accuracy.scoring import wilson_interval
 from benchmark.progress import Progress
-from benchmark.rows import Row, environment, weights_digest
+from benchmark.rows import Row, RowFile, argument_parser, environment, weights_digest
 from servers.server_process import ends_orderly
 
 BENCHMARK = "accuracy"
@@ -149,27 +142,21 @@ def run_settings(
     for group in (todo[i : i + args.at_once] for i in range(0, len(todo), args.at_once)):
         progress.say(f"starting servers for {', '.join(s.name for s in group)}")
         file.renew(environment(BENCHMARK, PACKAGES))
-        with start_fleet(args, group, max(args.lengths)) as fleet:
+        with Fleet(
+            args.model_path,
+            group,
+            dtype=args.dtype,
+            longest_tokens=max(args.lengths) + 128,
+            threads=args.threads,
+            config=args.config,
+        ) as fleet:
             progress.say(f"ready after {fleet.startup_s:.0f} s")
             measure(fleet, group, args, file, progress)
 
 
-def start_fleet(
-    args: argparse.Namespace, settings: Sequence[Setting], longest_tokens: int
-) -> Fleet:
-    return Fleet(
-        args.model_path,
-        settings,
-        dtype=args.dtype,
-        longest_tokens=longest_tokens + 128,
-        server_flags=FORCING_FLAGS,
-        environment={"OMP_NUM_THREADS": str(args.threads), **FORCING_ENVIRONMENT},
-        config=args.config,
-    )
-
-
-def shared_fields(args: argparse.Namespace) -> Row:
-    return {
+def suite_file(args: argparse.Namespace) -> RowFile:
+    key = ("policy", "budget_tokens", "length_tokens", "task")
+    fields = {
         "untimed": True,
         "model": Path(args.model_path).name,
         "weights": weights_digest(args.model_path),
@@ -177,25 +164,16 @@ def shared_fields(args: argparse.Namespace) -> Row:
         "seed": args.seed,
         "through": "decode",  # the decode server reads the question
         "config": args.config,
+        "samples": args.samples,
     }
-
-
-def suite_file(args: argparse.Namespace) -> RowFile:
-    key = ("policy", "budget_tokens", "length_tokens", "task")
-    fields = {**shared_fields(args), "samples": args.samples}
     return RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, key)
 
 
 def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
     """The suite's arguments. ``given`` overrides parsed values; defaults depend on the kind of questions."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argument_parser(__doc__)
     add = parser.add_argument
-    add(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write one row per line to FILE; an existing file is continued",
-    )
+    add("--json", type=Path, metavar="FILE", help="write one row per line to FILE, or continue it")
     add("--policies", nargs="+", default=list(NAMES), help="see policies.py")
     add("--budgets", nargs="+", type=int, default=list(BUDGETS), metavar="TOKENS")
     add("--questions", choices=SOURCES, default="tasks")
@@ -205,9 +183,8 @@ def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
     add("--seed", type=int, help="seed of the first sample")
     add("--at-once", type=int, default=6, metavar="SERVERS", help="settings that run concurrently")
     add("--threads", type=int, default=1, help="threads per server")
-    default = {"resident_tokens": 32}
-    text = "more keys for all policies (default: %(default)s)"
-    add("--config", type=json.loads, default=default, metavar="JSON", help=text)
+    config, text = {"resident_tokens": 32}, "more keys for all policies"
+    add("--config", type=json.loads, default=config, metavar="JSON", help=text)
     args = parser.parse_args(argv)
     vars(args).update(given)
     source = SOURCES[args.questions]

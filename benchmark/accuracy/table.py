@@ -5,7 +5,6 @@ python -m benchmark.accuracy.table docs/results/accuracy.jsonl --out FILE.md
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from benchmark.accuracy.policies import FULL, PLAIN, Setting, plain
 from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.scoring import Loss, paired_loss, wilson_interval
-from benchmark.rows import Row, markdown_table, read_rows
+from benchmark.rows import Row, argument_parser, markdown_table, read_rows
 
 COUNTED = ("cpu_pages", "fetched_pages", "recalled_pages", "gpu_wait_us")
 
@@ -33,9 +32,8 @@ class Scores:
         for name in self.same:
             values = {str(row[name]) for row in self.rows}
             if len(values) > 1:
-                raise ValueError(
-                    f"rows differ in {name} ({', '.join(sorted(values))}): one table each"
-                )
+                shown = ", ".join(sorted(values))
+                raise ValueError(f"rows differ in {name} ({shown}): one table each")
         self._found: dict[tuple[Setting, int, str], Row] = {}
         for row in self.rows:
             key = (Setting(row["policy"], row["budget_tokens"]), row["length_tokens"], row["task"])
@@ -146,7 +144,7 @@ def work(scores: Scores) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)

@@ -57,10 +57,8 @@ class FullAttention:
 
     def _ours(self) -> Attend:
         def attend(layer: int, q: torch.Tensor, *_: object) -> torch.Tensor:
-            k, v = self._kv.k[layer], self._kv.v[layer]
-            return attend_pages(q.contiguous(), k, v, self._table, None, None, q.shape[-1] ** -0.5)[
-                0
-            ]
+            kv, scale = (self._kv.k[layer], self._kv.v[layer]), q.shape[-1] ** -0.5
+            return attend_pages(q.contiguous(), *kv, self._table, None, None, scale)[0]
 
         return attend
 
@@ -69,22 +67,22 @@ class FullAttention:
 
         if device.device() == "cpu":
             raise ImportError("FlashInfer needs a CUDA device")
-        size, where = self._kv.size, self._table.device
-        work = torch.empty(256 * 2**20, dtype=torch.uint8, device=where)
-        starts = (
-            torch.arange(self.batch + 1, dtype=torch.int32, device=where) * self._table.shape[1]
-        )
-        last = torch.full((self.batch,), PAGE, dtype=torch.int32, device=where)
+        size, pages = self._kv.size, self._table.flatten()
+        work = torch.empty(256 * 2**20, dtype=torch.uint8, device=pages.device)
+        starts = torch.arange(self.batch + 1, dtype=torch.int32, device=pages.device)
+        starts *= self._table.shape[1]
+        last = torch.full((self.batch,), PAGE, dtype=torch.int32, device=pages.device)
+        buffers = {
+            "paged_kv_indptr_buffer": starts.clone(),
+            "paged_kv_indices_buffer": pages.clone(),
+            "paged_kv_last_page_len_buffer": last.clone(),
+        }
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            work, "NHD", use_cuda_graph=True, use_tensor_cores=True,
-            paged_kv_indptr_buffer=starts.clone(),
-            paged_kv_indices_buffer=self._table.flatten().clone(),
-            paged_kv_last_page_len_buffer=last.clone(),
-        )  # fmt: skip
-        wrapper.plan(
-            starts, self._table.flatten(), last, size.q_heads, size.kv_heads, size.head_dim, PAGE,
-            q_data_type=torch.bfloat16, kv_data_type=self._kv.k.dtype,
-        )  # fmt: skip
+            work, "NHD", use_cuda_graph=True, use_tensor_cores=True, **buffers
+        )
+        heads = size.q_heads, size.kv_heads, size.head_dim
+        types = {"q_data_type": torch.bfloat16, "kv_data_type": self._kv.k.dtype}
+        wrapper.plan(starts, pages, last, *heads, PAGE, **types)
 
         def attend(layer: int, q: torch.Tensor, *_: object) -> torch.Tensor:
             return wrapper.run(q.contiguous(), (self._kv.k[layer], self._kv.v[layer]))

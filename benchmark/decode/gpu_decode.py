@@ -17,15 +17,13 @@ Rows (format: rows.py); `model`, `context`, `batch`, `kv`, `step_us` in samples_
                       as in the paper; `device`: as many as device memory holds, of which a step attends to selected
                       ones), rho, cpu_compute_ratio, wait_share (of step time), fallback_pages, resident_pages,
                       mapped_share (of the arena, by CPU attention, before the first step), full_batch (that of full
-                      attention); work, as in cli/step_model.py. The last variant repeats the first, with repeat = 1:
-                      the difference shows order effects
-    scout-simulated   the step of a host with more memory: --requests requests whose pages are drawn at random from
+                      attention). The last variant repeats the first, with repeat = 1: the difference shows order
+                      effects
+    scout-simulated   the step of a host with more memory: 32 requests whose pages are drawn at random from
                       those that are there, so that several have the same page in different places; drift is adjusted
                       until 12 % of the budget are missing. `simulated` says so. Step, kernels, ring, CPU attention and
                       copies are real, also in bytes, but digests of shared pages may come from the device's cache. A
                       second row has `digest` calibrated, by signs of channels, which takes a step as long as any other
-    profile           in a rehearsal, of the first variant: launches per layer, and launches and us of each kernel in a
-                      layer, by torch's profiler
 
 No requests join or leave, and there is no server overhead: an upper bound for a server.
 """
@@ -47,15 +45,7 @@ from benchmark import device, rows
 from benchmark.decode.check import check
 from benchmark.decode.full_attention import KINDS, DeviceKV, FullAttention
 from benchmark.decode.harness import PAGE, Harness, Store
-from benchmark.decode.launches import add_profile
-from benchmark.decode.model import (
-    FIGURE_6_SHARE,
-    SIZES,
-    DummyModel,
-    QueryDrift,
-    bisect_rho,
-    step_work,
-)
+from benchmark.decode.model import FIGURE_6_SHARE, SIZES, DummyModel, QueryDrift, bisect_rho
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.step_inputs import Candidates
@@ -67,10 +57,18 @@ MAPPED_S = 45.0
 DEVICE_RESERVE_BYTES = 6 * 2**30  # for graphs, activations and other server state
 NEARLY = 0.02
 """Of the budget: how close to Figure 6's share the missing pages of the simulated host are brought."""
+MEASURED = {
+    "full_gb": float("inf"),
+    "budget": DEFAULT_BUDGET_TOKENS,
+    "steps": 64,
+    "warm_up": 24,
+    "requests": 32,
+}
+"""``full_gb``: the most device memory for full attention; ``requests``: of the simulated host, whose 64k tokens of
+Qwen3-14B for each would take 320 GiB in all."""
 REHEARSAL = {"model": "few-layers", "host_gb": 5.0, "full_gb": 2.2, "steps": 4, "warm_up": 4}
-INTERPRETED = {
-    "model": "tiny", "context": [512, 256], "host_gb": 0.006, "full_gb": 0.001, "requests": 8, "budget": 128,
-}  # fmt: skip
+INTERPRETED = {"model": "tiny", "context": [512, 256], "host_gb": 0.006, "full_gb": 0.001}
+INTERPRETED |= {"requests": 8, "budget": 128}
 """Of a rehearsal: on a device the contexts of the measurement, for which kernels are compiled; in the interpreter."""
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -92,16 +90,12 @@ class Measurement:
         where = device.device()
         self.dtype = torch.bfloat16 if where == "cuda" else torch.float32
         self.kv = self.fp8 or self.dtype
-        self.page_bytes = (
-            2 * self.size.layers * PAGE * self.size.kv_heads * self.size.head_dim * self.kv.itemsize
-        )
-        self.room = (
-            2 + 4 * (options.warm_up + options.steps) // PAGE
-        )  # pages that a request may fill
+        self.page_bytes = PAGE * self.size.token_values * self.kv.itemsize
+        # Pages that a request may fill.
+        self.room = 2 + 4 * (options.warm_up + options.steps) // PAGE
         self.host_pages = int(options.host_gb * 2**30 // self.page_bytes)
-        self.model, self.copy_rate, self.rho = (
-            DummyModel(self.size, self.dtype, where), device.copy_bytes_per_us(), 0.0
-        )  # fmt: skip
+        self.model, self.rho = DummyModel(self.size, self.dtype, where), 0.0
+        self.copy_rate = device.copy_bytes_per_us()
         device.free()
         self.full_pages = int(min(self._free_bytes(), options.full_gb * 2**30) // self.page_bytes)
 
@@ -124,15 +118,9 @@ class Measurement:
 
     def pointless(self) -> str:
         """Why there is nothing to gain here; "" if there is."""
-        for context in self.options.context:
-            ours, full = self.batch(context), self.full_batch(context)
-            if ours <= full:
-                return (
-                    f"{self.options.host_gb:.0f} GiB of host pages hold {ours} requests of {context} tokens, and "
-                    f"{device.name()} holds {full} by itself: co-attention has nothing to gain; give more --host-gb "
-                    "or a longer --context, or take a device with less memory"
-                )
-        return ""
+        sizes = ((x, self.batch(x), self.full_batch(x)) for x in self.options.context)
+        reasons = (device.pointless(*size, self.options.host_gb, device.name()) for size in sizes)
+        return next(filter(None, reasons), "")
 
     def run(self) -> int:
         if why := self.pointless():
@@ -141,10 +129,15 @@ class Measurement:
             return 1
         batch = max(self.options.requests, *map(self.batch, self.options.context))
         store = Store(
-            self.size, pages=self.host_pages, batch=batch, dtype=self.dtype, fp8=self.fp8,
-            budget_pages=self.options.budget // PAGE, device=device.device(),
+            self.size,
+            pages=self.host_pages,
+            batch=batch,
+            budget_pages=self.options.budget // PAGE,
+            dtype=self.dtype,
+            device=device.device(),
             cpus=plan_cpus(os.sched_getaffinity(0), near=()).threads,
-        )  # fmt: skip
+            fp8=self.fp8,
+        )
         try:
             self.full_rows()  # while the worker maps the arena
             device.free()
@@ -157,9 +150,8 @@ class Measurement:
 
     def full_rows(self) -> None:
         """Baselines of all contexts; one that fails is a row, not an abort."""
-        kinds = (
-            KINDS if self.fp8 is None else KINDS[1:]
-        )  # FlashInfer would compile for another minute
+        # For fp8 FlashInfer would compile for another minute.
+        kinds = KINDS if self.fp8 is None else KINDS[1:]
         with self.noted("full", self.about(self.options.context[0], 0)):
             kv = DeviceKV(self.size, self.full_pages, self.kv)
             for context, kind in itertools.product(self.options.context, kinds):
@@ -193,13 +185,8 @@ class Measurement:
             taken = device.times_us(full.step.replay, self.options.steps)
             attention_us = rows.percentile(device.times_us(full.attention.replay, 9), 50)
             share = full.attention_bytes / attention_us / self.copy_rate
-            self.report(
-                impl,
-                about,
-                taken,
-                attention_us=round(attention_us, 1),
-                bandwidth_share=round(share, 4),
-            )
+            found = {"attention_us": round(attention_us, 1), "bandwidth_share": round(share, 4)}
+            self.report(impl, about, taken, **found)
 
     @contextlib.contextmanager
     def noted(self, impl: str, about: dict[str, Any]) -> Iterator[None]:
@@ -216,23 +203,15 @@ class Measurement:
         with self.noted("scout", about), self.harness(store, about) as harness:
             device.times_us(harness.step, self.options.warm_up)
             self.measured("scout", store, harness, about)
-            first = not any(row["impl"] == "profile" for row in self.writer.rows)
-            # In a rehearsal alone: the profiler would stay attached to what is measured after it.
-            if first and self.options.rehearse and device.device() == "cuda":
-                add_profile(self.writer, harness.step, self.size.layers, about)
 
     def simulated_row(self, store: Store, context: int, digest: str) -> None:
         """Many requests over the pages of fewer, with Figure 6's share of missing pages."""
         requests = self.options.requests
         shared = self.host_pages - 1 - requests * self.room
         words = f"{requests} requests over the pages of {shared // (context // PAGE)}"
-        about = self.about(context, requests) | {
-            "precompute": True,
-            "recall": "fixed",
-            "cache": "budget",
-            "digest": digest,
-        }
-        about |= {"simulated": f"a host that holds {requests} requests: {words}", "rho": self.rho}
+        about = self.about(context, requests) | {"precompute": True, "recall": "fixed"}
+        about |= {"cache": "budget", "digest": digest, "rho": self.rho}
+        about |= {"simulated": f"a host that holds {requests} requests: {words}"}
         with self.noted("scout-simulated", about):
             if shared < context // PAGE:
                 raise ConfigError(f"the store has {shared} pages to share, fewer than one request")
@@ -256,12 +235,21 @@ class Measurement:
         if about.get("digest") == "calibrated":
             settings["digest_file"] = "given"  # of which the engine needs only the digests
             digests = store.built("calibrated")
+        slots = None if about["cache"] == "budget" else self.slots_of_device(about["batch"])
         harness = Harness(
-            store, self.model, drift, batch=about["batch"], context=about["context"],
-            budget_tokens=self.options.budget, room=self.room, graph=True, settings=json.dumps(settings),
-            shared_pages=shared, digests=digests,
-            slots=None if about["cache"] == "budget" else self.slots_of_device(about["batch"]),
-        )  # fmt: skip
+            store,
+            self.model,
+            drift,
+            batch=about["batch"],
+            context=about["context"],
+            budget_tokens=self.options.budget,
+            room=self.room,
+            settings=json.dumps(settings),
+            slots=slots,
+            shared_pages=shared,
+            digests=digests,
+            graph=True,
+        )
         try:
             yield harness
         finally:
@@ -290,18 +278,14 @@ class Measurement:
         taken, found = self.steps(harness, self.options.steps)
         if faults := harness.engine.transport.faults():
             raise RuntimeError("; ".join(faults))
-        sizes = self.size, about["context"], self.options.budget
-        self.report(
-            impl, about, taken, **found,
-            fallback_pages=store.worker.snapshot().fallback_pages,
-            resident_pages=harness.engine.table.resident_pages,
-            work=step_work(*sizes, self.dtype.itemsize, self.kv.itemsize),
-        )  # fmt: skip
+        found["fallback_pages"] = store.worker.snapshot().fallback_pages
+        found["resident_pages"] = harness.engine.table.resident_pages
+        self.report(impl, about, taken, **found)
 
     def report(self, impl: str, about: dict[str, Any], taken: list[float], **more: Any) -> None:
         rate = round(about["batch"] * len(taken) / (sum(taken) / 1e6), 1)
         row = self.writer.add(impl, **about, **more, **rows.summary(taken), tokens_per_s=rate)
-        shown = {k: v for k, v in (about | more).items() if k not in ("work", "model", "simulated")}
+        shown = {k: v for k, v in (about | more).items() if k not in ("model", "simulated")}
         print(
             f"{impl}: step {row['median_us'] / 1e3:.2f} ms, {rate} tokens/s "
             + " ".join(f"{k}={v}" for k, v in shown.items()),
@@ -358,32 +342,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=SIZES, default="qwen3-14b")
     add("--kv", choices=("bf16", "fp8_e4m3"), default="bf16")
     add("--context", nargs="+", type=int, default=[65536, 32768, 16384])
-    add(
-        "--host-gb",
-        type=float,
-        default=0.8 * available_bytes() / 2**30,
-        help="GiB of page-locked host pages",
-    )
-    add(
-        "--full-gb",
-        type=float,
-        default=float("inf"),
-        help="largest device memory for full attention, in GiB",
-    )
-    add("--budget", type=int, default=DEFAULT_BUDGET_TOKENS)
-    add("--steps", type=int, default=64)
-    add("--warm-up", type=int, default=24, help="warm-up steps, not measured")
-    add(
-        "--requests",
-        type=int,
-        default=32,
-        help="requests of the simulated host; 64k tokens of Qwen3-14B for each take 320 GiB in all",
-    )
+    host_gb = 0.8 * available_bytes() / 2**30
+    add("--host-gb", type=float, default=host_gb, help="GiB of page-locked host pages")
+    parser.set_defaults(**MEASURED)
 
 
-def check_all(device_type: str) -> int:
-    wrong = check(device_type)
-    return device.say("\n".join(f"FAILED: {line}" for line in wrong))
+def check_all(options: argparse.Namespace) -> str:
+    return "\n".join(f"FAILED: {line}" for line in check(device.device()))
 
 
 if __name__ == "__main__":

@@ -29,11 +29,9 @@ from sglang_scout.engine.device import lock_memory
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
-from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.policy.base import Context, make_policy, policies
 from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.checksums import PageChecksums
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 PAGE = 32
@@ -71,8 +69,6 @@ class Store:
     Args:
         pages: of the host, including page 0, which is padding.
         batch: most requests in a step.
-        from_device: steps post by the ring's kernels; else from the host, as on the CPU device, without spinning.
-        checksums: of the pages, as with `page_checksums`.
     """
 
     def __init__(
@@ -86,45 +82,30 @@ class Store:
         device: str,
         cpus: list[int],
         fp8: torch.dtype | None = None,
-        seed: int = 2,
-        from_device: bool = True,
-        checksums: bool = False,
     ) -> None:
-        self.size, self.device, self.batch = size, device, batch
-        self.shape = ModelShape(
-            size.layers, size.q_heads, size.kv_heads, size.head_dim, PAGE, dtype,
-            size.head_dim**-0.5, fp8=fp8,
-        )  # fmt: skip
+        self.size, self.device = size, device
+        L, H, HQ, D = size.layers, size.kv_heads, size.q_heads, size.head_dim
+        self.shape = ModelShape(L, HQ, H, D, PAGE, dtype, D**-0.5, fp8=fp8)
         kv_dtype = self.shape.kv_dtype
+        name, q_dtype = (str(x).removeprefix("torch.") for x in (kv_dtype, dtype))
+        scale = self.shape.scale
         self.arena = Arena.create(
-            ArenaSpec(
-                size.layers, pages, PAGE, size.kv_heads, size.q_heads, size.head_dim,
-                str(kv_dtype).removeprefix("torch."), self.shape.scale, batch, budget_pages,
-                q_dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
-                checksums=checksums,
-            )
-        )  # fmt: skip
+            ArenaSpec(L, pages, PAGE, H, HQ, D, name, scale, batch, budget_pages, q_dtype=q_dtype)
+        )
         # Locked first, which also allocates it, by many threads: copies into it then run at the link's rate.
         self._unlock = (
             lock_memory(self.arena.address, self.arena.nbytes, _say) if device == "cuda" else None
         )
-        self._fill(kv_dtype, torch.Generator(device).manual_seed(seed))
+        self._fill(kv_dtype, torch.Generator(device).manual_seed(2))
         planes = (self.arena.k_pages, self.arena.v_pages)
-        kv = [[torch.from_numpy(plane(i)).view(kv_dtype) for i in range(size.layers)]
-              for plane in planes]  # fmt: skip
-        flat = ([t.flatten(0, 1) for t in half] for half in kv)
-        words = PageChecksums(self.arena) if checksums else None
-        self.host = HostPages(self.shape, *flat, checksums=words)
-        self.worker = WorkerClient(
-            self.arena,
-            cpus,
-            config=WorkerConfig(
-                spin_us=SPIN_US * from_device, ready_timeout_s=120.0, populate=device == "cuda"
-            ),
+        k, v = (
+            [torch.from_numpy(plane(layer)).view(kv_dtype).flatten(0, 1) for layer in range(L)]
+            for plane in planes
         )
-        self.ring: DeviceRing | None = None
-        if from_device:
-            self.ring = device_ring(self.arena, self.worker, device, timeout_s=10.0)
+        self.host = HostPages(self.shape, k, v)
+        config = WorkerConfig(spin_us=SPIN_US, ready_timeout_s=120.0, populate=device == "cuda")
+        self.worker = WorkerClient(self.arena, cpus, config=config)
+        self.ring = device_ring(self.arena, self.worker, device, timeout_s=10.0)
         self.worker.start()
         self.steps = 0  # across all engines: step numbers of a ring must increase
 
@@ -175,7 +156,7 @@ class Harness:
 
     Args:
         context: tokens of each request at the start, or up to a page more; each gets ``room`` more pages.
-        policy, settings: of ``--kv-offload`` and ``--kv-offload-config``.
+        settings: of ``--kv-offload-config``.
         slots: resident pages per layer, in addition to tails and in-flight copies; None: the budget of all
             rows, as in the paper.
         shared_pages: the full pages of all requests are drawn from the store's first ``shared_pages``, so that more
@@ -184,9 +165,6 @@ class Harness:
         graph: capture the layers once and replay them. Without it, and without ``verify``, which checks
             every layer, a step fails if its layers make the host synchronize.
         strict: the same for the work before the layers.
-
-    Attributes:
-        rows: number of requests that decode; initially all. Fewer only without a graph.
     """
 
     def __init__(
@@ -199,7 +177,6 @@ class Harness:
         context: int,
         budget_tokens: int,
         room: int = 8,
-        policy: str = "scout",
         settings: str = "{}",
         slots: int | None = None,
         shared_pages: int = 0,
@@ -208,11 +185,11 @@ class Harness:
         verify: bool = False,
         strict: bool = False,
     ) -> None:
-        self.store, self.model, self.drift, self.rows = store, model, drift, batch
+        self.store, self.model, self.drift, self.batch = store, model, drift, batch
         self._guard: Any = contextlib.nullcontext if verify else partial(no_waiting, store.device)
         self._before = self._guard if strict else contextlib.nullcontext
         self.config: OffloadConfig = parse_config(
-            policy=policy, policies=policies(), budget_tokens=budget_tokens, config=settings
+            policy="scout", policies=policies(), budget_tokens=budget_tokens, config=settings
         )
         shape, pages = store.shape, store.arena.spec.num_pages
         budget = self.config.budget_pages
@@ -225,10 +202,10 @@ class Harness:
             Sizes(budget, slots, batch, each),
             store.host,
             [self._projector(layer) for layer in range(shape.num_layers)],
-            store.worker if store.ring is None
-            else GraphTransport(store.ring, lambda: store.worker.device_epoch),
-            device=store.device, digests=digests,
-        )  # fmt: skip
+            GraphTransport(store.ring, lambda: store.worker.device_epoch),
+            device=store.device,
+            digests=digests,
+        )
         self.engine._step = store.steps  # the ring's slots alternate across engines
         of_context = context // PAGE
         own = each - of_context if shared_pages else each
@@ -247,9 +224,8 @@ class Harness:
         self.engine.pages.allocate_pages(self.pages[:, known:].flatten().astype(np.int64))
         self.engine.boundary.admit(range(batch), np.unique(self.pages[:, :of_context]))
         source = torch.Generator(store.device).manual_seed(3)
-        self.x = torch.randn(batch, model.size.hidden, generator=source, device=store.device).to(
-            shape.dtype
-        )
+        x = torch.randn(batch, model.size.hidden, generator=source, device=store.device)
+        self.x = x.to(shape.dtype)
         self.positions = torch.zeros(batch, dtype=torch.int64, device=store.device)
         self.out = torch.empty_like(self.x)
         # Captured before the first step, when rows are empty and nothing is posted.
@@ -258,29 +234,25 @@ class Harness:
     def _projector(self, layer: int) -> QueryProjector:
         def finish(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             # Pay for the matrix product, but use the generator's query.
-            q = self.drift.q[layer, : len(x)] + 0.0 * self.model.project_q(layer, x)
-            return q.to(x.dtype)
+            return (self.drift.q[layer] + 0.0 * self.model.project_q(layer, x)).to(x.dtype)
 
         return QueryProjector(self.model.normed, finish)
 
     def _layers(self) -> None:
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            drifted = self.drift.q[layer, : len(q)] + 0.0 * q
-            return self.engine.attend(layer, drifted.to(q.dtype), k, v)
+            return self.engine.attend(layer, (self.drift.q[layer] + 0.0 * q).to(q.dtype), k, v)
 
         def before(layer: int, x: torch.Tensor) -> None:
-            self.engine.layer_input(layer, x, None, self.positions[: len(x)])
+            self.engine.layer_input(layer, x, None, self.positions)
 
-        self.out[: self.rows].copy_(self.model.forward(self.x[: self.rows], before, attend))
+        self.out.copy_(self.model.forward(self.x, before, attend))
 
     def step(self) -> None:
         """One decode step of all requests, without synchronization."""
-        self.lengths[: self.rows] += 1
+        self.lengths += 1
         used = -(-int(self.lengths.max()) // PAGE)
         with self._before():
-            self.engine.begin_step(
-                self.pages[: self.rows, :used], np.arange(self.rows), self.lengths[: self.rows]
-            )
+            self.engine.begin_step(self.pages[:, :used], np.arange(self.batch), self.lengths)
         self.store.steps += 1
         if self._graph is not None and self.engine.can_replay:
             self._graph.replay()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from sglang_scout.core.config import DEFAULT_DIGEST, PAGE_SIZE_TOKENS
-from sglang_scout.core.page_bytes import digest_bytes
 from sglang_scout.ops.predict import add_norm
 
 _EPS = 1e-6
@@ -27,31 +27,46 @@ class ModelSize(NamedTuple):
     head_dim: int
     intermediate: int
 
+    @property
+    def token_values(self) -> int:
+        """Numbers in a token's K and V of all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
 
 SIZES = {
     "qwen3-8b": ModelSize(36, 4096, 32, 8, 128, 12288),
     "qwen3-14b": ModelSize(40, 5120, 40, 8, 128, 17408),
     "few-layers": ModelSize(4, 5120, 40, 8, 128, 17408),  # of qwen3-14b, for rehearsals on a device
-    "cpu": ModelSize(3, 1024, 16, 8, 128, 3072),  # three of Qwen3-0.6B's layers
     "tiny": ModelSize(3, 64, 4, 2, 32, 96),
 }
+MODELS = ("qwen3-8b", "qwen3-14b")
 
 
-def step_work(
-    size: ModelSize, context: int, budget: int, value_bytes: int, kv_bytes: int = 0
-) -> dict[str, float]:
-    """Memory traffic of a step: fields of ``Work`` in cli/step_model.py. ``kv_bytes`` per element of K and V, 0: same
-    as the weights."""
-    width, kv = size.q_heads * size.head_dim, 2 * size.kv_heads * size.head_dim
-    weights = size.layers * size.hidden * (2 * width + kv + 3 * size.intermediate)
-    ahead = size.layers * size.hidden * width
-    digest = digest_bytes(DEFAULT_DIGEST, size.kv_heads, size.head_dim, value_bytes)
-    return {
-        "layers": size.layers, "weight_bytes": weights * value_bytes, "parameters": weights,
-        "ahead_bytes": ahead * value_bytes, "ahead_parameters": ahead, "context_tokens": context,
-        "budget_tokens": min(budget, context), "kv_bytes_per_token": size.layers * kv * (kv_bytes or value_bytes),
-        "digest_bytes": context // PAGE_SIZE_TOKENS * digest * size.layers, "query_values": width,
-    }  # fmt: skip
+def write_config(size: ModelSize, folder: Path, context: int) -> Path:
+    """A model folder without weights, as needed by ``--load-format dummy``."""
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "torch_dtype": "bfloat16",
+        "num_hidden_layers": size.layers,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_attention_heads": size.q_heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": _EPS,
+        "rope_theta": 1e6,
+        "max_position_embeddings": context,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 class DummyModel:

@@ -10,24 +10,17 @@ Nothing is measured; `note` says what a prediction is worth. Rows (format: rows.
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import operator
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmark import rows
-from benchmark.server.speed import SHAPES, write_config
+from benchmark.decode.model import MODELS, SIZES, write_config
 from sglang_scout.cli.sizes import GIB, make_plan
-from sglang_scout.cli.step_model import (
-    CAVEAT,
-    DEVICES,
-    MISSING_SHARE,
-    RING_VALUE_BYTES,
-    Work,
-    predict,
-)
+from sglang_scout.cli.step_model import CAVEAT, DEVICES, predict
 
 CONTEXTS = (16384, 32768, 65536, 131072)
 HOST_GIB = (128, 256, 512)
@@ -39,21 +32,25 @@ def add_row(
     writer: rows.Writer, folder: Path, name: str, kv: str, context: int, gpu: str, host: int
 ) -> rows.Row:
     device = DEVICES[gpu]
-    plan = make_plan(
-        str(folder), context_tokens=context, host_gib=host, gpu_gib=device.memory_bytes / GIB, kv_cache_dtype=kv
-    )  # fmt: skip
+    flags = {"context_tokens": context, "host_gib": host, "kv_cache_dtype": kv}
+    plan = make_plan(str(folder), gpu_gib=device.memory_bytes / GIB, **flags)
     ends = predict(plan, device)
     steps, stock = [end.offload for end in ends], ends[1].stock
-    return writer.add(
-        gpu, untimed=True, note=CAVEAT, model=name, kv_cache_dtype=kv, context=context, host_gib=host,
-        budget=plan.server.config.budget_tokens, batch=steps[1].batch, bound=[s.bound for s in steps],
-        tokens_per_s=[round(s.tokens_per_s) for s in steps], step_us=[round(s.us) for s in steps],
-        parts_us=[{part: round(us) for part, us in s.parts_us.items()} for s in steps],
-        stock_batch=stock.batch, stock_tokens_per_s=round(stock.tokens_per_s),
-        speed_up=[end.speed_up and round(end.speed_up, 2) for end in ends],
-        wins_from=[end.wins_from for end in ends],
-        wins_host_gib=[end.wins_host_bytes and round(end.wins_host_bytes / GIB, 1) for end in ends],
-    )  # fmt: skip
+    ours = {
+        "batch": steps[1].batch,
+        "tokens_per_s": [round(s.tokens_per_s) for s in steps],
+        "step_us": [round(s.us) for s in steps],
+        "bound": [s.bound for s in steps],
+        "parts_us": [{part: round(us) for part, us in s.parts_us.items()} for s in steps],
+        "stock_batch": stock.batch,
+        "stock_tokens_per_s": round(stock.tokens_per_s),
+        "speed_up": [end.speed_up and round(end.speed_up, 2) for end in ends],
+        "wins_from": [end.wins_from for end in ends],
+        "wins_host_gib": [x.wins_host_bytes and round(x.wins_host_bytes / GIB, 1) for x in ends],
+    }
+    about = {"model": name, "kv_cache_dtype": kv, "context": context, "host_gib": host}
+    about["budget"] = plan.server.config.budget_tokens
+    return writer.add(gpu, untimed=True, note=CAVEAT, **about, **ours)
 
 
 def _range(ends: list[Any], form: str = ",") -> str:
@@ -63,12 +60,10 @@ def _range(ends: list[Any], form: str = ",") -> str:
 
 def table(found: list[rows.Row]) -> str:
     """Markdown of one device."""
-    head = ["model, KV", "context", "stock", *(f"{host} GiB of pages" for host in HOST_GIB), "faster from"]  # fmt: skip
-    lines = []
-    for key, same in itertools.groupby(
-        found, lambda r: (r["model"], r["kv_cache_dtype"], r["context"])
-    ):
-        (model, kv, context), of = key, list(same)
+    columns = [f"{host} GiB of pages" for host in HOST_GIB]
+    lines, place = [], operator.itemgetter("model", "kv_cache_dtype", "context")
+    for (model, kv, context), same in itertools.groupby(found, place):
+        of = list(same)
         cells = [
             f"{_range(r['tokens_per_s'])} ({r['batch']}), {_range(r['speed_up'], '.1f')}x"
             for r in of
@@ -76,50 +71,22 @@ def table(found: list[rows.Row]) -> str:
         stock = f"{of[0]['stock_tokens_per_s']:,} ({of[0]['stock_batch']})"
         name = f"{model}, {'bf16' if kv == 'auto' else 'fp8'}"
         lines.append([name, f"{context:,}", stock, *cells, _range(of[-1]["wins_from"][::-1])])
-    return rows.markdown_table(head, lines)
-
-
-LAYER_BATCH, LAYER_CONTEXT = 32, 65536
-LAYERS: dict[str, dict[str, Any]] = {  # traffic within a layer, and the flags for it
-    "paper": {"config": '{"paper": true}', "budget_tokens": 2048},
-    "default": {},
-    "default, fp8": {"kv_cache_dtype": "fp8_e4m3"},
-}
-
-
-def layer_table(folder: Path) -> str:
-    """Markdown: MB per layer by category, the last over the link."""
-    columns = []
-    for flags in LAYERS.values():
-        plan = make_plan(str(folder), context_tokens=LAYER_CONTEXT, host_gib=1, **flags)
-        work = Work.of(plan.server)
-        kv = LAYER_BATCH * work.budget_tokens * work.kv_bytes_per_token * (1 - MISSING_SHARE)
-        ring = LAYER_BATCH * work.query_values * RING_VALUE_BYTES
-        each = [work.weight_bytes, work.ahead_bytes, LAYER_BATCH * work.digest_bytes, kv]
-        columns.append([x / work.layers / 1e6 for x in each] + [ring / 1e6])
-    names = ("weights", "look-ahead", "digests", "attention", "ring")
-    lines = [
-        [name, *(f"{x:.1f}" for x in row)]
-        for name, row in zip(names, zip(*columns, strict=True), strict=True)
-    ]
-    return rows.markdown_table(["MB", *LAYERS], lines)
+    return rows.markdown_table(["model, KV", "context", "stock", *columns, "faster from"], lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = rows.argument_parser(__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines")
     options = parser.parse_args()
     writer = rows.Writer(options.out, rows.environment("predictions", ("sglang-scout",)))
     with tempfile.TemporaryDirectory() as scratch:
-        for name in SHAPES:
-            folder = write_config(name, Path(scratch) / name, CONTEXTS[-1])
+        for name in MODELS:
+            folder = write_config(SIZES[name], Path(scratch) / name, CONTEXTS[-1])
             for kv, context, gpu, host in itertools.product(KV_TYPES, CONTEXTS, GPUS, HOST_GIB):
                 add_row(writer, folder, name, kv, context, gpu, host)
-        layers = layer_table(folder)
     writer.close()
     print(f"{CAVEAT}\n")
     print(table([row for row in writer.rows if row["impl"] == "h100"]))
-    print(f"\nA layer of {name}, {LAYER_BATCH} requests of {LAYER_CONTEXT} tokens:\n{layers}")
     return 0
 
 

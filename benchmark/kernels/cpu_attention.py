@@ -16,7 +16,7 @@ others. In every round each implementation is sampled once, after a warm-up call
 slowdowns of the machine affect all alike. The kernel is measured only after its output has been compared with the
 reference on the same inputs.
 
-Fields in addition to those of rows.py; null in rows that are not "ok", or if not applicable:
+Fields in addition to those of rows.py:
     models, batch, pages, page_size, H, G, D, threads, pool_bytes
     gb_per_s, tokens_per_s    bytes of K and V, and tokens, that a call reads / median time; GB = 1e9
     samples_us, median_us     per call; a sample is the mean of calls_per_sample calls
@@ -37,7 +37,7 @@ import torch
 
 from benchmark.kernels.kv_pool import Inputs, KvPool, Shape
 from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
-from benchmark.rows import Row, Writer, cache_bytes, environment, summary
+from benchmark.rows import Row, Writer, argument_parser, cache_bytes, environment, summary
 from sglang_scout.core.served_models import FP8_KV
 from sglang_scout.ops import native
 from sglang_scout.ops.attend import attend_pages
@@ -56,17 +56,6 @@ ROUNDS, QUICK_ROUNDS = 7, 3
 SAMPLE_S, MAX_CALL_S = 5e-3, 2.0
 MAX_CALLS = 64
 SETTLE_S = 0.01  # after OpenMP code: its threads spin for some milliseconds
-NOT_MEASURED = (
-    "threads",
-    "batch",
-    "pages",
-    "H",
-    "G",
-    "D",
-    "gb_per_s",
-    "tokens_per_s",
-    "samples_us",
-)
 
 
 class Native:
@@ -230,17 +219,14 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        epilog="Rows are described at the top of this file and of rows.py.",
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows to FILE")
     parser.add_argument("--quick", action="store_true", help="only one small size")
     args = parser.parse_args(argv)
     cpus = sorted(os.sched_getaffinity(0))
     shared: Row = environment("cpu_attention", ("sglang-scout", "torch", "numpy"))
     shared["native_best_isa"] = native.module.isa()
-    writer = Writer(args.json, shared | dict.fromkeys(NOT_MEASURED))
+    writer = Writer(args.json, shared)
     try:
         run(args, thread_counts(len(cpus)), cpus, writer)
     except ReadLoopError as error:

@@ -19,7 +19,7 @@ from benchmark.kernels.gpu_pools import (
     difference,
     name_of,
     plain,
-)  # fmt: skip
+)
 from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.ops import rotated
 from sglang_scout.ops.attend import attend_pages, merge_states
@@ -38,9 +38,12 @@ HIDDEN = 5120  # of Qwen3-14B, with 8 KV heads of 5 query heads each
 SCORES = {0: score_pages, 1: rotated.score_rotated, 2: rotated.score_rotated}
 """By bits per key element; 0: per-channel bounds."""
 BUILDS = {
-    "bounds": build_layer_digests, "1 bit": rotated.build_layer_rotated, "2 bits": rotated.build_layer_rotated,
-    "means": build_layer_means, "pilots": build_layer_pilots,
-}  # fmt: skip
+    "bounds": build_layer_digests,
+    "1 bit": rotated.build_layer_rotated,
+    "2 bits": rotated.build_layer_rotated,
+    "means": build_layer_means,
+    "pilots": build_layer_pilots,
+}
 
 
 def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
@@ -97,18 +100,20 @@ def attention(
     def arguments(table: torch.Tensor, wide: bool = False) -> tuple[object, ...]:
         return q, *pools.kv(kv, wide), table, tail, length, D**-0.5
 
+    def check() -> str:
+        given, wide = arguments(tables[0]), arguments(tables[0], wide=True)
+        return difference(attend_pages, *given, impl=impl, of=wide, rounded=True)
+
     token_bytes = 2 * pools.H * D * kv.itemsize
     return Case(
         "attend_pages",
         {"B": B, "resident": resident, "columns": columns, "kv": name_of(kv)},
         B * ((resident * S + S // 2) * token_bytes + 4 * columns) + 3 * q.nbytes + 4 * B * pools.HQ,
         [lambda t=t: attend_pages(*arguments(t), impl=impl) for t in tables],
-        lambda: difference(
-            attend_pages, *arguments(tables[0]), impl=impl, of=arguments(tables[0], wide=True), rounded=True,
-        ),
+        check,
         impl=impl,
         absent="; ".join(attend_pages.reasons(*arguments(tables[0]))[impl]),
-    )  # fmt: skip
+    )
 
 
 def packed(pools: Pools, B: int, columns: int) -> Case:
@@ -155,7 +160,9 @@ def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYP
         of = pools.layers(source, kv, wide=True) if impl == "reference" else layers
         return op(of, which, *written, *more, impl=impl)
 
-    page_bytes = S * pools.H * D * kv.itemsize * (2 if "bit" in kind else 1)  # V too
+    # Steps may differ by rounding, and with them values close to a threshold.
+    is_rotated, share = "bit" in kind, 0.01 if "bit" in kind else 0.0
+    page_bytes = S * pools.H * D * kv.itemsize * (1 + is_rotated)  # V too
     digest_bytes = sum(part[0].nbytes for part in parts)
     on_bus = layers.k[0].device.type != pools.device
     return Case(
@@ -163,10 +170,9 @@ def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYP
         {"pages": n, "layers": L, "from": source, "digest": kind, "kv": name_of(kv)},
         n * L * page_bytes if on_bus else n * (L * (page_bytes + digest_bytes) + 8),
         [lambda i=i: call(i) for i in ids],
-        # Steps may differ by rounding, and with them values close to a threshold.
-        lambda: changed(op, written, lambda impl: call(ids[0], impl), 0.01 if "bit" in kind else 0.0),
+        lambda: changed(op, written, lambda impl: call(ids[0], impl), share),
         "bus" if on_bus else "device",
-    )  # fmt: skip
+    )
 
 
 def copies(pools: Pools, n: int, source: str, impl: str = "triton") -> Case:
@@ -180,20 +186,22 @@ def copies(pools: Pools, n: int, source: str, impl: str = "triton") -> Case:
     eager = impl == "memcpy"
     if not eager:  # on the device before capture
         ids = [x.to(pools.device) for x in ids]
+
+    def call(which: torch.Tensor, impl: str) -> object:
+        return copy_layer_pages(layers, which, *to, impl=impl)
+
     kv_bytes = 2 * S * pools.H * D * DTYPE.itemsize
     on_bus = layers.k[0].device.type != pools.device
     return Case(
         "copy_layer_pages",
         {"pages": n, "layers": L, "from": source},
         n * kv_bytes if on_bus else n * (2 * kv_bytes + 24),
-        [lambda i=i: copy_layer_pages(layers, i, *to, impl=impl) for i in ids],
-        lambda: changed(
-            copy_layer_pages, to, lambda impl: copy_layer_pages(layers, ids[0], *to, impl=impl), impl=impl
-        ),
+        [lambda i=i: call(i, impl) for i in ids],
+        lambda: changed(copy_layer_pages, to, lambda impl: call(ids[0], impl), impl=impl),
         "bus" if on_bus else "device",
         impl,
         eager=eager,
-    )  # fmt: skip
+    )
 
 
 def staged(pools: Pools, lists: int, k: int, heads: int) -> Case:
@@ -203,15 +211,19 @@ def staged(pools: Pools, lists: int, k: int, heads: int) -> Case:
     pages = [pools.ids(lists, k, pages=len(layers.k[0])) for _ in range(REPEATS)]
     for some in pages:
         some[:, -1] = -1
+
+    def call(which: torch.Tensor, impl: str = "triton") -> object:
+        return stage_pages(layers, 1, which, *to, impl=impl)
+
     kv_bytes = 2 * S * heads * D * DTYPE.itemsize
     return Case(
         "stage_pages",
         {"lists": lists, "k": k, "heads": heads},
         lists * (k - 1) * kv_bytes,
-        [lambda p=p: stage_pages(layers, 1, p, *to, impl="triton") for p in pages],
-        lambda: changed(stage_pages, to, lambda impl: stage_pages(layers, 1, pages[0], *to, impl=impl)),
+        [lambda p=p: call(p) for p in pages],
+        lambda: changed(stage_pages, to, lambda impl: call(pages[0], impl)),
         "bus" if pools.device == "cuda" else "device",
-    )  # fmt: skip
+    )
 
 
 def appended(pools: Pools, B: int, kv: torch.dtype = DTYPE) -> Case:

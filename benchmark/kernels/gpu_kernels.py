@@ -16,7 +16,6 @@ and write.
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import itertools
 import sys
@@ -101,9 +100,12 @@ class Timer:
 
     def samples_us(self, calls: list[Callable[[], object]], eager: bool = False) -> list[float]:
         """Microseconds of one call, SAMPLES times, or fewer if they take long."""
-        replay = (lambda: [call() for call in calls]) if eager else device.captured(
-            lambda: [call() for call in calls]
-        ).replay  # fmt: skip
+
+        def all_calls() -> None:
+            for call in calls:
+                call()
+
+        replay = all_calls if eager else device.captured(all_calls).replay
         samples = []
         for number in range(WARM_UP + SAMPLES):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -186,16 +188,17 @@ def measure(options: argparse.Namespace) -> int:
     return int(any("FAILED" in line for line in lines))
 
 
-def check(device: str, share: tuple[int, int] = (0, 1)) -> int:
+def check(options: argparse.Namespace) -> str:
     """Results only, at small sizes; on a device also in grids of many programs, at the sizes that `measure` compiles.
 
     Every process makes the inputs of all cases, so that they do not depend on its share.
     """
-    on_cuda, failed = device == "cuda", 0
-    every = check_cases(Pools(device, pages=64, layers=2, heads=8 if on_cuda else 2))
+    where, share = device.device(), options.share
+    on_cuda, failed = where == "cuda", 0
+    every = check_cases(Pools(where, pages=64, layers=2, heads=8 if on_cuda else 2))
     if on_cuda:
         torch.cuda.set_stream(torch.cuda.Stream())
-        wide = Pools(device, pages=9 * 2048 // 8, layers=4, heads=8)
+        wide = Pools(where, pages=9 * 2048 // 8, layers=4, heads=8)
         every = itertools.chain(every, step_cases(wide, ((1, 2048), (9, 2048))))
     for case in itertools.islice(every, share[0], None, share[1]):
         wrong = "" if case.absent else case.check()
@@ -204,24 +207,15 @@ def check(device: str, share: tuple[int, int] = (0, 1)) -> int:
         print(f"{case.op:19} {case.impl} {case.sizes}: {said}", flush=True)
     if on_cuda:
         torch.cuda.synchronize()
-    return 1 if failed else 0
-
-
-def parsed_share(text: str) -> tuple[int, int]:
-    """I and N of "I/N". Raises ArgumentTypeError."""
-    index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N - 1, e.g. 0/4")
-    return int(index), int(count)
+    return f"{failed} cases differ" if failed else ""
 
 
 def add_share(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--share", type=parsed_share, default=(0, 1), metavar="I/N")
+    def share(text: str) -> list[int]:
+        return [int(x) for x in text.split("/")]
+
+    parser.add_argument("--share", type=share, default=(0, 1), metavar="I/N")
 
 
 if __name__ == "__main__":
-    shares = argparse.ArgumentParser(add_help=False)
-    add_share(shares)
-    share = shares.parse_known_args()[0].share
-    checked = functools.partial(check, share=share)
-    sys.exit(device.run(__doc__, checked, measure, add_options=add_share))
+    sys.exit(device.run(__doc__, check, measure, add_options=add_share))

@@ -81,9 +81,12 @@ class Pools:
         self.means = torch.stack((one, other), 2)
         self.pilots = one[:, :, None, :PILOT_RANK].contiguous()
         self.digests_of = {
-            "bounds": self.digests[0], "1 bit": self.digests[1], "2 bits": self.digests[2],
-            "means": (self.means,), "pilots": (self.pilots,),
-        }  # fmt: skip
+            "bounds": self.digests[0],
+            "1 bit": self.digests[1],
+            "2 bits": self.digests[2],
+            "means": (self.means,),
+            "pilots": (self.pilots,),
+        }
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._rng, device=self.device)
@@ -140,8 +143,12 @@ def tolerance_of(op: Op) -> Tolerance:
 
 
 def difference(
-    op: Op, *arguments: object, impl: str = "triton", of: tuple[object, ...] = (), rounded: bool = False
-) -> str:  # fmt: skip
+    op: Op,
+    *arguments: object,
+    impl: str = "triton",
+    of: tuple[object, ...] = (),
+    rounded: bool = False,
+) -> str:
     """Difference of the kernel's result from the reference, with the op's tolerance for this dtype.
 
     Args:
@@ -159,8 +166,12 @@ def difference(
 
 
 def changed(
-    op: Op, mutable: list[torch.Tensor], call: Callable[[str], object], share: float = 0.0, impl: str = "triton"
-) -> str:  # fmt: skip
+    op: Op,
+    mutable: list[torch.Tensor],
+    call: Callable[[str], object],
+    share: float = 0.0,
+    impl: str = "triton",
+) -> str:
     """The same for ops that write into their arguments: within tolerance, or equal except for a share of the written
     elements."""
     before = [t.clone() for t in mutable]

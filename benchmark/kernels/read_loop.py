@@ -39,16 +39,10 @@ class ReadLoop:
         """
         assert ids.dtype == np.int32 and ids.flags.c_contiguous and page_bytes % 512 == 0
         checksum = ctypes.c_uint64()
-        ns = self._library.scout_read_pages(
-            ctypes.c_void_p(k),
-            ctypes.c_void_p(v),
-            ctypes.c_int64(page_bytes),
-            ctypes.c_void_p(ids.ctypes.data),
-            ctypes.c_int64(len(ids)),
-            ctypes.c_void_p(self._cpus.ctypes.data),
-            ctypes.c_int32(threads),
-            ctypes.byref(checksum),
-        )
+        pages = ctypes.c_void_p(ids.ctypes.data), ctypes.c_int64(len(ids))
+        cpus = ctypes.c_void_p(self._cpus.ctypes.data), ctypes.c_int32(threads)
+        planes = ctypes.c_void_p(k), ctypes.c_void_p(v), ctypes.c_int64(page_bytes)
+        ns = self._library.scout_read_pages(*planes, *pages, *cpus, ctypes.byref(checksum))
         return int(ns), checksum.value
 
 

@@ -10,7 +10,7 @@ Rows (format: rows.py), op being
     idle        epoch 0: nothing is posted; the cost of the graph nodes themselves
     one_page    a page per row: the round trip over the bus, with next to no attention
     one_page_in_front   the same, with all layers posted before the first wait, like layer-ahead posting
-with B, layers, threads, p99_us, and answered: records that the threads answered, which must be all.
+with B, layers, threads, p99_us. The threads must have answered every record.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from sglang_scout.ops.doorbell import DeviceRing
 LAYERS, PAGES, S, H, HQ, D, K = 8, 64, 32, 8, 40, 128, 64
 EPOCH, SPIN_US = 1, 600_000_000
 WARM_UP, SAMPLES = 20, 500
+OPS = ("idle", 0, False), ("one_page", EPOCH, False), ("one_page_in_front", EPOCH, True)
+"""Of the rows, with epoch and whether all layers are posted first."""
 
 
 class Server:
@@ -127,17 +129,17 @@ def check(device: str) -> str:
     return "" if is_right else "another answer"
 
 
-def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
-    """Microseconds per layer of each replay, and how many records were answered.
+def samples_us(step: Step, epoch: int) -> list[float]:
+    """Microseconds per layer of each replay.
 
     Raises:
-        RuntimeError: a replay failed. It is the last: after an error merges no longer wait.
+        RuntimeError: a replay failed, or not all records were answered. After an error merges no longer wait.
     """
-    ring = step.running.ring
+    ring, records = step.running.ring, step.running.records
     ring.set_epoch(0)
     graph = device.captured(step)
     ring.set_epoch(epoch)
-    before, samples = step.running.records(), []
+    before, samples = records(), []
     for number in range(1, WARM_UP + SAMPLES + 1):
         ring.begin_step(number)
         torch.cuda.synchronize()
@@ -149,48 +151,39 @@ def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
         samples.append(begin.elapsed_time(end) * 1e3 / LAYERS)
         if faults := ring.faults():
             raise RuntimeError(f"replay {number}: {'; '.join(faults)}")
-    return samples[WARM_UP:], step.running.records() - before
+    answered, expected = records() - before, len(samples) * LAYERS * (epoch > 0)
+    if answered != expected:
+        raise RuntimeError(f"{answered} records answered, expected {expected}")
+    return samples[WARM_UP:]
 
 
 def measure(options: argparse.Namespace) -> int:
-    wrong = check("cuda")
     shared = rows.environment("gpu_ring", ("torch", "triton"), cuda=True)
     shared |= {"device": torch.cuda.get_device_name(), "layers": LAYERS}
-    writer = rows.Writer(options.out, shared, append=True)
-    if wrong:
-        writer.add("triton", "failed", wrong, op="check")
-        writer.close()
-        print(f"FAILED: {wrong}")
-        return 1
+    writer, sizes = rows.Writer(options.out, shared, append=True), {"op": "check"}
     threads, table = max(1, min(8, len(os.sched_getaffinity(0)) - 2)), []
-    for batch in (1, 16):
-        with server("cuda", batch, threads) as running:
-            for op, epoch, in_front in (
-                ("idle", 0, False),
-                ("one_page", EPOCH, False),
-                ("one_page_in_front", EPOCH, True),
-            ):
-                sizes = {"op": op, "B": batch, "threads": running.threads}
-                expected = (WARM_UP + SAMPLES) * LAYERS if epoch else 0
-                try:
-                    samples, answered = samples_us(Step(running, batch, in_front), epoch)
-                    if answered != expected:
-                        raise RuntimeError(f"{answered} records answered, expected {expected}")
-                except RuntimeError as error:
-                    writer.add("triton", "failed", str(error), **sizes)
-                    writer.close()
-                    print(f"{op} B={batch}: FAILED {error}")
-                    return 1
-                p99_us = round(rows.percentile(samples, 99), 3)
-                found = rows.summary(samples)
-                writer.add("triton", p99_us=p99_us, answered=answered, **sizes, **found)
-                table.append((op, str(batch), f"{found['median_us']:.2f}", f"{p99_us:.2f}"))
-    writer.close()
+    try:
+        if wrong := check("cuda"):
+            raise RuntimeError(wrong)
+        for batch in (1, 16):
+            with server("cuda", batch, threads) as running:
+                for op, epoch, in_front in OPS:
+                    sizes = {"op": op, "B": batch, "threads": threads}
+                    samples = samples_us(Step(running, batch, in_front), epoch)
+                    p99_us = round(rows.percentile(samples, 99), 3)
+                    found = rows.summary(samples)
+                    writer.add("triton", p99_us=p99_us, **sizes, **found)
+                    table.append((op, str(batch), f"{found['median_us']:.2f}", f"{p99_us:.2f}"))
+    except RuntimeError as error:
+        writer.add("triton", "failed", str(error), **sizes)
+        print(f"{sizes}: FAILED {error}")
+        return 1
+    finally:
+        writer.close()
     print(rows.markdown_table(("a layer of", "B", "us", "p99 us"), table))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(
-        device.run(__doc__, lambda where: device.say(check(where)), measure, needs_worker=True)
-    )
+    where = device.device()
+    sys.exit(device.run(__doc__, lambda options: check(where), measure, needs_worker=True))

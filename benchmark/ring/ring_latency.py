@@ -19,43 +19,34 @@ Fields in addition to those of rows.py:
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmark.rows import FREE_CPU_IDLE_SHARE, Row, Writer, environment, percentile, summary
+from benchmark import rows
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 SPEC = ArenaSpec(
-    num_layers=2, num_pages=64, page_size=16, num_kv_heads=1, num_q_heads=1, head_dim=64,
-    kv_dtype="bfloat16", scale=0.125, max_batch=1, max_pages=1,
-)  # fmt: skip
+    num_layers=2,
+    num_pages=64,
+    page_size=16,
+    num_kv_heads=1,
+    num_q_heads=1,
+    head_dim=64,
+    kv_dtype="bfloat16",
+    scale=0.125,
+    max_batch=1,
+    max_pages=1,
+)
 WARM_UP = 200
 TIMEOUT_US = 1_000_000
-
-
-@dataclass(frozen=True)
-class Case:
-    impl: str
-    gap_us: int
-    samples: int
-
-
-FULL = (
-    Case("ring", 0, 20_000),
-    Case("ring", 200, 10_000),
-    Case("ring", 1000, 10_000),
-    Case("client", 0, 10_000),
-    Case("client", 1000, 10_000),
-)
-QUICK = tuple(Case(c.impl, c.gap_us, 20) for c in FULL)
+CASES = {("ring", 0): 20_000, ("ring", 200): 10_000, ("ring", 1000): 10_000}
+CASES |= {("client", 0): 10_000, ("client", 1000): 10_000}
+"""Samples by way and gap in us."""
 BLOCKS = 10  # cases alternate in blocks of a tenth of their samples
 
 
@@ -64,10 +55,9 @@ class Bench:
 
     def __init__(self, client: WorkerClient, spin_us: int) -> None:
         rng = np.random.default_rng(1)
-        self._client = client
+        self._client, self._spin_us = client, spin_us
         # The client's underlying calls, without its checks: the cost of the ring itself.
         self._producer = client._producer
-        self._spin_us = spin_us
         self.q = rng.standard_normal((1, 1, SPEC.head_dim), np.float32)
         self._pages = np.zeros((1, 1), np.int32)
         self._counts = np.ones(1, np.int32)
@@ -76,12 +66,13 @@ class Bench:
         self._step = 0
         self.fallback_pages = 0
 
-    def block(self, case: Case, samples: int) -> list[float]:
+    def block(self, way: str, gap_us: int, samples: int) -> list[float]:
         """Round trips in microseconds."""
-        once = self._ring if case.impl == "ring" else self._through_client
-        found = []
+        once, found = self._ring if way == "ring" else self._through_client, []
         for _ in range(samples):
-            _pause(case.gap_us)
+            until_ns = time.perf_counter_ns() + gap_us * 1000
+            while time.perf_counter_ns() < until_ns:
+                pass  # a sleeping poster would also measure its own wake-up
             self._step += 1
             found.append(once() / 1e3)
         return found
@@ -106,17 +97,9 @@ class Bench:
         return end_ns - begin_ns
 
 
-def _pause(gap_us: int) -> None:
-    """Busy-waits: a sleeping poster would also measure its own wake-up."""
-    if gap_us:
-        until_ns = time.perf_counter_ns() + gap_us * 1000
-        while time.perf_counter_ns() < until_ns:
-            pass
-
-
 def check_result(bench: Bench, arena: Arena) -> None:
     """Compares the answer with numpy in float64; raises AssertionError."""
-    bench.block(Case("client", 0, 1), 1)
+    bench.block("client", 0, 1)
     k, v = (
         (plane[0, :, 0].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         for plane in (arena.k_pages(0), arena.v_pages(0))
@@ -127,34 +110,12 @@ def check_result(bench: Bench, arena: Arena) -> None:
     np.testing.assert_allclose(bench.out[0, 0], expected, rtol=1e-5, atol=1e-5)
 
 
-def measure(bench: Bench, cases: tuple[Case, ...]) -> list[Row]:
-    """Fields of one row per case."""
-    samples: dict[Case, list[float]] = {case: [] for case in cases}
-    fallback = dict.fromkeys(cases, 0)
-    for i in range(BLOCKS):
-        for case in cases:
-            bench.block(case, WARM_UP if i == 0 else 20)
-            bench.fallback_pages = 0
-            samples[case] += bench.block(case, case.samples // BLOCKS)
-            fallback[case] += bench.fallback_pages
-    return [
-        {
-            "impl": case.impl,
-            "gap_us": case.gap_us,
-            **summary(us),
-            "p99_us": round(percentile(us, 99), 3),
-            "max_us": round(max(us), 3),
-            "fallback_pages": fallback[case],
-        }
-        for case, us in samples.items()
-    ]
-
-
-def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) -> None:
-    """Pins this process; the caller restores the affinity."""
-    poster_cpu, worker_cpu = cpus[0], cpus[-1]
+def run(writer: rows.Writer, cpus: list[int], quick: bool, shared: rows.Row) -> None:
+    """A row per case. Pins this process; the caller restores the affinity."""
     # Long timeouts, so that a worker starved on a busy machine is not replaced.
     config = WorkerConfig(heartbeat_timeout_s=30, stall_timeout_s=30)
+    samples: dict[tuple[str, int], list[float]] = {case: [] for case in CASES}
+    fallback = dict.fromkeys(CASES, 0)
     arena = Arena.create(SPEC)
     try:
         rng = np.random.default_rng(0)
@@ -162,53 +123,49 @@ def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) ->
             for plane in (arena.k_pages(layer), arena.v_pages(layer)):
                 values = rng.standard_normal(plane.shape, np.float32)
                 plane[:] = (values.view(np.uint32) >> 16).astype(np.uint16)
-        with WorkerClient(arena, [worker_cpu], config=config) as client:
-            os.sched_setaffinity(0, {poster_cpu})  # after the start: not inherited by the worker
+        with WorkerClient(arena, [cpus[-1]], config=config) as client:
+            os.sched_setaffinity(0, {cpus[0]})  # after the start: not inherited by the worker
             bench = Bench(client, config.spin_us)
             check_result(bench, arena)
-            rows = measure(bench, cases)
-            restarts = client.snapshot().restarts
-        shared = {
-            "worker_cpu": worker_cpu,
-            "poster_cpu": poster_cpu,
-            "spin_us": config.spin_us,
-            "cores_free": free,
-            "restarts": restarts,
-        }
-        for row in rows:
-            missed = row["fallback_pages"]
-            status = ("failed", f"no answer of the process for {missed} pages") if missed else ()
-            writer.add(row.pop("impl"), *status, **row, **shared)
-            print(f"gap {row['gap_us']:4d} us: median {row['median_us']:7.2f}, p99 "
-                  f"{row['p99_us']:8.2f}, max {row['max_us']:9.1f} us", file=sys.stderr)  # fmt: skip
+            for number in range(BLOCKS):
+                for case, count in CASES.items():
+                    bench.block(*case, 20 if number else WARM_UP)
+                    bench.fallback_pages = 0
+                    samples[case] += bench.block(*case, 2 if quick else count // BLOCKS)
+                    fallback[case] += bench.fallback_pages
+            shared |= {"spin_us": config.spin_us, "restarts": client.snapshot().restarts}
     finally:
         arena.close()
+    for (way, gap_us), us in samples.items():
+        missed = fallback[way, gap_us]
+        status = ("failed", f"no answer of the process for {missed} pages") if missed else ()
+        found = {"gap_us": gap_us, **rows.summary(us), "fallback_pages": missed}
+        found |= {"p99_us": round(rows.percentile(us, 99), 3), "max_us": round(max(us), 3)}
+        writer.add(way, *status, **found, **shared)
+        shown = ", ".join(f"{name} {found[name]}" for name in ("median_us", "p99_us", "max_us"))
+        print(f"{way}, gap {gap_us} us: {shown}", file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0], epilog="Rows: see the top of this file."
-    )
+def main() -> int:
+    parser = rows.argument_parser(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows to FILE")
     parser.add_argument("--quick", action="store_true", help="only a few samples")
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.WARNING)
-    before = os.sched_getaffinity(0)
-    cpus = sorted(before)
-    shared = environment("ring_latency", ("sglang-scout", "numpy"))
-    idle = shared["idle_before"]
-    ends = [idle[0], idle[-1]] if idle else [0.0]
-    free = len(cpus) > 1 and min(ends) >= FREE_CPU_IDLE_SHARE
-    writer = Writer(args.json, shared)
+    args = parser.parse_args()
+    allowed = os.sched_getaffinity(0)
+    cpus, shared = sorted(allowed), rows.environment("ring_latency", ("sglang-scout", "numpy"))
+    idle = shared["idle_before"] or [0.0]
+    free = min(idle[0], idle[-1]) >= rows.FREE_CPU_IDLE_SHARE
+    about = {"worker_cpu": cpus[-1], "poster_cpu": cpus[0], "cores_free": free}
+    writer = rows.Writer(args.json, shared)
     try:
         if len(cpus) < 2:
             writer.add("ring", "skipped", "one CPU: poster and attention process would share it")
         else:
-            run(QUICK if args.quick else FULL, writer, cpus, free)
+            run(writer, cpus, args.quick, about)
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, allowed)
         writer.close()
-    return 1 if any(row["status"] == "failed" for row in writer.rows) else 0
+    return int(any(row["status"] == "failed" for row in writer.rows))
 
 
 if __name__ == "__main__":

@@ -67,9 +67,15 @@ class DecodeServer(SingleServer):
         )
         environment = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
         super().__init__(
-            "decode", model_dir, arguments, device=device, log=log, environment=environment,
-            ready_timeout_s=ready_timeout_s, settle_s=LOCKED_SETTLE_S,
-        )  # fmt: skip
+            "decode",
+            model_dir,
+            arguments,
+            device=device,
+            log=log,
+            environment=environment,
+            ready_timeout_s=ready_timeout_s,
+            settle_s=LOCKED_SETTLE_S,
+        )
 
     def info(self, timeout_s: float = 60.0) -> dict[str, Any]:
         return http_json(self.url + "/server_info", timeout_s=timeout_s)

@@ -8,13 +8,13 @@ budget far below the context, a row each:
 
     verify      every layer of the server without graphs equals attention over the selected pages
     tokens      are the same with and without captured graphs: for single requests, except where the two best tokens
-                are closer than rounding; for several at once, most first tokens must agree (`count_apart`)
+                are closer than rounding; for several at once, most first tokens must agree
     state       of /server_info: pages that the CPU computed, none in use after the last request
     graphs      were replayed in every step, and in none of the other server
 
 On a CUDA device both servers run at the same time, each with CPUs of its own for the attention process.
 
---device cpu runs the checks with the ring's kernels in Triton's interpreter.
+--device cpu runs the checks at smaller sizes, with the ring's kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -25,79 +25,86 @@ import re
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmark import rows
+from benchmark.decode.model import MODELS
 from benchmark.server.decode_server import FAILURES, DecodeServer, make_prompts, offload_flags
-from benchmark.server.speed import REHEARSAL, SERVERS, SHAPES, measure_speed
+from benchmark.server.speed import MEASURED, REHEARSAL, measure_speed
 from make_tiny_model import TinyModelSpec, make_tiny_model
 from servers.server_process import ends_orderly
-from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
 from sglang_scout.worker.host_memory import available_bytes
 
-Answers = list[list[tuple[int, float]]]  # per request its tokens and their log-probabilities
-BUDGET_TOKENS = 128
-VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Largest relative error; bfloat16 outputs alone are off by 0.4 %."""
-LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
-"""Where captured and eager steps choose different tokens, these were nearly equally likely."""
-START_S, REQUEST_S = {"cuda": 75.0, "cpu": 300.0}, {"cuda": 25.0, "cpu": 600.0}
-"""Timeouts for a server to start, including kernel compilation, and to answer one batch."""
-PAGE, WORKER_CPUS = 32, 4
+Answer = list[tuple[int, float]]  # tokens and their log-probabilities
+Answers = list[Answer]
+BUDGET_TOKENS, PAGE, WORKER_CPUS = 128, 32, 4
 
 
-def differences(eager: Answers, graph: Answers, tolerance: float) -> tuple[list[str], int]:
-    """Problems, and how many requests diverge at a tie between two tokens.
+@dataclass(frozen=True)
+class Sizes:
+    """Of the checks on a device.
 
-    After the first token that differs, two answers are not comparable.
+    Attributes:
+        batches: requests sent at once, of up to ``context`` tokens; each is answered by ``tokens``.
+        start_s, request_s: timeouts for a server to start, including kernel compilation, and to answer one batch.
+        error: the largest relative one of a layer; bfloat16 outputs alone are off by 0.4 %.
+        logprob_gap: where captured and eager steps choose different tokens, these were so nearly equally likely.
     """
-    wrong, ties = [], 0
-    for row, (left, right) in enumerate(zip(eager, graph, strict=True)):
-        if len(left) != len(right):
-            wrong.append(f"request {row}: {len(left)} and {len(right)} tokens")
-            continue
-        for at, ((token, score), (other, other_score)) in enumerate(zip(left, right, strict=True)):
-            gap = abs(score - other_score)
-            if not gap <= tolerance:
-                wrong.append(f"request {row}, token {at}: log-probabilities differ by {gap:.3g}")
-            if token != other:
-                ties += 1
-            if token != other or not gap <= tolerance:
-                break
-    return wrong, ties
+
+    dtype: str
+    head_dim: int
+    batches: tuple[int, ...]
+    context: int
+    tokens: int
+    host_gb: float
+    start_s: float
+    request_s: float
+    error: float
+    logprob_gap: float
 
 
-def count_apart(eager: Answers, graph: Answers, tolerance: float) -> int:
-    """Requests whose first decoded tokens have nothing in common.
+SIZES = {
+    "cuda": Sizes("bfloat16", 128, (1, 3, 16), 1500, 24, 2.0, 75.0, 25.0, 1e-2, 0.25),
+    "cpu": Sizes("float32", 64, (1, 3), 600, 12, 0.2, 300.0, 600.0, 1e-5, 1e-3),
+}
 
-    Requests that are sent at once need not join the batch in the same steps, so sums round differently, and
-    occasionally another page is selected. Then a request diverges; wrong steps make nearly all diverge.
-    """
-    count = 0
-    for left, right in zip(eager, graph, strict=True):
-        if min(len(left), len(right)) < 2:  # too short: reported separately
-            continue
-        (token, score), (other, other_score) = left[1], right[1]
-        count += token != other or not abs(score - other_score) <= tolerance
-    return count
+
+def parting(left: Answer, right: Answer, most_gap: float) -> tuple[int, float] | None:
+    """Where two answers first have another token or log-probability, and by how much the latter differs. What follows
+    is not comparable."""
+    for at, ((token, score), (other, other_score)) in enumerate(zip(left, right, strict=True)):
+        gap = abs(score - other_score)
+        if token != other or not gap <= most_gap:
+            return at, gap
+    return None
 
 
 def token_problems(
-    eager: dict[int, Answers], graph: dict[int, Answers], device: str, tolerance: float
+    eager: dict[int, Answers], graph: dict[int, Answers], device: str, most_gap: float
 ) -> tuple[list[str], dict[str, int]]:
-    """Problems with the answers of captured steps, by batch size, and how many requests diverge for which reason."""
+    """Problems with the answers of captured steps, by batch size, and how many requests part for which reason.
+
+    Requests that are sent at once need not join the batch in the same steps, so sums round differently, and
+    occasionally another page is selected. Then a request parts; wrong steps make nearly all do so at once.
+    """
     wrong, ties, apart, together = [], 0, 0, 0
     for size, answers in eager.items():
-        found, parted = differences(answers, graph[size], tolerance)
-        if size == 1 or device == "cpu":  # arithmetic independent of the batch
-            wrong += [f"batch {size}, {line}" for line in found]
-            ties += parted
-        else:
-            wrong += [f"batch {size}, {line}" for line in found if line.endswith(" tokens")]
-            apart, together = apart + count_apart(answers, graph[size], tolerance), together + size
+        for row, (left, right) in enumerate(zip(answers, graph[size], strict=True)):
+            where = f"batch {size}, request {row}"
+            if len(left) != len(right):
+                wrong.append(f"{where}: {len(left)} and {len(right)} tokens")
+                continue
+            at, gap = parting(left, right, most_gap) or (len(left), 0.0)
+            if size > 1 and device != "cpu":  # sums depend on the batch
+                together, apart = together + 1, apart + (at <= 1)  # the first is a placeholder
+            elif not gap <= most_gap:
+                wrong.append(f"{where}, token {at}: log-probabilities differ by {gap:.3g}")
+            else:
+                ties += at < len(left)
     if apart > together // 4:
         wrong.append(f"the first tokens of {apart} of {together} requests have nothing in common")
     return wrong, {"ties": ties, "apart": apart, "requests": sum(eager)}
@@ -126,28 +133,6 @@ def graph_problems(log: str, replayed: bool) -> list[str]:
     return [] if said == {str(replayed)} else [f"steps replayed a graph: {said or 'unknown'}"]
 
 
-def ask_all(server: DecodeServer, options: argparse.Namespace) -> dict[int, Answers]:
-    """Answers per batch size. All requests of one size start together."""
-    answers = {}
-    for size in options.batch:
-        lengths = [options.context - 37 * row for row in range(size)]
-        prompts = make_prompts(lengths, 500, seed=size)
-        answers[size] = server.generate(prompts, options.tokens, REQUEST_S[options.device])
-    return answers
-
-
-def server_flags(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """Flags common to both servers of the checks."""
-    most = max(options.batch)
-    total = 2 * most * (options.context + options.tokens + PAGE)
-    common = {"dtype": dtype, "max_running_requests": most, "max_total_tokens": total}
-    if options.device != "cpu":
-        # Not disable_cuda_graph_padding: with it this SGLang looks up graphs by a key that none has.
-        common |= {"cuda_graph_max_bs_decode": most, "mem_fraction_static": 0.5}
-        common |= {"decode_log_interval": 1}  # logs for each step whether a graph ran it
-    return common
-
-
 def worker_cpus(name: str) -> str | None:
     """CPUs of a server's attention process where both run at once; None: the default."""
     cpus = sorted(os.sched_getaffinity(0))
@@ -160,20 +145,17 @@ def worker_cpus(name: str) -> str | None:
 class Checks:
     """Rows of the checks, and the two servers that they need: one without graphs, one with them."""
 
-    def __init__(self, writer: rows.Writer, options: argparse.Namespace, logs: Path, model: Path):
-        self.failed = 0
-        self._writer, self._options, self._logs, self._model = writer, options, logs, model
-        self._dtype = "float32" if options.device == "cpu" else "bfloat16"
+    def __init__(self, writer: rows.Writer, device: str, logs: Path, model: Path) -> None:
+        self.failed, self._sizes = 0, SIZES[device]
+        self._writer, self._device, self._logs, self._model = writer, device, logs, model
 
     def run(self) -> None:
-        on_cpu = self._options.device == "cpu"
-        spec = TinyModelSpec(dtype=self._dtype, head_dim=64 if on_cpu else 128)
-        make_tiny_model(spec, self._model)
-        with ThreadPoolExecutor(1 if on_cpu else 2) as pool:
+        sizes = self._sizes
+        make_tiny_model(TinyModelSpec(dtype=sizes.dtype, head_dim=sizes.head_dim), self._model)
+        with ThreadPoolExecutor(1 if self._device == "cpu" else 2) as pool:
             eager, graph = pool.map(self._serve, ("eager", "graph"))
         if eager and graph:
-            tolerance = LOGPROB_TOLERANCE[self._dtype]
-            wrong, found = token_problems(eager, graph, self._options.device, tolerance)
+            wrong, found = token_problems(eager, graph, self._device, sizes.logprob_gap)
             self._row("tokens", wrong, **found)
 
     def _row(self, name: str, wrong: list[str], **more: Any) -> None:
@@ -182,75 +164,78 @@ class Checks:
         self._writer.add("scout", status, reason, check=name, untimed=True, **more)
         print(f"{name}: {reason or 'ok'} {more or ''}", flush=True)
 
+    def _flags(self, name: str) -> dict[str, Any]:
+        sizes, eager, on_cpu = self._sizes, name == "eager", self._device == "cpu"
+        most = max(sizes.batches)
+        flags = offload_flags(
+            self._device,
+            budget=BUDGET_TOKENS,
+            host_gb=sizes.host_gb,
+            recall="fixed",
+            resident_tokens=BUDGET_TOKENS * most,
+            verify=eager,
+        )
+        flags |= {"dtype": sizes.dtype, "max_running_requests": most}
+        flags["max_total_tokens"] = 2 * most * (sizes.context + sizes.tokens + PAGE)
+        if not on_cpu:
+            # Not disable_cuda_graph_padding: with it this SGLang looks up graphs by a key that none has.
+            flags |= {"cuda_graph_max_bs_decode": most, "mem_fraction_static": 0.5}
+            flags |= {"decode_log_interval": 1}  # logs for each step whether a graph ran it
+            if cpus := worker_cpus(name):
+                flags["kv_offload_cpus"] = cpus
+        return flags | ({"disable_cuda_graph": True} if eager else {})
+
+    def _ask(self, server: DecodeServer) -> dict[int, Answers]:
+        """Answers per batch size. All requests of one size start together."""
+        sizes, answers = self._sizes, {}
+        for size in sizes.batches:
+            lengths = [sizes.context - 37 * row for row in range(size)]
+            prompts = make_prompts(lengths, 500, seed=size)
+            answers[size] = server.generate(prompts, sizes.tokens, sizes.request_s)
+        return answers
+
     def _serve(self, name: str) -> dict[int, Answers]:
         """The answers of a server, and rows about its state; no answers if it fails."""
-        options, log = self._options, self._logs / f"server-{name}.log"
-        is_eager, on_cpu = name == "eager", options.device == "cpu"
-        flags = server_flags(options, self._dtype) | offload_flags(
-            options.device, budget=BUDGET_TOKENS, host_gb=options.check_host_gb, recall="fixed",
-            resident_tokens=BUDGET_TOKENS * max(options.batch), verify=is_eager,
-        )  # fmt: skip
-        flags |= {"disable_cuda_graph": True} if is_eager else {}
-        if not on_cpu and (cpus := worker_cpus(name)):
-            flags["kv_offload_cpus"] = cpus
+        log, sizes = self._logs / f"server-{name}.log", self._sizes
+        about = {"device": self._device, "log": log, "ready_timeout_s": sizes.start_s}
         try:
-            with DecodeServer(
-                self._model, flags, device=options.device, log=log,
-                ready_timeout_s=START_S[options.device],
-            ) as server:  # fmt: skip
-                answers, state = ask_all(server, options), server.kv_offload()
+            with DecodeServer(self._model, self._flags(name), **about) as server:
+                answers, state = self._ask(server), server.kv_offload()
         except FAILURES as error:
             self._row(f"server-{name}", [f"{type(error).__name__}: {error}"[-1000:]])
             return {}
         wrong = state_problems(state)
-        counts = {name: state[name] for name in ("steps", "cpu_pages", "recalled_pages")}
-        if is_eager:
-            counts = {
-                "max_rel_error": state["verify_max_rel_error"],
-                "checks": state["verify_checks"],
-            }
-            if not (
-                counts["checks"] > 0
-                and 0 < counts["max_rel_error"] <= VERIFY_TOLERANCE[self._dtype]
-            ):
-                wrong.append(
-                    f"verify_max_rel_error = {counts['max_rel_error']}, of {counts['checks']} checks"
-                )
-        self._row("verify" if is_eager else "state", wrong, **counts)
-        if not on_cpu:
-            wrong = graph_problems(log.read_text(errors="replace"), not is_eager)
+        if name == "eager":
+            checks, error = state["verify_checks"], state["verify_max_rel_error"]
+            if not (checks and 0 < error <= sizes.error):
+                wrong.append(f"verify_max_rel_error = {error}, of {checks} checks")
+            self._row("verify", wrong, max_rel_error=error, checks=checks)
+        else:
+            names = ("steps", "cpu_pages", "recalled_pages")
+            self._row("state", wrong, **{name: state[name] for name in names})
+        if self._device != "cpu":
+            wrong = graph_problems(log.read_text(errors="replace"), name == "graph")
             self._row("graphs", wrong, server=name)
         return answers
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = rows.argument_parser(__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON lines file to append to")
     add("--logs", type=Path, help="folder for the servers' logs; default: the folder of --out")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--batch", type=lambda s: [int(x) for x in s.split(",")], default=[1, 3, 16])
-    add("--context", type=int, default=1500, help="prompt tokens in the checks")
-    add("--tokens", type=int, default=24, help="output tokens in the checks")
-    add("--check-host-gb", type=float, default=2.0)
+    add("--device", choices=SIZES, default="cuda")
     add("--speed", action="store_true", help="measure speed instead of the checks")
     add("--rehearse", action="store_true", help="like --speed, but at small sizes")
-    add("--model", choices=SHAPES, default="qwen3-14b", help="model shape for --speed")
-    add("--servers", nargs="+", choices=SERVERS, default=list(SERVERS), help="servers for --speed")
-    add("--speed-context", nargs="+", type=int, default=[32768])
-    add("--speed-tokens", type=int, default=256)
+    add("--model", choices=MODELS, default="qwen3-14b", help="model shape for --speed")
     host_gb = round(0.8 * available_bytes() / 2**30, 1)
     add("--host-gb", type=float, default=host_gb, help="GiB of host pages for --speed")
-    add("--budget", type=int, default=DEFAULT_BUDGET_TOKENS, help="budget for --speed")
+    parser.set_defaults(**MEASURED)
     options = parser.parse_args(argv)
     if options.rehearse:
         vars(options).update(REHEARSAL)
     if options.speed and options.device == "cpu":
         parser.error("--speed needs --device cuda")
-    if min(options.context - 37 * max(options.batch), options.tokens - 2) <= 0:
-        parser.error("--context and --tokens are too small for --batch")
     return options
 
 
@@ -271,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.speed:
             failed = measure_speed(writer, options, logs, Path(scratch))
         else:
-            checks = Checks(writer, options, logs, Path(scratch) / "model")
+            checks = Checks(writer, options.device, logs, Path(scratch) / "model")
             checks.run()
             failed = checks.failed
     writer.close()

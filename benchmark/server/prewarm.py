@@ -11,36 +11,31 @@ so the exit status is 0, except with --arch, where nobody would compile it later
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 
+from benchmark import rows
+
 BF16, FP8, INT32, INT64 = "torch.bfloat16", "torch.float8_e4m3fn", "torch.int32", "torch.int64"
 HEAD_DIM = 128
 KV_ROW_BYTES = (2048, 1024, 512, 256)
 """K of a token in a layer: 8 KV heads of Qwen3-8B and 14B in bf16 and fp8, 2 of the small model of the checks."""
-PREFILL = (
-    HEAD_DIM,
-    HEAD_DIM,
-    0,
-    False,
-    False,
-    False,
-)  # both head sizes, no RoPE, window, soft cap, fp16 QK
+PREFILL = (INT32, HEAD_DIM, HEAD_DIM, 0, False, False, False)
+"""Type of indices, both head sizes, no RoPE, window, soft cap, fp16 QK."""
+ATTENTION = ("flashinfer.jit.attention", "gen_batch_prefill_module")
 
 # What a decode server of dense Qwen3 models in bf16 builds, as (module, function, arguments), longest first.
 MODULES = [
     # FlashInfer's decode wrapper with tensor cores, which SGLang chooses from 4 query heads per KV head, or for fp8.
-    ("flashinfer.jit.attention", "gen_batch_prefill_module", ("fa2", BF16, BF16, BF16, INT32, *PREFILL)),
-    ("flashinfer.jit.attention", "gen_batch_prefill_module", ("fa2", BF16, FP8, BF16, INT32, *PREFILL)),
+    *((*ATTENTION, ("fa2", BF16, kv, BF16, *PREFILL)) for kv in (BF16, FP8)),
     ("sglang.jit_kernel.activation", "_jit_activation_module", (BF16,)),
     ("sglang.jit_kernel.rope", "_jit_fused_rope_module", (True, HEAD_DIM, BF16)),
     ("sglang.jit_kernel.norm", "_jit_qknorm_module", (HEAD_DIM, BF16)),
     *(("sglang.jit_kernel.kvcache", "_jit_kvcache_module", (size,)) for size in KV_ROW_BYTES),
     ("sglang.jit_kernel.clamp_position", "_jit_clamp_position_module", (INT64,)),
-]  # fmt: skip
+]
 
 # In a process of its own: this one imports no sglang.
 BUILD = """
@@ -99,9 +94,7 @@ sys.exit(bool(failed) and bool(arch))
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = rows.argument_parser(__doc__)
     parser.add_argument("--arch", help="compute capability, as 9.0; default: that of the device")
     options = parser.parse_args(argv)
     environment = dict(os.environ)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -20,14 +19,13 @@ from typing import Any
 
 import torch
 
-from benchmark import nvidia_smi, rows
+from benchmark import device, nvidia_smi, rows
+from benchmark.decode.model import SIZES, write_config
 from benchmark.mapped import wait_mapped
 from benchmark.server.decode_server import FAILURES, DecodeServer, make_prompts, offload_flags
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
 
-SHAPES = {"qwen3-8b": (36, 4096, 12288, 32, 8), "qwen3-14b": (40, 5120, 17408, 40, 8)}
-"""Layers, hidden, intermediate, query heads, KV heads."""
-FEW_LAYERS = {"few-layers": (4, *SHAPES["qwen3-14b"][1:])}
-HEAD_DIM, PAGE = 128, 32
+PAGE = 32
 NUM_RESERVED_DECODE_TOKENS = 512
 """SGLang's default of ``--num-reserved-decode-tokens``."""
 MOST_REQUESTS = 64
@@ -40,34 +38,21 @@ LOCK_GB_PER_S = 1.5
 
 SERVERS = {
     "stock-flashinfer": {"attention_backend": "flashinfer"},
-    "stock-triton": {
-        "attention_backend": "triton"
-    },  # only where the one before fails, which may compile C++
+    # Only where the one before fails, which may compile C++.
+    "stock-triton": {"attention_backend": "triton"},
     # As many resident pages as fit in device memory; still only the selected ones are attended to.
     "scout-device": {"cache": "device"},
 }
+MEASURED = {"servers": list(SERVERS), "contexts": [32768], "new_tokens": 256}
 REHEARSAL = {
-    "speed": True, "model": "few-layers", "host_gb": 0.3, "speed_context": [2048], "speed_tokens": 128,
-    "servers": ["stock-flashinfer", "scout-device"],
-}  # fmt: skip
+    "speed": True,
+    "model": "few-layers",
+    "host_gb": 0.3,
+    "contexts": [2048],
+    "new_tokens": 128,
+}
+REHEARSAL["servers"] = ["stock-flashinfer", "scout-device"]
 """Options at small sizes, where other programs use the device too; stock is limited to two requests."""
-
-
-def write_config(shape: str, folder: Path, context: int) -> Path:
-    """A model folder without weights, as needed by ``--load-format dummy``."""
-    layers, hidden, intermediate, heads, kv_heads = (SHAPES | FEW_LAYERS)[shape]
-    folder.mkdir(parents=True)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": layers,
-        "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": HEAD_DIM, "vocab_size": 151936,
-        "max_position_embeddings": context, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-        "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
 
 State = tuple[float, dict[str, Any]]
 """``time.monotonic()`` and a server's counters; those of a stock server are empty."""
@@ -100,8 +85,7 @@ def window(times: list[list[float]], skip: int) -> tuple[float, float]:
     together = [t for t in times[0] if begun <= t <= last]
     if len(together) < skip + 3:
         raise RuntimeError(
-            f"the requests decoded at the same time for {len(together)} steps, {skip + 3} are needed; "
-            "raise --speed-tokens"
+            f"the requests decoded at the same time for {len(together)} steps, {skip + 3} are needed"
         )
     return together[skip], last
 
@@ -115,15 +99,9 @@ def steady(times: list[list[float]], skip: int = SKIPPED_STEPS) -> tuple[list[fl
     return gaps, tokens / (last - first)
 
 
-def token_bytes(shape: str) -> int:
-    """Bytes of keys and values of a token in all layers, in bfloat16."""
-    layers, _, _, _, kv_heads = (SHAPES | FEW_LAYERS)[shape]
-    return 2 * layers * kv_heads * HEAD_DIM * 2
-
-
-def most_requests(shape: str, nbytes: float, tokens: int) -> int:
-    """Number of requests of ``tokens`` tokens that fit in ``nbytes``, at most ``MOST_REQUESTS``."""
-    return max(1, min(MOST_REQUESTS, int(nbytes // (token_bytes(shape) * tokens))))
+def most_requests(model: str, nbytes: float, tokens: int) -> int:
+    """Number of requests of ``tokens`` tokens whose bfloat16 KV fits in ``nbytes``, at most ``MOST_REQUESTS``."""
+    return max(1, min(MOST_REQUESTS, int(nbytes // (2 * SIZES[model].token_values * tokens))))
 
 
 @contextlib.contextmanager
@@ -137,32 +115,31 @@ def beside(worker_cpus: Collection[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def longest_tokens(options: argparse.Namespace) -> int:
+    """Of a request, prompt and answer."""
+    return max(options.contexts) + options.new_tokens + 64
+
+
 def reserved_tokens(options: argparse.Namespace) -> int:
     """Free tokens that SGLang reserves per running request before it admits another one."""
-    return max(NUM_RESERVED_DECODE_TOKENS, options.speed_tokens) + 64
+    return max(NUM_RESERVED_DECODE_TOKENS, options.new_tokens) + 64
 
 
 def flags_of(name: str, options: argparse.Namespace, device_bytes: int) -> dict[str, Any]:
     """Flags of a server."""
-    room = max(options.speed_context) + options.speed_tokens + 64
-    common = {"dtype": "bfloat16", "load_format": "dummy", "context_length": room,
-              "disable_radix_cache": True}  # fmt: skip
+    common = {"dtype": "bfloat16", "load_format": "dummy", "disable_radix_cache": True}
+    common["context_length"] = longest_tokens(options)
     if options.rehearse:
         common["mem_fraction_static"] = 0.5
-    about, tokens = SERVERS[name], min(options.speed_context) + reserved_tokens(options)
-    if "attention_backend" in about:
-        batch = 2 if options.rehearse else most_requests(options.model, device_bytes, tokens)
+    tokens = min(options.contexts) + reserved_tokens(options)
+    if "attention_backend" in SERVERS[name]:
         # A decode server never runs a prefill.
-        stock = {
-            "page_size": PAGE,
-            "max_running_requests": batch,
-            "disable_prefill_cuda_graph": True,
-        }
-        return common | about | stock
+        stock = SERVERS[name] | {"page_size": PAGE, "disable_prefill_cuda_graph": True}
+        batch = 2 if options.rehearse else most_requests(options.model, device_bytes, tokens)
+        return common | stock | {"max_running_requests": batch}
+    ours = offload_flags("cuda", budget=DEFAULT_BUDGET_TOKENS, host_gb=options.host_gb)
     batch = most_requests(options.model, options.host_gb * 2**30, tokens)
-    flags = offload_flags("cuda", budget=options.budget, host_gb=options.host_gb)
-    flags["max_running_requests"] = batch
-    return common | flags
+    return common | ours | {"max_running_requests": batch}
 
 
 def offload_state(info: dict[str, Any]) -> dict[str, Any]:
@@ -193,16 +170,15 @@ def about_server(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_server(
-    writer: rows.Writer, impl: str, server: DecodeServer, about: dict[str, Any],
-    options: argparse.Namespace,
-) -> None:  # fmt: skip
+    writer: rows.Writer, server: DecodeServer, about: dict[str, Any], options: argparse.Namespace
+) -> None:
     """A row of a server for each context. Raises one of FAILURES."""
-    info = server.info()
+    info, impl = server.info(), about["server"].partition("-")[0]
     found = about | about_server(info)
     if state := offload_state(info):
-        nbytes = state["host_pages_total"] * PAGE * token_bytes(options.model)
+        nbytes = state["host_pages_total"] * PAGE * 2 * SIZES[options.model].token_values
         found["mapped_share"] = wait_mapped(state["worker"]["pid"], nbytes, MAPPED_S)
-    for context in options.speed_context:
+    for context in options.contexts:
         room = context + reserved_tokens(options)
         batch = min(found["max_running_requests"], found["token_capacity"] // room)
         row = {**found, "context": context, "batch": batch}
@@ -218,7 +194,7 @@ def run_server(
                 states.append((time.monotonic(), offload_state(server.info())))
 
         with beside(found.get("worker_cpus", ())):
-            times = server.token_times(prompts, options.speed_tokens, RUN_S, look)
+            times = server.token_times(prompts, options.new_tokens, RUN_S, look)
         gaps, rate = steady(times)
         row |= {"tokens_per_s": round(rate, 1)} | of_window(states, *window(times, SKIPPED_STEPS))
         writer.add(impl, **row, **rows.summary(gaps))
@@ -240,12 +216,9 @@ def pointless(found: Sequence[rows.Row], options: argparse.Namespace) -> str:
     for row in (r for r in found if r["impl"] == "stock" and r["status"] == "ok"):
         tokens = row["context"] + reserved_tokens(options)
         ours = most_requests(options.model, options.host_gb * 2**30, tokens)
-        if ours <= row["batch"]:
-            return (
-                f"stock SGLang holds {row['batch']} requests of {row['context']} tokens on this device, and "
-                f"{options.host_gb:.0f} GiB of host pages hold {ours}: co-attention has nothing to gain; raise "
-                "--host-gb, or take a device with less memory"
-            )
+        sizes = row["context"], ours, row["batch"], options.host_gb
+        if why := device.pointless(*sizes, "stock SGLang on this device"):
+            return why
     return ""
 
 
@@ -254,8 +227,7 @@ def measure_speed(
 ) -> int:
     """Rows of all servers; returns the number of unexpected failures."""
     failed, shape = 0, options.model
-    room = max(options.speed_context) + options.speed_tokens + 64
-    model = write_config(shape, folder / shape, room)
+    model = write_config(SIZES[shape], folder / shape, longest_tokens(options))
     device_bytes = torch.cuda.get_device_properties(0).total_memory
     free_mib = nvidia_smi.used_mib()
     for name in options.servers:
@@ -265,20 +237,19 @@ def measure_speed(
             continue
         flags = flags_of(name, options, device_bytes)
         about = {"model": shape, "server": name, **SERVERS[name]}
-        about |= {"speed_tokens": options.speed_tokens}
+        about["speed_tokens"] = options.new_tokens
         if impl == "scout":
-            about |= {"host_gb": options.host_gb, "budget": options.budget}
+            about |= {"host_gb": options.host_gb, "budget": DEFAULT_BUDGET_TOKENS}
             if why := pointless(writer.rows, options):
                 writer.add(impl, "skipped", why, **about)
                 print(f"ABORTED: {why}", flush=True)
                 return failed + 1
         try:
-            log = logs / f"server-{name}.log"
+            log, most_s = logs / f"server-{name}.log", start_s(impl, options.host_gb)
             with DecodeServer(
-                model, flags, device="cuda", log=log,
-                ready_timeout_s=start_s(impl, options.host_gb),
-            ) as server:  # fmt: skip
-                run_server(writer, impl, server, about, options)
+                model, flags, device="cuda", log=log, ready_timeout_s=most_s
+            ) as server:
+                run_server(writer, server, about, options)
         except FAILURES as error:
             failed += name != "stock-flashinfer"
             writer.add(impl, "failed", str(error)[-1000:], **about)

@@ -9,13 +9,7 @@ import torch
 
 import train_forecast
 from benchmark.accuracy.forecast_training import loss
-from benchmark.accuracy.forecast_training.trainer import (
-    Plan,
-    Trainer,
-    first_forecast,
-    scores,
-    train,
-)
+from benchmark.accuracy.forecast_training.trainer import Plan, Trainer, first_forecast, train
 from benchmark.accuracy.study.model import Model
 from page_weights import forecast_weights, identity
 from sglang_scout.core.forecast import VERSION, check_weights, load_weights, save_weights
@@ -129,17 +123,6 @@ def test_a_forecast_begins_as_the_query_of_the_next_layer(tiny_model):
         torch.testing.assert_close(made, model.query(layer, x, position), rtol=1e-4, atol=1e-4)
 
 
-def test_a_pilot_of_full_rank_begins_as_the_product_with_the_mean_key(tiny_model):
-    made = trainer(tiny_model("llama", **SIZES), "pilot")
-    one = made.sample(1)
-    q = one.features.unflatten(-1, (2, 16)).mean(-2)  # [L, H, Q, D]
-    expected = torch.einsum("lhqd,lnhd->lhqn", q, one.pages[..., :16]) / 4
-    with torch.no_grad():
-        torch.testing.assert_close(
-            scores(made.model, made.weights, one), expected, rtol=1e-4, atol=1e-4
-        )
-
-
 @KINDS
 def test_training_goes_on_where_it_stopped_and_writes_a_file_of_its_model(
     tiny_model, tmp_path, kind
@@ -160,13 +143,6 @@ def test_training_goes_on_where_it_stopped_and_writes_a_file_of_its_model(
     for name, x in whole.weights.items():
         assert torch.equal(torch.from_numpy(found.arrays[name]), x.detach())
     assert found.header.version == VERSION and '"seed": 5' in found.header.made_by
-
-
-@KINDS
-def test_the_loss_of_a_text_falls(tiny_model, kind):
-    made = trainer(tiny_model("llama", **SIZES), kind, texts=1, steps=30)
-    losses = [made.train_step() for _ in range(30)]
-    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_a_checkpoint_of_another_run_is_refused(tiny_model, tmp_path):

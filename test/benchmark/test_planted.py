@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmark.accuracy import planted, tasks
-from benchmark.accuracy.plain_answers import PlainAnswers, right_answers
+from benchmark.accuracy.plain_answers import PlainAnswers
 from benchmark.accuracy.study.model import Model
 
 
@@ -63,12 +63,3 @@ def test_an_answer_is_right_if_greedy_decoding_gives_it(tiny_model):
     swapped = [answer[2], answer[1], answer[0], answer[3], answer[4]]
     assert right(swapped, task="multi_value")
     assert right(swapped) == (answer[0] == answer[2])
-
-
-def test_the_values_of_multi_value_are_right_in_any_order():
-    sample = tasks.make_sample("multi_value", 400, 5)
-    found = right_answers(sample)
-    assert len(found) == 6 and all(tasks.is_correct("multi_value", sample.answer, x) for x in found)
-    assert right_answers(tasks.make_sample("copy", 400, 5)) == [
-        tasks.make_sample("copy", 400, 5).answer
-    ]

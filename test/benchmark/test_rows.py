@@ -133,17 +133,6 @@ def test_a_file_of_rows_makes_a_picture_and_one_of_others_does_not(tmp_path, cap
 # The benchmarks -----------------------------------------------------------------------------------
 
 
-def test_page_scores_runs(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    done = run_benchmark("kernels.page_scores", "--quick", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    found = {row["impl"]: row for row in rows.read_rows(path)}
-    assert list(found) == ["minmax", "calibrated", "rotated-2", "read"]
-    assert all(row["status"] == "ok" for row in found.values())
-    sizes = [found[name]["digest_bytes"] / (2 * 64 * 8) for name in list(found)[:3]]
-    assert sizes == [512, 752, 1264]
-
-
 def test_cpu_attention_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = run_benchmark("kernels.cpu_attention", "--quick", "--json", str(path))

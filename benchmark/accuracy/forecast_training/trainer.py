@@ -100,9 +100,8 @@ def first_forecast(model: Model) -> dict[str, Tensor]:
     """Initial W_q of each layer for the normed input of the previous layer, averaged over a KV head's query heads."""
     config, rows = model.config, []
     for layer in range(config.layers):
-        w = model.weight(layer, "self_attn.q_proj").unflatten(
-            0, (config.kv_heads, -1, config.head_dim)
-        )
+        w = model.weight(layer, "self_attn.q_proj")
+        w = w.unflatten(0, (config.kv_heads, -1, config.head_dim))
         own, source = (model.weight(n, "input_layernorm") for n in (layer, max(layer - 1, 0)))
         ratio = (own / source).nan_to_num(1.0).clamp(-LARGEST_RATIO, LARGEST_RATIO)
         rows.append(w.mean(1).flatten(0, 1) * ratio)
@@ -141,18 +140,16 @@ class Trainer:
         self, model: Model, identity: ModelIdentity, plan: Plan, text: Callable[[int], Tensor]
     ) -> None:
         self.model, self.identity, self.plan, self._text = model, identity, plan, text
-        most = model.config.head_dim
-        if plan.kind == "pilot" and not LEAST_RANK <= plan.rank <= most:
-            raise ValueError(
-                f"a rank of {plan.rank}: expected one from {LEAST_RANK} to the head size, {most}"
-            )
+        least, most = LEAST_RANK, model.config.head_dim
+        if plan.kind == "pilot" and not least <= plan.rank <= most:
+            expected = f"expected one from {least} to the head size, {most}"
+            raise ValueError(f"a rank of {plan.rank}: {expected}")
         self._samples: dict[int, Sample] = {}
         self.step = 0
-        first = (
-            first_forecast(model)
-            if plan.kind == "forecast"
-            else first_pilot(self.sample(0), model, plan.rank)
-        )
+        if plan.kind == "forecast":
+            first = first_forecast(model)
+        else:
+            first = first_pilot(self.sample(0), model, plan.rank)
         self.weights = {name: x.contiguous().requires_grad_() for name, x in first.items()}
         self.optimizer = torch.optim.Adam(self.weights.values(), lr=plan.lr)
 
@@ -169,9 +166,8 @@ class Trainer:
         one = self.sample(int(torch.randperm(self.plan.texts, generator=draw)[place]))
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.lr * (1 - self.step / self.plan.steps)
-        kl = restricted_kl(
-            one.targets, scores(self.model, self.weights, one), one.offered, self.plan.top_pages
-        )
+        found = scores(self.model, self.weights, one)
+        kl = restricted_kl(one.targets, found, one.offered, self.plan.top_pages)
         loss = kl.mean((1, 2)).sum()
         self.optimizer.zero_grad()
         loss.backward()
@@ -183,12 +179,8 @@ class Trainer:
     def evaluate(self) -> str:
         """The loss and the quality of selection on the held-out text."""
         one = self.sample(self.plan.texts)
-        arguments = (
-            one.targets,
-            scores(self.model, self.weights, one),
-            one.offered,
-            self.plan.top_pages,
-        )
+        found = scores(self.model, self.weights, one)
+        arguments = one.targets, found, one.offered, self.plan.top_pages
         kl, share = restricted_kl(*arguments).mean((1, 2)).sum(), caught(*arguments).mean()
         return f"held out: loss {kl:.2f}, its {self.plan.top_pages} pages have {share:.1%} of what the best have"
 
@@ -215,17 +207,15 @@ class Trainer:
             found = file.metadata() or {}
             if found.get("run") != self._run():
                 both = f"{found.get('run')}; this is {self._run()}"
-                raise ValueError(
-                    f"{path}: of another run, {both}; delete it, or name another --out"
-                )
+                advice = "delete it, or name another --out"
+                raise ValueError(f"{path}: of another run, {both}; {advice}")
             self.step = int(found["step"])
             with torch.no_grad():
                 for name, x in self.weights.items():
                     x.copy_(file.get_tensor(name))
                     keys = ("step", "exp_avg", "exp_avg_sq")
-                    self.optimizer.state[x] = {
-                        key: file.get_tensor(f"{name}.{key}") for key in keys
-                    }
+                    state = {key: file.get_tensor(f"{name}.{key}") for key in keys}
+                    self.optimizer.state[x] = state
 
     def result(self) -> PageWeights:
         made_by = f"scripts/train_forecast.py {json.dumps(asdict(self.plan))}"

@@ -23,53 +23,25 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from tokenizers import Tokenizer
 
-from benchmark.accuracy import planted, tasks
-from benchmark.accuracy.row_file import RowFile
+from benchmark.accuracy import planted
+from benchmark.accuracy.planted import real_documents
 from benchmark.accuracy.study.decode import Text, Window, decode_window
 from benchmark.accuracy.study.model import Model
 from benchmark.accuracy.study.selection import Setting
 from benchmark.accuracy.study.settings import SETS
 from benchmark.progress import Progress
-from benchmark.rows import ROOT, Row, environment, weights_digest
+from benchmark.rows import ROOT, Row, RowFile, argument_parser, environment, weights_digest
 from sglang_scout.core.forecast import Kind, load_weights
 
-RECALL_MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
-RECALL_TASKS = ("recall", "needle", "multi_key", "variables", "copy", "count")
-RECALL_SEED = 70_000
+SMOLLM2 = ROOT / ".cache" / "models" / "smollm2-135m"
 FULL = Setting()
 PARTS = ("facts", "prompt", "text")
-
-
-def real_documents(model_path: Path, numbers: range) -> Iterator[tuple[int, planted.Document]]:
-    """Documents of planted.py in the tokens of the model."""
-    from texts import load_text
-
-    tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    for index in numbers:
-        source = planted.SOURCES[index % len(planted.SOURCES)]
-        yield index, planted.make_document(encode, load_text(source), index)
-
-
-def recall_documents(length: int, numbers: range) -> Iterator[tuple[int, planted.Document]]:
-    """Texts of the small retrieval model, truncated to whole pages before the question; no plain text follows."""
-    for index in numbers:
-        task = RECALL_TASKS[index % len(RECALL_TASKS)]
-        sample = tasks.make_sample(task, length, RECALL_SEED + index)
-        cut = (len(sample.prompt) - 4) // 64 * 64
-        ask, answer = sample.prompt[cut:], list(sample.answer)
-        question = planted.Question(task, cut, ask, answer, [(0, len(answer))])
-        yield index, planted.Document(task, sample.prompt[:cut], [question])
 
 
 def plain_text(model: Model, text: Text, cut: int, setting: Setting) -> tuple[Row, Window]:
@@ -116,8 +88,7 @@ def measure(
 ) -> Row:
     """The fields of one row. ``full``: what `ask` found with full attention, for the parts with questions."""
     if part == "text":
-        cuts = [c for c in planted.CUTS if c < len(document.tokens)]
-        found = [plain_text(model, text, cut, setting) for cut in cuts]
+        found = [plain_text(model, text, cut, setting) for cut in planted.CUTS]
     else:
         found = [ask(model, text, q, setting, part == "prompt") for q in document.questions]
         for (row, _), base in zip(found, full, strict=True):
@@ -141,11 +112,7 @@ def _rounded(x: Any) -> Any:
 def run(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
     settings: dict[str, Sequence[Setting]] = SETS[args.set]
     numbers = range(args.first, args.first + args.documents)
-    if args.model == "recall":
-        model_path, documents = RECALL_MODEL, recall_documents(args.length, numbers)
-    else:
-        model_path = args.model_path
-        documents = real_documents(model_path, numbers)
+    model_path, documents = args.model_path, real_documents(args.model_path, numbers)
     model = Model(model_path)
     for kind in get_args(Kind):
         path = ROOT / ".cache" / "weights" / f"{model_path.name}-{kind}.npz"
@@ -175,55 +142,25 @@ def run(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argument_parser(__doc__)
     add = parser.add_argument
-    add(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write rows to FILE; an existing file is continued",
-    )
-    add(
-        "--model",
-        choices=("real", "recall"),
-        default="real",
-        help="recall: the retrieval model, on its own tasks",
-    )
-    add(
-        "--model-path",
-        type=Path,
-        default=ROOT / ".cache" / "models" / "smollm2-135m",
-        help="folder of the real model",
-    )
+    add("--json", type=Path, metavar="FILE", help="write rows to FILE, or continue it")
+    add("--model-path", type=Path, default=SMOLLM2, help="folder of the model")
     add("--set", choices=tuple(SETS), default="main", help="set of settings, see settings.py")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--documents", type=int, default=10)
     add("--first", type=int, default=0, help="number of the first document")
-    add("--length", type=int, default=4096, metavar="TOKENS", help="length of --model recall texts")
     add("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    if args.model == "recall":
-        args.parts = ["facts"]
-    elif not (args.model_path / "config.json").is_file():
-        parser.error(
-            f"--model-path {args.model_path}: no model there; scripts/smollm2.py makes the default one"
-        )
-    path = RECALL_MODEL if args.model == "recall" else args.model_path
-    fields = {
-        "untimed": True,
-        "model": path.name,
-        "weights": weights_digest(str(path)),
-        "dtype": "float32",
-    }
-    if args.model == "recall":
-        fields["length_tokens"] = args.length
-    file = RowFile(
-        args.json, environment("study", ("torch",)), fields, ("setting", "document", "part")
-    )
+    path = args.model_path
+    if not (path / "config.json").is_file():
+        why = "no model there; scripts/smollm2.py makes the default one"
+        parser.error(f"--model-path {path}: {why}")
+    fields = {"untimed": True, "model": path.name, "dtype": "float32"}
+    fields["weights"] = weights_digest(str(path))
+    key = ("setting", "document", "part")
+    file = RowFile(args.json, environment("study", ("torch",)), fields, key)
     with torch.no_grad():
         run(args, file, Progress())
     return 0

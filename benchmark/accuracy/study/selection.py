@@ -37,9 +37,12 @@ from sglang_scout.ops.rotated import (
 KINDS = ("keys", "rotated", "calibrated", "minmax", "window", "pilot")
 FILES = {"pilot": "pilot", "calibrated": "digest"}
 """Kinds of files that digests need."""
-REDUCTIONS = ("mass", "value")
-QUERIES = ("real", "predicted", "forecast")
-ATTENDS = ("real", "predicted-missing", "reweighed", "reweighed-missing")
+CHOICES = {
+    "reduce": ("mass", "value"),
+    "grain": ("layer", "head"),
+    "query": ("real", "predicted", "forecast"),
+    "attends": ("real", "predicted-missing", "reweighed", "reweighed-missing"),
+}
 
 
 @dataclass(frozen=True)
@@ -74,16 +77,9 @@ class Setting:
     attends: str = "real"
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("reduce", REDUCTIONS),
-            ("grain", ("layer", "head")),
-            ("query", QUERIES),
-            ("attends", ATTENDS),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)!r}: choose one of {', '.join(choices)}"
-                )
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
         if self.attends != "real" and self.query in ("real", "forecast"):
             raise ValueError(f"attends = {self.attends!r} needs a predicted query")
         if self.budget_tokens is not None and self.budget_tokens < 2 * self.page_tokens:
@@ -118,10 +114,8 @@ def in_int8(x: Tensor) -> Tensor:
 def as_stored(pages: Tensor, coordinates: Coordinates) -> Tensor:
     """``pages`` [H, N, 32, D] as a calibrated digest has them."""
     k, (H, N, _, D) = pages.permute(1, 2, 0, 3).contiguous(), pages.shape
-    digests = [
-        torch.zeros(1, N, H, *x, dtype=torch.uint8)
-        for x in (planes_shape(1, D), (D + STATS_BYTES,))
-    ]
+    shapes = planes_shape(1, D), (D + STATS_BYTES,)
+    digests = [torch.zeros(1, N, H, *shape, dtype=torch.uint8) for shape in shapes]
     of_layer = Coordinates(*(x[None] for x in coordinates))
     source = LayerPages.of([k], [k], "cpu")
     build_layer_rotated(source, torch.arange(N), *digests, None, of_layer, impl="reference")
@@ -145,9 +139,8 @@ class Digest:
         if self.kind not in KINDS:
             raise ValueError(f"digest {name!r} is not known")
         if name in FILES and not trained:
-            raise ValueError(
-                f"digest {name!r} needs a file: scripts/train_forecast.py --kind {FILES[name]}"
-            )
+            script = f"scripts/train_forecast.py --kind {FILES[name]}"
+            raise ValueError(f"digest {name!r} needs a file: {script}")
         self._trained = trained
         self._rows = int(rest or 1)  # tokens of a row of bounds
         self._text = self._summary(pages)
@@ -163,9 +156,8 @@ class Digest:
         if kind == "window":
             return (pages.unflatten(2, (2, -1)).mean(3),)
         if kind == "pilot":
-            return (
-                torch.einsum("hrx,nhx->hnr", self._trained[0], pooled(pages.permute(1, 2, 0, 3))),
-            )
+            of_pages = pooled(pages.permute(1, 2, 0, 3))
+            return (torch.einsum("hrx,nhx->hnr", self._trained[0], of_pages),)
         if kind == "calibrated":
             return (as_stored(pages, Coordinates(*self._trained)),)
         x = rotate(pages)

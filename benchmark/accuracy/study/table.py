@@ -9,14 +9,13 @@ Intervals are 95 %, from a bootstrap over documents, paired with full attention.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmark.rows import Row, markdown_table, read_rows
+from benchmark.rows import Row, argument_parser, markdown_table, read_rows
 
 SAMPLES = 2000
 
@@ -132,7 +131,7 @@ def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("rows", type=Path, metavar="FILE")
     parser.add_argument("--layers", metavar="SETTING", help="setting to show by layer")
     args = parser.parse_args(argv)
