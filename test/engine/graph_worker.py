@@ -13,10 +13,11 @@ import torch
 from mini_worker import SIZE, MiniWorker
 from sglang_scout import _native
 from sglang_scout.engine.context_cache import context_pages
+from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.stores import HostPages
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
-from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.checksums import PageChecksums
 
 MAX_PAGES = 40
@@ -25,31 +26,14 @@ MAX_PAGES = 40
 class GraphWorker(MiniWorker):
     """As :class:`MiniWorker`; ``threads``: whether worker threads, not the attendant, compute missing pages."""
 
-    def __init__(self, *, threads=False, budget_tokens=128, **kwargs):
-        self.threads, self.budget_tokens = threads, budget_tokens
-        super().__init__(budget_tokens=budget_tokens, max_pages=MAX_PAGES, **kwargs)
+    def __init__(self, *, threads=False, **kwargs):
+        self.threads = threads
+        super().__init__(max_pages=MAX_PAGES, **kwargs)
 
     def _make_host(self, pages):
         s = self.shape
-        dtype = str(s.dtype).removeprefix("torch.")
-        lists, share = self.config.lists(s.num_kv_heads), self.config.context_share
-        spec = ArenaSpec(
-            s.num_layers,
-            pages,
-            SIZE,
-            s.num_kv_heads,
-            s.num_q_heads,
-            s.head_dim,
-            dtype,
-            s.scale,
-            self.max_batch * lists,
-            MAX_PAGES if share else self.budget_tokens // SIZE,
-            lists=lists,
-            q_dtype="bfloat16" if s.dtype == torch.bfloat16 else "float32",
-            context_pages=int(pages * share) * s.num_kv_heads,
-            checksums=self.config.page_checksums,
-        )
-        self.arena = Arena.create(spec, hugepages=False)
+        size = ServerSize(self.config, s, self.max_batch, MAX_PAGES * SIZE, node_cpus=[1])
+        self.arena = Arena.create(size.arena(pages), hugepages=False)
         planes = (self.arena.k_pages, self.arena.v_pages)
         kv = [
             [torch.from_numpy(plane(i)).view(s.dtype) for i in range(s.num_layers)]
@@ -58,7 +42,7 @@ class GraphWorker(MiniWorker):
         for plane in (*kv[0], *kv[1]):
             plane.copy_(torch.randn(plane.shape))
         flat = ([t.flatten(0, 1) for t in half] for half in kv)
-        checksums = PageChecksums(self.arena) if spec.checksums else None
+        checksums = PageChecksums(self.arena) if self.config.page_checksums else None
         return HostPages(s, *flat, context_pages(self.arena, s), checksums)
 
     def _worker(self, missing):

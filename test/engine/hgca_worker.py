@@ -14,8 +14,8 @@ from sglang_scout.engine.stores import HostPages
 from sglang_scout.ops.layers import LayerPages
 
 WINDOW = 96
-LANDS_AFTER = 3
-"""Steps if no boundary finds its work unfinished: queries requested, evaluation started, lists exchanged."""
+LANDS_AFTER = 2
+"""Steps if no boundary finds its work unfinished: evaluation started, lists exchanged."""
 
 
 class PlainLists(HereInstead):
@@ -110,7 +110,7 @@ class HgcaWorker(MiniWorker):
     def check_kept(self, request):
         """The lists hold the oracle's tokens, in their order."""
         state = self.engine.older._requests[request.slot]
-        if state.evaluation is not None:
+        if state.whole:
             return
         ids, counts = self.engine.older._cache.worker_ids(state.kept)
         for layer, oracle in enumerate(request.oracles):

@@ -79,7 +79,7 @@ def test_until_an_evaluation_has_ended_attention_is_full(make, monkeypatch):
     worker = make()
     worker.admit(300)
     held = Future()
-    monkeypatch.setattr(worker.engine.older._evaluator, "submit", lambda *_: held)
+    monkeypatch.setattr(worker.engine.older._thread, "submit", lambda *_: held)
     for _ in range(70):
         worker.step()
         for layer in range(2):
@@ -108,15 +108,15 @@ def test_context_pages_come_back_when_requests_end(make):
 def test_what_nobody_waits_for_is_not_evaluated(make, monkeypatch):
     """The thread has other requests to evaluate."""
     worker, begun, goes_on = make(), [], Event()
-    evaluator = worker.engine.older._evaluator
-    select = evaluator._select
+    older = worker.engine.older
+    select = older._select
 
     def slow(queries, pages, state):
         begun.append(state)
         goes_on.wait(60)
         return select(queries, pages, state)
 
-    monkeypatch.setattr(evaluator, "_select", slow)
+    monkeypatch.setattr(older, "_select", slow)
     worker.admit(400)
     second = worker.admit(300)
     for _ in range(LANDS_AFTER):
@@ -124,8 +124,8 @@ def test_what_nobody_waits_for_is_not_evaluated(make, monkeypatch):
     worker.finish(second)
     worker.step()
     goes_on.set()
-    worker.engine.older.wait()
-    evaluator._thread.submit(int).result()
+    older.wait()
+    older._thread.submit(int).result()
     assert len(begun) == 1
 
 

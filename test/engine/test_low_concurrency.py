@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mini_worker import SIZE
-from sglang_scout.engine import step
 from sglang_scout.engine.digest_pool import DigestPool
 
 LENGTHS = (9 * SIZE + 3, 2 * SIZE, 5)
@@ -15,7 +14,7 @@ LENGTHS = (9 * SIZE + 3, 2 * SIZE, 5)
 def bytes_read(worker, monkeypatch):
     """Of K and V by the device's attention, over those of full attention, and digest pages scored, in one more step."""
     counted = {"tokens": 0, "digests": 0}
-    attend, score = step.attend_pages, DigestPool.score
+    attend, score = worker.engine._attend, DigestPool.score
 
     def attended(q, k, v, pages, tail_slot, tail_len, *args, slot_of, **kwargs):
         on_device = int(((pages >= 0) & (slot_of[pages.long()] >= 0)).sum())
@@ -27,7 +26,7 @@ def bytes_read(worker, monkeypatch):
         return score(self, layer, query, candidates, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step, "attend_pages", attended)
+        patch.setattr(worker.engine, "_attend", attended)
         patch.setattr(DigestPool, "score", scored)
         worker.step()
     stock = sum(r.length for r in worker.requests) * worker.shape.num_layers

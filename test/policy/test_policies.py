@@ -51,12 +51,7 @@ def test_the_paper_s_choices():
     assert policy.query.targets(0, 4) == (0, 1) and policy.query.attends
     due = [[step for step in range(1, 17) if residency.due(layer, step)] for layer in range(4)]
     assert all(len(steps) == 2 and steps[1] - steps[0] == 8 for steps in due)
-
-
-def test_layers_take_turns():
-    policy = make(config(config='{"recall": "fixed", "recall_interval": 4}'), 4)
-    for step in range(8):
-        assert sum(policy.residency.due(layer, step) for layer in range(4)) == 1
+    assert len({steps[0] for steps in due}) == 4, "layers take turns"
 
 
 def test_recall_off():

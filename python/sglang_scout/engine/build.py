@@ -16,7 +16,6 @@ from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.tensor_parallel import Ranks
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import Fetch, GraphTransport, HostTransport, Transport
-from sglang_scout.ops.attend import Attend
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.policy.base import Policy
@@ -92,6 +91,17 @@ def build_engine(
     tracer = tracer or Tracer(None, 0)
     if policy.feedback is not None:
         sizes = replace(sizes, budget_pages=0, lists=1)  # nothing is selected
+    transport: Transport
+    if policy.route == "fetch":
+        transport = Fetch(
+            host, shape, sizes.max_batch, sizes.lists, sizes.budget_pages, device, attend
+        )
+    elif isinstance(worker, GraphTransport):
+        transport = worker
+        if tracer.active:  # the host only launches; the timeline needs device timestamps
+            worker.stamps = DeviceClock(tracer, shape.num_layers, device)
+    else:
+        transport = HostTransport(worker, shape, sizes.max_batch, tracer)
     # Ranks may differ in residency, and would then replay different graphs.
     is_alone = ranks is None
     if config.grain == "head":
@@ -103,7 +113,7 @@ def build_engine(
         host,
         digests,
         projectors,
-        _transport(policy, shape, sizes, host, worker, device, tracer, attend),
+        transport,
         attend,
         device=device,
         tracer=tracer,
@@ -111,22 +121,3 @@ def build_engine(
         ranks=ranks,
         has_dense_steps=is_alone and policy.feedback is None,
     )
-
-
-def _transport(
-    policy: Policy,
-    shape: ModelShape,
-    sizes: Sizes,
-    host: HostPages,
-    worker: WorkerClient | GraphTransport,
-    device: torch.device,
-    tracer: Tracer,
-    attend: Attend,
-) -> Transport:
-    if policy.route == "fetch":
-        return Fetch(host, shape, sizes.max_batch, sizes.lists, sizes.budget_pages, device, attend)
-    if isinstance(worker, GraphTransport):
-        if tracer.active:  # the host only launches; the timeline needs device timestamps
-            worker.stamps = DeviceClock(tracer, shape.num_layers, device)
-        return worker
-    return HostTransport(worker, shape, sizes.max_batch, tracer)

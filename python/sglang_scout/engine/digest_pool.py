@@ -40,8 +40,8 @@ _UNSET = 0x7FC0
 """Sentinel: a NaN in bfloat16, and in any kind two bytes that hardly any page has in both marks."""
 
 
-class NoDigests:
-    """Of policies without page selection: marks alone. The other kinds derive from it.
+class DigestKind:
+    """How digests are built and scored. This kind, for policies without page selection, has marks alone.
 
     Args:
         parts: of the pool, viewed here as the kind's ops expect.
@@ -70,7 +70,7 @@ class NoDigests:
         raise NotImplementedError("pages without digests cannot be scored")
 
 
-class MinMax(NoDigests):
+class MinMax(DigestKind):
     """Bounds of each channel, and so of scores."""
 
     mark = None
@@ -130,7 +130,7 @@ class Calibrated(Rotated):
         return self._by_layer[layer]
 
 
-class Means(NoDigests):
+class Means(DigestKind):
     """Mean keys of a page's halves; each KV head selects with one query vector, and so in the class below."""
 
     vectors = 2
@@ -170,8 +170,8 @@ class Pilots(Means):
         return torch.einsum("bhx,hrx->bhr", query.float(), self._w_q[layer])
 
 
-KINDS: dict[str, type[NoDigests]] = {
-    "none": NoDigests,
+KINDS: dict[str, type[DigestKind]] = {
+    "none": DigestKind,
     "minmax": MinMax,
     "mean16": Means,
     "pilot": Pilots,

@@ -3,7 +3,7 @@
 The device attends to a request's recent window and, if the policy requires, to its first pages. Of a page that leaves
 the window each KV head keeps the tokens that the policy finds salient, in the context cache. A joining request has
 older pages without statistics: its first step attends to all of them, and with that step's queries a thread selects
-among their tokens. Until it is done, the CPU attends to all.
+among their tokens (line 20 of Algorithm 1). Until it is done, the CPU attends to all.
 
     boundary t-1   a page leaves with step t: what is kept of it, by the averages up to step t-2, is read back
     boundary t     its tokens are added to the lists, and the CPU attends to them from step t on
@@ -15,6 +15,7 @@ All of this happens at boundaries, so lists are fixed during a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,7 +25,6 @@ import torch
 from sglang_scout.engine.context_cache import ContextCache, Ids, Kept
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import Fetching, Staging, upload
-from sglang_scout.engine.evaluation import Evaluation, Evaluator
 from sglang_scout.engine.step_inputs import Batch, Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.transport import Transport
@@ -36,6 +36,9 @@ from sglang_scout.policy.feedback import Feedback, WindowView
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
 
+Selected = tuple[Kept, npt.NDArray[np.bool_]]
+"""Kept tokens, and ``[L, H]`` lists that had no room for all of them."""
+
 
 @dataclass(eq=False)
 class Request:
@@ -45,10 +48,10 @@ class Request:
     state: int  # row of the policy's stores
     left: int  # pages before the window's start
     kept: Kept
-    evaluation: Evaluation | None
-    # While it runs: all older pages, and what is kept of those that left since.
-    whole: list[int]
-    since: list[Tokens] = field(default_factory=list)
+    queries: torch.Tensor  # [L, HQ, D] on the device, written by its first step
+    whole: list[int]  # until it is evaluated, all older pages
+    evaluation: Future[Selected] | None = None
+    since: list[Tokens] = field(default_factory=list)  # kept of pages that left since it joined
     version: int = 0
 
 
@@ -81,7 +84,7 @@ class OlderTokens:
         self._feedback: Feedback = policy.feedback
         self._sinks, self._recent = policy.rule.sink_pages, policy.rule.recent_pages
         self._transport, self._counters, self._device = transport, counters, device
-        self._shape = shape
+        self._host, self._shape = host, shape
         self._verifier = Verifier(host, shape, policy.route, counters) if verify else None
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, sizes.max_batch
         self._cache = ContextCache(host, sizes.max_pages, self._feedback.cap_tokens)
@@ -95,7 +98,7 @@ class OlderTokens:
         self._free_states = list(range(rows))
         self._sent: list[tuple[Request, int] | None] = [None] * rows  # in the device's rows
         self._leaving: tuple[dict[int, int], Fetching] = {}, Fetching([], None)
-        self._evaluator = Evaluator(self._feedback, self._cache, host, shape)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout-evaluate")
         self._row_pages = np.zeros((layers, rows), np.int64)  # of all heads
         self.pause()
 
@@ -162,26 +165,45 @@ class OlderTokens:
             request = self._requests.pop(slot)
             self._cache.release(request.kept)
             self._free_states.append(request.state)
-            if request.evaluation is not None:
-                request.evaluation.drop()
+            running = request.evaluation
+            if running is not None and not running.cancel():
+                running.add_done_callback(lambda done: self._cache.release(done.result()[0]))
 
     def _join(self, step: int, row: int, begin: int, older: list[int]) -> Request:
         state = self._free_states.pop()
         self._feedback.joins(state)
-        evaluation = None
-        if older:
-            evaluation = Evaluation(self._evaluator, self._queries[:, row], older, state)
-        return Request(step, state, begin, self._cache.empty(), evaluation, older)
+        return Request(step, state, begin, self._cache.empty(), self._queries[:, row], older)
 
     def _advance(self, request: Request) -> None:
-        if request.evaluation is None or (result := request.evaluation.advance()) is None:
-            return
-        request.kept, was_full = result
-        request.evaluation = None
+        """Start the evaluation of a request after its first step; take the result when it has ended."""
+        if request.whole and request.evaluation is None:
+            queries, into = request.queries, None
+            if queries.is_cuda:
+                into = [torch.empty(queries.shape, pin_memory=True)]
+            sent, pages = Fetching([queries], into), torch.tensor(request.whole)
+            request.evaluation = self._thread.submit(self._select, sent, pages, request.state)
+        elif request.evaluation is not None and request.evaluation.done():
+            self._take(request, *request.evaluation.result())
+
+    def _take(self, request: Request, kept: Kept, was_full: npt.NDArray[np.bool_]) -> None:
+        """The result of an evaluation replaces the lists of all older pages."""
+        request.kept = kept
+        request.evaluation, request.whole = None, []
         request.version += 1
         self._raise(request, was_full)
         for tokens in request.since:
             self._keep(request, tokens)
+
+    def _select(self, sent: Fetching, pages: torch.Tensor, state: int) -> Selected:
+        """On the thread, concurrent with steps: select among all tokens of ``pages`` by the ``sent`` queries."""
+        [queries] = map(torch.from_numpy, sent.wait())
+        kept, scale = self._cache.empty(), self._shape.scale
+        was_full = np.zeros(kept.tokens.shape, bool)
+        for layer, k in enumerate(self._host.k):
+            found = self._feedback.select(state, layer, queries[layer], k, pages, scale)
+            heads, tokens = (x.numpy() for x in found)
+            was_full |= self._cache.add(kept, np.full_like(heads, layer), heads, tokens)
+        return kept, was_full
 
     def _leave(
         self, request: Request, pages: npt.NDArray[np.int32], bits: npt.NDArray[np.int32] | None
@@ -193,11 +215,11 @@ class OlderTokens:
         is_kept = (words[..., None] >> np.arange(size)) & 1
         layers, heads, tokens = np.tile(is_kept, len(pages)).nonzero()
         kept = layers, heads, pages.astype(np.int64)[tokens // size] * size + tokens % size
-        if request.evaluation is None:
-            self._keep(request, kept)
-        else:
+        if request.whole:
             request.whole += pages.tolist()
             request.since.append(kept)
+        else:
+            self._keep(request, kept)
         request.version += 1
 
     def _keep(self, request: Request, tokens: Tokens) -> None:
@@ -233,7 +255,7 @@ class OlderTokens:
         """Update the device's row with a request's lists."""
         if self._sent[row] == (request, request.version):
             return
-        if request.evaluation is not None:
+        if request.whole:
             pages = np.array(request.whole, np.int32)
             ids = np.broadcast_to(pages, (*request.kept.tokens.shape, len(pages)))
             counts = np.full(request.kept.tokens.shape, len(pages), np.int32)
@@ -290,7 +312,7 @@ class OlderTokens:
         """Wait for all evaluations in progress."""
         for request in self._requests.values():
             if request.evaluation is not None:
-                request.evaluation.wait()
+                request.evaluation.exception()
 
     def close(self) -> None:
-        self._evaluator.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,7 @@ def of_lists(x: torch.Tensor, lists: int) -> torch.Tensor:
     return x.contiguous().view(len(x) * lists, -1, *x.shape[2:])
 
 
-@dataclass(frozen=True)
-class Candidates:
+class Candidates(NamedTuple):
     """A step's candidates, all full pages, on the device: B requests with C lists each, N columns.
 
     Attributes, int32, -1 or less beyond a row's last page:
@@ -74,18 +74,9 @@ class Candidates:
 
     def first(self, rows: int) -> Candidates:
         """The first ``rows`` requests."""
-        each = rows * self.lists
-        return Candidates(
-            self.table[:rows],
-            self.n_full[:rows],
-            self.n_scored[:rows],
-            self.lists,
-            self.list_table[:each],
-            self.list_n_full[:each],
-            self.list_n_scored[:each],
-            self.digest_rows[:each],
-            self.arrivals[:each],
-        )
+        of_rows, lists, of_lists = self[:3], self.lists, self[4:]
+        each = rows * lists
+        return Candidates(*(x[:rows] for x in of_rows), lists, *(x[:each] for x in of_lists))
 
 
 @dataclass
