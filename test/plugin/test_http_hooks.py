@@ -1,4 +1,4 @@
-"""Requests that the HTTP process refuses; on real servers: test/e2e/test_bad_input.py, test_sigterm.py."""
+"""Requests that the HTTP process refuses; on real servers: test/e2e/test_bad_requests.py, test_process_faults.py."""
 
 import os
 
