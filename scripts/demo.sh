@@ -3,14 +3,11 @@
 # --kv-offload scout, SGLang's router; three questions to a small language model about a real text,
 # SGLang's bench_serving, a short report; finally everything is stopped.
 #
-#   scripts/demo.sh [--device auto|cpu|cuda] [--model recall|PATH] [--keep-logs] [...]    see scripts/demo.sh --help
+#   scripts/demo.sh [--device auto|cpu|cuda] [--model DIR] [--keep-logs] [...]    see scripts/demo.sh --help
 #
 # Without a usable GPU, or with --device cpu or SCOUT_FORCE_CPU=1, everything runs on the CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-SECONDS=0
 scripts/setup.sh
-export SCOUT_SETUP_S=$SECONDS
-
 exec .venv/bin/python scripts/demo.py "$@"

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from demo_questions import DemoFailed
-from servers.pd_cluster import PDCluster, flags
+from servers.group import flags
+from servers.pd_cluster import PDCluster
 
 
 def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict
     with open(log, "wb") as sink:
         code = subprocess.run(
             command,
-            env=cluster.environment,
+            env=cluster.client_environment,
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,

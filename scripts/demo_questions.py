@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmark.accuracy import tasks, vocabulary
 from servers.pd_cluster import PDCluster
 from servers.sglang_http import sse_events
 from texts import load_text
 
-SEED = 4242
 TEXT_TOKENS = 5800
-QUESTION_TASKS = ("needle", "multi_key", "variables")
 QUESTION = "Read the text below and say in a few words what it is about."
 CHAT_TOKENS = 32
 NUMBER = "7413"
@@ -94,19 +90,7 @@ def converse(cluster: PDCluster, model: Path) -> None:
             raise DemoFailed(f"wrong answer: the secret number in the text is {NUMBER}")
 
 
-def ask_facts(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:
-    """Asks the recall model for facts in long texts. Raises DemoFailed unless it finds them all."""
-    for index, task in enumerate(QUESTION_TASKS):
-        sample = tasks.make_sample(task, max(args.input_len, 4096), SEED - 1 - index)
-        asked = vocabulary.to_text(sample.prompt[-4:])
-        print(f"\n  {task}: ... {asked}")
-        answer = chat(cluster, model, sample.prompt_text, len(sample.answer))
-        if not tasks.is_correct(task, sample.answer, vocabulary.to_ids(answer.strip())):
-            raise DemoFailed(f"wrong answer: the right one to {asked!r} is {sample.answer_text!r}")
-
-
-def ask_about_text(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:
+def ask_about_text(cluster: PDCluster, model: Path, tokens: int) -> None:
     """One question about a real text, for an arbitrary model."""
     print(f"\n  question: {QUESTION} (+ text)")
-    text = text_of_tokens(model, max(args.input_len, 4096))
-    chat(cluster, model, f"{QUESTION}\n\n{text}", CHAT_TOKENS)
+    chat(cluster, model, f"{QUESTION}\n\n{text_of_tokens(model, tokens)}", CHAT_TOKENS)

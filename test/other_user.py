@@ -11,10 +11,9 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from control_channel import descriptors
+from control_channel import descriptors, duplicate
 
 NOBODY = 65534
-_PIDFD_GETFD = 438  # of Linux 5.6, on every architecture
 _PTRACE_SEIZE = 0x4206
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -57,12 +56,12 @@ def reads(pid: int) -> Attempts:
     core, cpus = resource.prlimit(pid, resource.RLIMIT_CORE), os.sched_getaffinity(pid)
     attempts: Attempts = {
         "list descriptors": lambda: os.listdir(f"/proc/{pid}/fd"),
-        "take a descriptor": lambda: _call("syscall", _PIDFD_GETFD, os.pidfd_open(pid), 0, 0),
+        "take a descriptor": lambda: duplicate(pid, 0),
         "read memory": lambda: open(f"/proc/{pid}/mem", "rb"),
         "write memory": lambda: open(f"/proc/{pid}/mem", "r+b"),
         "see addresses": lambda: open(f"/proc/{pid}/maps").read(1),
         "see the environment": lambda: open(f"/proc/{pid}/environ").read(1),
-        "trace": lambda: _call("ptrace", _PTRACE_SEIZE, pid, 0, 0),
+        "trace": lambda: _seize(pid),
         "have core dumps written": lambda: resource.prlimit(pid, resource.RLIMIT_CORE, core),
         "keep it from CPUs": lambda: os.sched_setaffinity(pid, cpus),
     }
@@ -112,7 +111,7 @@ def _is_arena(link: str) -> bool:
     return os.path.lexists(link) and "memfd:sglang-scout" in os.readlink(link)
 
 
-def _call(name: str, *args: int) -> None:
-    if getattr(_libc, name)(*map(ctypes.c_long, args)) < 0:
+def _seize(pid: int) -> None:
+    if _libc.ptrace(_PTRACE_SEIZE, pid, None, None) < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -41,11 +41,8 @@ def program(words: list[str]) -> tuple[str, list[str]] | None:
 
 def of_shell(text: str):
     lines = text.replace("\\\n", " ").splitlines()
-    return [
-        words_of(x)
-        for x in lines
-        if re.search(r"-m sglang|^\S*sglang-scout \w", x) and "…" not in x
-    ]
+    starts = re.compile(r"-m sglang|^\S*sglang-scout \w")
+    return [words_of(x) for x in lines if starts.search(x) and "…" not in x]
 
 
 def of_compose(path: Path, **variables: str):
@@ -59,25 +56,20 @@ def kubernetes():
 
 
 def pods():
-    return [
-        x["spec"]["template"]["spec"]["containers"][0]
-        for x in kubernetes()
-        if x["kind"] == "Deployment"
-    ]
+    templates = [x["spec"]["template"] for x in kubernetes() if x["kind"] == "Deployment"]
+    return [(x["metadata"]["labels"], x["spec"]["containers"][0]) for x in templates]
 
 
 def commands() -> dict[str, tuple[str, list[str]]]:
     found = {}
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    blocks = {
-        x: "\n".join(re.findall(r"```(?:bash|sh)\n(.*?)```", x.read_text(), re.DOTALL))
-        for x in documents
-    }
-    lines = {x: of_shell(text) for x, text in blocks.items()}
+    lines = {}
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", page.read_text(), re.DOTALL)
+        lines[page] = of_shell("\n".join(blocks))
     lines[DEPLOY / "slurm.sh"] = of_shell((DEPLOY / "slurm.sh").read_text())
     compose = DEPLOY / "compose.yaml"
     lines[compose] = of_compose(compose) + of_compose(compose, DEVICE="cuda")
-    lines[DEPLOY / "kubernetes.yaml"] = [pod["args"] for pod in pods()]
+    lines[DEPLOY / "kubernetes.yaml"] = [pod["args"] for _, pod in pods()]
     for path, all_words in lines.items():
         for i, words in enumerate(all_words):
             if one := program(words):
@@ -148,9 +140,14 @@ def test_the_programs_own_parser_takes_it(outcome, place):
 
 
 def test_commands_are_found():
-    places = {place.rpartition(":")[0] for place in COMMANDS}
-    files = ("compose.yaml", "kubernetes.yaml", "slurm.sh", "README.md")
-    assert {"README.md", "docs/tutorial.md", *(f"docs/deploy/{x}" for x in files)} <= places
+    places = {place.rpartition(":")[0].removeprefix("docs/deploy/") for place in COMMANDS}
+    assert {
+        "README.md",
+        "docs/tutorial.md",
+        "compose.yaml",
+        "kubernetes.yaml",
+        "slurm.sh",
+    } <= places
     assert {name for name, _ in COMMANDS.values()} == {"server", "router", "scout"}
 
 
@@ -160,15 +157,10 @@ def test_compose_files_are_taken():
         command = ["docker-compose"]
         if shutil.which(*command) is None:
             pytest.skip("no docker compose")
-    for device, files in (
-        ("cpu", ["compose.yaml"]),
-        ("cuda", ["compose.yaml", "compose.cuda.yaml"]),
-    ):
-        words = [word for file in files for word in ("-f", DEPLOY / file)]
+    for device, more in (("cpu", []), ("cuda", ["-f", DEPLOY / "compose.cuda.yaml"])):
+        words = [*command, "-f", DEPLOY / "compose.yaml", *more, "config"]
         environment = os.environ | {"MODEL": "/m", "DEVICE": device}
-        done = subprocess.run(
-            [*command, *words, "config"], capture_output=True, text=True, env=environment
-        )
+        done = subprocess.run(words, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         services = yaml.safe_load(done.stdout)["services"]
         assert services["decode"]["image"] == f"sglang-scout:{device}"
@@ -184,13 +176,10 @@ def test_the_manifests_are_of_the_schema():
     documents = kubernetes()
     for document in documents:
         kubernetes_validate.validate(document, "1.31", strict=True)
-    labels = [
-        x["spec"]["template"]["metadata"]["labels"] for x in documents if x["kind"] == "Deployment"
-    ]
     selectors = [x["spec"]["selector"] for x in documents if x["kind"] in ("Deployment", "Service")]
     for selector in (x.get("matchLabels", x) for x in selectors):
-        assert any(selector.items() <= x.items() for x in labels), selector
-    for pod in pods():
+        assert any(selector.items() <= labels.items() for labels, _ in pods()), selector
+    for _, pod in pods():
         probes = [probe for key, probe in pod.items() if key.endswith("Probe")]
         for probe in probes:  # a server's /health takes a second at least, and up to 20
             assert probe["httpGet"]["path"] != "/health" or probe["timeoutSeconds"] > 20

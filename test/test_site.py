@@ -20,16 +20,8 @@ LOADED = re.compile(
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "-f",
-        ROOT / "scripts/mkdocs.yml",
-    ]
-    done = subprocess.run([*command, "-d", folder], capture_output=True, text=True, cwd=folder)
+    command = f"{sys.executable} -m mkdocs build --strict -f {ROOT}/scripts/mkdocs.yml -d {folder}"
+    done = subprocess.run(command.split(), capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr  # strict: not with a warning either
     return folder
 

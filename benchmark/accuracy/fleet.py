@@ -101,7 +101,7 @@ class Fleet:
         begin = time.monotonic()
         try:
             if self._stock is not None:
-                self._stock.start()
+                self._stock.begin()
             if self._cluster is not None:
                 self._cluster.start()
             if self._stock is not None:

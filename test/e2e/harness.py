@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import random
 import time
@@ -14,22 +12,31 @@ from pathlib import Path
 
 import psutil
 
-from servers.pd_cluster import PDCluster, flags
-from servers.processes import children_of, process_title
-from servers.server_process import ServerFailed
-from servers.sglang_http import (
-    Generation,
-    generate,
-    generate_payload,
-    http_json,
-    sse_events,
-)
+from servers.group import flags
+from servers.pd_cluster import PDCluster
+from servers.server_process import ServerFailed, children_of, title_of
+from servers.sglang_http import Generation, generate, http_json
 from servers.single_server import SingleServer
 
-# Recall in every step and room for everything: a request's residency then depends only on its own history, so its
-# tokens are deterministic, and a difference is a fault.
+# Room for everything, and no recall that depends on others: a request's residency then depends only on its own history,
+# so its tokens are deterministic, and a difference is a fault.
 STEADY = {"recall": "fixed", "recall_interval": 1, "resident_tokens": 32768}
 SCOUT = flags(kv_offload="scout", kv_offload_budget=128)
+# The graph transport on the CPU, where the ring's kernels are interpreted. Only new requests recall, at first: every
+# step misses pages.
+GRAPH = {"transport": "graph", "verify": True, "resident_tokens": 32}
+GRAPH |= {"recall": "fixed", "recall_interval": 50}
+SMALL_BUDGET_TOKENS = 320
+SHORT = 10  # the first LENGTHS that fit this budget with their output
+GRAPH_ENV = {
+    "TRITON_INTERPRET": "1",
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "20",
+}
+# All pages of a request fit.
+RADIX = flags(kv_offload_budget=1024, disaggregation_decode_enable_radix_cache=True)
+LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 257, 300, 415, 511, 512, 513, 700)
+NEW_TOKENS = 40  # crosses a page boundary for every prompt
 CPUS = sorted(os.sched_getaffinity(0))
 # SGLang needs the CPUs of two ranks, and compiles its embedding for them: 40 s.
 RANKS_ENV = {
@@ -50,9 +57,9 @@ def random_prompts(lengths: Sequence[int], *, seed: int = 0) -> list[list[int]]:
 def scheduler_pid(cluster: PDCluster, which: str = "decode") -> int:
     """The scheduler process of a server. Raises ServerFailed when there is none."""
     server = cluster.servers[which]
-    for pid in children_of(server.pid):
-        if "::scheduler" in process_title(pid):
-            return pid
+    for child in children_of(server.pid):
+        if "::scheduler" in title_of(child):
+            return child.pid
     raise ServerFailed(f"the {which} server has no scheduler process\n{server.tail()}")
 
 
@@ -79,28 +86,13 @@ def assert_same_tokens(
     *,
     logprob_atol: float | None = None,
 ) -> None:
-    """Equal output tokens for every request, and log-probabilities within ``logprob_atol`` if
-    given.
-
-    The failure names the request, its prompt length and the first token that differs.
-    """
-    assert len(expected) == len(actual), f"{len(actual)} answers, expected {len(expected)}"
-    problems = []
+    """Equal output tokens for every request, and log-probabilities within ``logprob_atol`` if given."""
     for i, (want, got) in enumerate(zip(expected, actual, strict=True)):
         label = f"request {i} ({want.prompt_tokens} prompt tokens)"
-        if want.output_ids != got.output_ids:
-            pairs = zip(want.output_ids, got.output_ids, strict=False)
-            at = next((j for j, (a, b) in enumerate(pairs) if a != b), "the end")
-            problems.append(
-                f"{label}: tokens differ from position {at} on: "
-                f"expected {want.output_ids}, got {got.output_ids}"
-            )
-        elif logprob_atol is not None:
-            assert want.logprobs and got.logprobs, f"{label}: no log-probabilities; ask for them"
+        assert want.output_ids == got.output_ids, label
+        if logprob_atol is not None:
             gap = max(abs(a - b) for a, b in zip(want.logprobs, got.logprobs, strict=True))
-            if not gap <= logprob_atol:
-                problems.append(f"{label}: log-probabilities differ by {gap:.3g}")
-    assert not problems, "\n".join(problems)
+            assert gap <= logprob_atol, f"{label}: log-probabilities differ by {gap:.3g}"
 
 
 def wait_until(what: str, condition: Callable[[], bool], timeout_s: float) -> None:
@@ -111,60 +103,57 @@ def wait_until(what: str, condition: Callable[[], bool], timeout_s: float) -> No
         time.sleep(0.05)
 
 
-def abort_after(
-    cluster: PDCluster, prompt: Sequence[int], events: int, *, max_new_tokens: int
-) -> None:
-    """Start a streamed request and drop the connection after ``events`` events (0: at the first)."""
-    payload = generate_payload(prompt, max_new_tokens, stream=True)
-    with contextlib.closing(sse_events(cluster.url + "/generate", payload)) as stream:
-        for _ in itertools.islice(stream, max(1, events)):
-            pass
+def wait_for_steps(cluster: PDCluster, count: int, which: str = "decode") -> None:
+    """Until a decode server has made so many more."""
+    enough = cluster.kv_offload(which)["steps"] + count
+    wait_until("decoding", lambda: cluster.kv_offload(which)["steps"] > enough, 120)
 
 
-@dataclass(frozen=True)
-class ProcessUsage:
-    """Resources that a process holds right now."""
+def wait_idle(cluster: PDCluster, which: str = "decode") -> None:
+    """Until no request has a page in host memory."""
+    wait_until("pages are free", lambda: not cluster.kv_offload(which)["host_pages_used"], 60)
 
-    open_files: int
-    rss_bytes: int
-    threads: int
 
-    @classmethod
-    def of(cls, pid: int) -> ProcessUsage:
-        """Raises psutil.NoSuchProcess when the process has ended."""
-        process = psutil.Process(pid)
-        return cls(process.num_fds(), process.memory_info().rss, process.num_threads())
+def wait_for_worker(cluster: PDCluster, which: str = "decode") -> None:
+    """Until its CPU attention process serves."""
+    ready = lambda: cluster.kv_offload(which)["worker"]["state"] == "ready"  # noqa: E731
+    wait_until("a worker", ready, 60)
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """Resources of a cluster right now: its processes, the shared memory that they map, and those of the decode
-    server's scheduler."""
+    """Resources of a cluster right now: its processes, the shared memory that they map, and those of the scheduler of
+    the server ``which``."""
 
     processes: int
     shared_objects: int
-    scheduler: ProcessUsage
+    open_files: int
+    threads: int
+    mib: int
 
     @classmethod
-    def of(cls, cluster: PDCluster) -> Holdings:
-        pids = cluster.processes()
+    def of(cls, cluster: PDCluster, which: str = "decode") -> Holdings:
         mapped: set[tuple[str, str]] = set()
+        pids = cluster.processes()
         for pid in pids:
-            with contextlib.suppress(OSError):  # it has exited
-                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                    words = line.split(maxsplit=5)
-                    if words[-1].startswith(("/memfd:", "/dev/shm/")):
-                        mapped.add((words[3], words[4]))  # device and inode
-        return cls(len(pids), len(mapped), ProcessUsage.of(scheduler_pid(cluster)))
+            try:
+                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            except OSError:  # it has exited
+                continue
+            for words in (line.split(maxsplit=5) for line in lines):
+                if words[-1].startswith(("/memfd:", "/dev/shm/")):
+                    mapped.add((words[3], words[4]))  # device and inode
+        scheduler = psutil.Process(scheduler_pid(cluster, which))
+        mib = scheduler.memory_info().rss >> 20
+        return cls(len(pids), len(mapped), scheduler.num_fds(), scheduler.num_threads(), mib)
 
     def beyond(self, before: Holdings, open_files: int = 4) -> list[str]:
         """Growth since ``before`` beyond what allocators and pools may take, a line each."""
-        now, was = self.scheduler, before.scheduler
         rows = (
             ("processes", self.processes, before.processes),
             ("shared objects", self.shared_objects, before.shared_objects),
-            ("open files", now.open_files, was.open_files + open_files),
-            ("threads", now.threads, was.threads + 8),
-            ("MiB", now.rss_bytes >> 20, (was.rss_bytes >> 20) + 200),
+            ("open files", self.open_files, before.open_files + open_files),
+            ("threads", self.threads, before.threads + 8),
+            ("MiB", self.mib, before.mib + 200),
         )
         return [f"{what}: {n}, at most {most}" for what, n, most in rows if n > most]

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from harness import PDCluster, assert_same_tokens, random_prompts, scheduler_pid, wait_until
+from harness import (
+    PDCluster,
+    assert_same_tokens,
+    random_prompts,
+    scheduler_pid,
+    wait_for_steps,
+    wait_idle,
+)
 from other_user import NOBODY, as_user, connects, outcomes, sockets_of
-from servers.pd_cluster import flags
+from servers.group import flags
 from servers.sglang_http import RequestFailed, http_json
 
 pytestmark = pytest.mark.slow  # three servers, two minutes
@@ -78,13 +85,12 @@ def test_a_client_without_the_key_gets_nothing(servers, path):
 def test_a_pause_costs_no_request_and_no_token(servers, mode):
     prompts = random_prompts([1500, 1300, 1100, 900], seed=31)
     expected = servers.generate(prompts, max_new_tokens=60)
-    steps = servers.kv_offload()["steps"]
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(servers.generate, prompts, max_new_tokens=60)
-        wait_until("decoding", lambda: servers.kv_offload()["steps"] > steps + 10, 60)
+        wait_for_steps(servers, 10)
         http_json(servers.server_url("decode") + "/pause_generation", {"mode": mode}, timeout_s=30)
         paused = servers.kv_offload()["steps"]
         assert servers.kv_offload()["steps"] == paused and not answers.done()
         http_json(servers.server_url("decode") + "/continue_generation", {}, timeout_s=30)
         assert_same_tokens(expected, answers.result(120))
-    wait_until("pages are free", lambda: servers.kv_offload()["host_pages_used"] == 0, 30)
+    wait_idle(servers)

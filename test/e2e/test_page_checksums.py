@@ -1,19 +1,25 @@
 """Bit flips in host memory while requests decode: the pages' owners fail, and no wrong token is returned."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from harness import RANKS_ENV, PDCluster, assert_same_tokens, random_prompts, wait_until
+from control_channel import descriptors, duplicate
+from harness import (
+    RANKS_ENV,
+    PDCluster,
+    assert_same_tokens,
+    random_prompts,
+    wait_idle,
+    wait_until,
+)
 from ring_view import writable
-from servers.pd_cluster import flags
+from servers.group import flags
 from servers.sglang_http import RequestFailed, generate_payload, sse_events
 from sglang_scout.worker.arena import MEMFD_NAME
 
@@ -53,9 +59,8 @@ def last_rank(servers):
 @pytest.fixture
 def arena(servers):
     """The arena, writable, by the worker's descriptor."""
-    fds = Path(f"/proc/{last_rank(servers)['worker']['pid']}/fd")
-    path = next(p for p in fds.iterdir() if f"/memfd:{MEMFD_NAME}" in os.readlink(p))
-    fd = os.open(path, os.O_RDWR)
+    pid = last_rank(servers)["worker"]["pid"]
+    fd = duplicate(pid, descriptors(pid, f"/memfd:{MEMFD_NAME}")[0])
     with contextlib.closing(writable(fd)) as attached:
         os.close(fd)
         yield attached
@@ -69,10 +74,6 @@ def flip_a_bit(arena, page):
 def stream(servers, prompt, events):
     for event in sse_events(servers.url + "/generate", generate_payload(prompt, 2000, stream=True)):
         events.append(event)
-
-
-def tokens_until(answer, count):
-    return dataclasses.replace(answer, output_ids=answer.output_ids[:count])
 
 
 def test_owners_of_a_damaged_page_fail_and_nobody_else(servers, arena):
@@ -127,5 +128,5 @@ def test_owners_of_a_damaged_page_fail_and_nobody_else(servers, arena):
         10,
     )
     servers.flush()
-    wait_until("all pages are free", lambda: servers.kv_offload()["host_pages_used"] == 0, 30)
+    wait_idle(servers)
     assert not arena.checksums().any()

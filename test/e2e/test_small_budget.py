@@ -1,22 +1,22 @@
 """Sparse decoding on real servers: each layer's output against a plain reference over the same pages; the command line
-tools on their step log; SIGTERM, more in test_sigterm.py."""
+tools on a step log; SIGTERM, more in test_process_faults.py."""
 
 import json
 import signal
-from functools import partial
 
 import pytest
 
-from harness import PDCluster, random_prompts, wait_until
-from in_flight import InFlight, watch
+from clients import InFlight, watch
+from harness import SCOUT, PDCluster, random_prompts, wait_until
+from servers.group import flags
 from sglang_scout.cli import main
 from sglang_scout.core.profile import config_digest, load_profile
 
-BUDGET_TOKENS = 128
-"""All traced requests exceed it, as any of them may arrive first and be alone during the traced steps."""
+STEPS = 50
+KINDS = "device layer,boundary step,ahead score,ahead post,attention wait,copies recall,worker"
 
 
-def check_timeline(path, steps):
+def check_timeline(path):
     """Every row exists, and the worker's own slices show whether it was ahead; more in test/engine/test_trace.py."""
     events = json.loads(path.read_text())
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -24,17 +24,17 @@ def check_timeline(path, steps):
     for e in events:
         if e["ph"] == "X":
             row = rows[e["pid"], e["tid"]].removesuffix(" (overlapping)")
-            kind = e["name"].split()[0]
-            kind = "worker" if row.startswith("attention thread") else f"{row} {kind}"
-            slices.setdefault(kind, []).append(e)
-    assert set(slices) >= {"device layer", "boundary step", "ahead score", "ahead post",
-                           "attention wait", "copies recall", "worker"}  # fmt: skip
+            kind = f"{row} {e['name'].split()[0]}"
+            slices.setdefault("worker" if row.startswith("attention thread") else kind, []).append(
+                e
+            )
+    assert set(slices) >= set(KINDS.split(","))
 
     def by_layer(kind):
         return {(e["args"]["step"], e["args"]["layer"]): e for e in slices.get(kind, ())}
 
     device, posted, served = map(by_layer, ("device layer", "ahead post", "worker"))
-    assert len(device) == len(slices["device layer"]) == 4 * steps
+    assert len(device) == len(slices["device layer"]) == 4 * STEPS
     assert set(served) <= set(posted) <= {*served, *by_layer("attention fallback")}
     assert set(served) <= set(by_layer("attention wait")), "the wait at each merge is visible"
     # Which of them began before the previous layer ended; how many depends on the machine.
@@ -43,25 +43,24 @@ def check_timeline(path, steps):
         if e["args"]["layer"] > 0:
             before = device[e["args"]["step"], e["args"]["layer"] - 1]
             early.append(e["ts"] < before["ts"] + before["dur"])
-    assert len(early) > steps / 4 and any(early)
+    assert len(early) > STEPS / 4 and any(early)
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return tmp_path_factory.mktemp("servers")
+def trace(tmp_path_factory):
+    return tmp_path_factory.mktemp("trace") / "trace.json"
 
 
 @pytest.fixture(scope="module")
-def servers(tiny_model, files):
-    """In bfloat16, with metrics and a trace; a second decode server writes a step log."""
-    trace = {"verify": True, "recall": "fixed", "recall_interval": 4}
-    trace |= {"trace": str(files / "trace.json"), "trace_steps": 50}
-    log = {"recall": "off", "step_log": str(files / "steps.jsonl")}
+def pair(tiny_model, trace):
+    """In bfloat16, with metrics and a trace."""
+    config = {"verify": True, "recall": "fixed", "recall_interval": 4}
+    config |= {"trace": str(trace), "trace_steps": STEPS}
     with PDCluster(
         tiny_model("qwen3", dtype="bfloat16"),
-        server_args=["--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS)],
-        decode_args=["--enable-metrics", "--kv-offload-config", json.dumps(trace)],
-        more_decodes={"log": ["--kv-offload-config", json.dumps(log)]},
+        server_args=SCOUT,
+        decode_args=flags(kv_offload_config=json.dumps(config), enable_metrics=True),
+        router=False,
         max_running_requests=8,
         max_total_tokens=32768,
         dtype="bfloat16",
@@ -69,11 +68,11 @@ def servers(tiny_model, files):
         yield running
 
 
-def test_bf16_with_metrics_and_trace(servers, files):
+def test_bf16_with_metrics_and_trace(pair, trace):
     prompts = random_prompts([900, 1200, 370, 1500, 640, 1111], seed=3)
-    answers = servers.generate(prompts, max_new_tokens=60)
+    answers = pair.generate(prompts, "decode", max_new_tokens=60)
     assert [len(a.output_ids) for a in answers] == [60] * 6
-    state = servers.kv_offload()
+    state = pair.kv_offload()
     assert state["verify_checks"] == 4 * state["steps"]
     assert 0 < state["verify_max_rel_error"] <= 1e-2
     assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
@@ -82,20 +81,31 @@ def test_bf16_with_metrics_and_trace(servers, files):
     # A page whose request ended during the copy counts bytes without a recall.
     assert state["recall_bytes"] >= state["recalled_pages"] * page_bytes
     assert 0 < state["cpu_compute_ratio"] < 0.9
-    assert state["digests_received"] > 0
-    assert servers.kv_offload("prefill")["digests_sent"]
+    assert state["digests_received"] > 0 and pair.kv_offload("prefill")["digests_sent"]
 
-    text = servers.metrics()
+    text = pair.metrics()
     for name in ("cpu_pages_total", "recalled_pages_total", "worker_up", "host_pages_used"):
         assert f"sglang:kv_offload_{name}" in text, text[-2000:]
 
-    check_timeline(files / "trace.json", 50)
+    check_timeline(trace)
 
 
-def test_profile_and_report_of_a_step_log(servers, files, tmp_path, capsys):
+def test_after_sigterm_a_running_request_completes_and_the_server_ends(pair):
+    steps = pair.kv_offload()["steps"]
+    running = InFlight(pair.ask_pair, random_prompts([600]), [120])
+    wait_until("it runs", lambda: pair.kv_offload()["steps"] > steps, 30)
+    watch(pair.server_url("decode"))
+    server = pair.servers["decode"]
+    server.signal(signal.SIGTERM)
+    [outcome] = running.outcomes(20)
+    assert outcome.answer and len(outcome.answer.output_ids) == 120, outcome
+    assert server.wait(20), "it still runs"
+
+
+def test_profile_and_report_of_a_step_log(servers, step_log, tmp_path, capsys):
     """That a server accepts only its own profile: test/plugin/test_launch.py."""
-    log, output = str(files / "steps.jsonl"), str(tmp_path / "p.json")
-    servers.generate(random_prompts([600, 600]), "log", max_new_tokens=30)
+    log, output = str(step_log), str(tmp_path / "p.json")
+    servers.generate(random_prompts([600, 600]), max_new_tokens=30)
     assert main(["profile", log, "--output", output, "--json"]) == 0
     profile = load_profile(output)
     assert json.loads(capsys.readouterr().out)["intervals"] == profile.intervals
@@ -106,15 +116,3 @@ def test_profile_and_report_of_a_step_log(servers, files, tmp_path, capsys):
     assert profile.identity is not None and profile.identity.config_digest == config_digest(own)
     assert main(["report", log, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["ratio_by_layer"]) == 4
-
-
-def test_after_sigterm_a_running_request_completes_and_the_server_ends(servers):
-    steps = servers.kv_offload("log")["steps"]
-    running = InFlight(partial(servers.ask_pair, which="log"), random_prompts([600]), [120])
-    wait_until("it runs", lambda: servers.kv_offload("log")["steps"] > steps, 30)
-    watch(servers.server_url("log"))
-    server = servers.servers["log"]
-    server.signal(signal.SIGTERM)
-    [outcome] = running.outcomes(20)
-    assert outcome.answer and len(outcome.answer.output_ids) == 120, outcome
-    assert server.wait(20), "it still runs"

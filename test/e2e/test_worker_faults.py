@@ -1,4 +1,4 @@
-"""All faults of the worker, one after the other, while a decode server is under load.
+"""Faults of the worker while a decode server is under load: all, one after the other, and random ones.
 
 Every request is answered with the tokens of an undisturbed run, nothing leaks, and the counters show the fault.
 """
@@ -7,77 +7,78 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import random
 import time
+from collections import Counter
 
 import pytest
 
-from harness import SCOUT, Holdings, PDCluster, random_prompts, wait_until
-from load import Load
+from clients import Load
+from harness import (
+    SCOUT,
+    Holdings,
+    PDCluster,
+    random_prompts,
+    wait_for_steps,
+    wait_idle,
+    wait_until,
+)
 from worker_faults import FAULTS, Victim
 
-# No recall and room for everything: a request's residency depends only on its own history, so its tokens are
-# deterministic, and the worker has work in every step.
-CONFIG = {"recall": "off", "resident_tokens": 32768, "verify": True}
-GRAPH = {"transport": "graph"}
-CASES = {"eager": {}, "recorded": GRAPH}
+# As in conftest.py, with steps recorded as on a GPU.
+RECORDED = {"recall": "off", "resident_tokens": 32768, "verify": True, "transport": "graph"}
 # The most different ones; the others run with the slow tests.
 QUICK = {"killed", "stopped", "page ids damaged"}
 CLIENTS = 8
 EXACT = 1e-5  # of a layer's output, fp32
+SOAK_MINUTES = float(os.environ.get("SOAK_MINUTES", "1"))
+SOAK_SEED = int(os.environ.get("SOAK_SEED", random.SystemRandom().randrange(1 << 30)))
 
 
 class Bench:
     """A cluster, the answers of an undisturbed run, and its processes' resources after it."""
 
-    def __init__(self, servers: PDCluster, case: str) -> None:
-        self.servers, self.case = servers, case
-        self.prompts = random_prompts([500 + 70 * i for i in range(CLIENTS)], seed=31)
-        self.rest()
+    def __init__(self, servers: PDCluster, is_recorded: bool) -> None:
+        self.servers, self.is_recorded = servers, is_recorded
+        prompts = random_prompts([500 + 70 * i for i in range(CLIENTS)], seed=31)
+        wait_idle(servers)
         # Kernels run in Triton's interpreter: a captured step takes most of a second.
-        new_tokens = 16 if case == "recorded" else 60
-        self.known = servers.generate(self.prompts, max_new_tokens=new_tokens)
+        answers = servers.generate(prompts, max_new_tokens=16 if is_recorded else 60)
+        self.known = list(zip(prompts, answers, strict=True))
         with self.load():
             time.sleep(3)  # caches, thread pools and allocators reach their size
-        self.rest()
+        wait_idle(servers)
         self.before = Holdings.of(servers)
         self.victim = Victim(servers)
 
-    def load(self) -> Load:
-        return Load(self.servers, CLIENTS, prompts=self.prompts, known=self.known)
+    def load(self, **more) -> Load:
+        return Load(self.servers, CLIENTS, self.known, **more)
 
-    def rest(self) -> None:
-        """Wait until no page is in use."""
-        wait_until("all pages are free", lambda: not self.state()["host_pages_used"], 60)
-
-    def assert_nothing_left(self) -> None:
-        self.rest()
+    def assert_nothing_left(self, **more) -> None:
+        wait_idle(self.servers)
         self.victim.pid()  # a worker serves
-        assert not Holdings.of(self.servers).beyond(self.before)
+        assert not Holdings.of(self.servers).beyond(self.before, **more)
 
     def state(self) -> dict:
         return self.servers.kv_offload()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(case, marks=[pytest.mark.slow] if case != "eager" else []) for case in CASES
-    ],
-)
-def bench(request, tiny_model, tmp_path_factory):
-    case = request.param
-    config = json.dumps(CONFIG | CASES[case])
+@pytest.fixture(scope="module", params=["eager", pytest.param("recorded", marks=pytest.mark.slow)])
+def bench(request, tiny_model):
+    if request.param == "eager":
+        bench = Bench(request.getfixturevalue("servers"), is_recorded=False)
+        with bench.victim:
+            yield bench
+        return
     with PDCluster(
         tiny_model("qwen3"),
         server_args=SCOUT,
-        decode_args=["--kv-offload-config", config],
+        decode_args=["--kv-offload-config", json.dumps(RECORDED)],
         max_running_requests=16,
         max_total_tokens=49152,
-        env={"TRITON_INTERPRET": "1"} if "recorded" in case else {},
-        log_dir=tmp_path_factory.mktemp("servers"),
+        env={"TRITON_INTERPRET": "1"},
     ) as servers:
-        bench = Bench(servers, case)
+        bench = Bench(servers, is_recorded=True)
         with bench.victim:
             yield bench
 
@@ -91,15 +92,12 @@ def counters(state: dict) -> dict:
 )
 def test_no_fault_costs_a_request_or_a_token(bench, name):
     fault, victim = FAULTS[name], bench.victim
-    if fault.not_in_graphs and "recorded" in bench.case:
-        pytest.skip(
-            "where steps are recorded nobody computes it again: the server ends, or NaN is merged"
-        )
+    if fault.not_in_graphs and bench.is_recorded:
+        pytest.skip("nobody computes it again: the server ends, or NaN is merged")
     pid = victim.pid()
     before = counters(bench.state())
     with bench.load() as load:
-        steps = bench.state()["steps"]
-        wait_until("decoding", lambda: bench.state()["steps"] > steps + 10, 60)
+        wait_for_steps(bench.servers, 10)
         fault.strike(victim)
         if fault.cause:
             victim.await_next(pid)
@@ -118,31 +116,41 @@ def test_no_fault_costs_a_request_or_a_token(bench, name):
 
 
 @pytest.mark.slow
-def test_deaths_in_a_row(bench):
-    """One every two seconds for a minute, if there is a worker to kill."""
-    end = time.monotonic() + 60
+@pytest.mark.timeout(60 * SOAK_MINUTES + 600)
+def test_random_faults_under_random_load(bench):
+    """SOAK_MINUTES and SOAK_SEED in the environment ask for more, or for the same again."""
+    chance, struck, end = (
+        random.Random(SOAK_SEED),
+        Counter[str](),
+        time.monotonic() + 60 * SOAK_MINUTES,
+    )
+    names = [name for name, f in FAULTS.items() if not (bench.is_recorded and f.not_in_graphs)]
     before = bench.state()["worker"]["restarts"]
-    deaths = 0
-    with bench.load() as load:
-        while time.monotonic() < end:
-            os.kill(bench.victim.pid(), signal.SIGKILL)
-            deaths += 1
-            time.sleep(2)
+    with bench.load(random_share=0.6, seed=SOAK_SEED) as load:
+        while time.monotonic() < end and not (load.lost or load.wrong):
+            time.sleep(chance.uniform(2, 10))
+            name = chance.choice(names)
+            try:
+                FAULTS[name].strike(bench.victim)
+                struck[name] += 1
+            except OSError:  # it ended meanwhile, from the last fault
+                pass
+    print(f"seed {SOAK_SEED}: {load.answered} answers, {dict(struck)}, longest stall", end=" ")
+    print(f"{load.longest_stall_s:.1f} s")
     assert not load.lost and not load.wrong, (load.lost, load.wrong)
-    bench.assert_nothing_left()
-    print(f"{deaths} deaths, {load.answered} answers, longest stall {load.longest_stall_s:.1f} s")
-    assert bench.state()["worker"]["restarts"] == before + deaths
+    assert load.answered and bench.state()["worker"]["restarts"] > before
+    assert bench.state()["verify_max_rel_error"] <= EXACT
+    bench.assert_nothing_left(open_files=16)
 
 
 @pytest.mark.slow
 def test_a_damaged_record_ends_a_server_whose_steps_are_recorded(bench):
     """Before a wrong token is returned: waiting clients get an error that says what to do."""
-    if "recorded" not in bench.case:
+    if not bench.is_recorded:
         pytest.skip("here the server computes what the worker refuses")
     server = bench.servers.servers["decode"]
     with bench.load() as load:
-        steps = bench.state()["steps"]
-        wait_until("decoding", lambda: bench.state()["steps"] > steps + 10, 60)
+        wait_for_steps(bench.servers, 10)
         FAULTS["page ids damaged"].strike(bench.victim)
         wait_until("the server's end", lambda: server.exit_code is not None, 120)
     assert load.lost and not load.wrong, load.wrong

@@ -1,5 +1,5 @@
 """Two HTTP processes that tell each other of failed requests, over a real socket; on real servers:
-test/e2e/test_bad_input.py."""
+test/e2e/test_bad_requests.py."""
 
 import asyncio
 from types import SimpleNamespace

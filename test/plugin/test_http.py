@@ -1,4 +1,4 @@
-"""Requests that the HTTP process refuses; on real servers: test/e2e/test_bad_input.py and others."""
+"""Requests that the HTTP process refuses; on real servers: test/e2e/test_bad_requests.py, test_process_faults.py."""
 
 from types import SimpleNamespace
 

@@ -21,7 +21,7 @@ def text(monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "job"),
-    [("smollm2", demo.SMOLLM2), ("recall", demo.RECALL), ("a/b", demo.OWN)],
+    [("smollm2", demo.SMOLLM2), ("a/b", demo.OWN)],
 )
 def test_a_flag_wins_over_what_a_model_comes_with(model, job):
     args = demo.parse_arguments(["--model", model])

@@ -78,16 +78,13 @@ class Bundle:
         calls = self.folder / "calls"
         calls.write_text("")
         (self.folder / "fake" / "torch.py").write_text(TORCH.format(device=device))
-        variables = {
-            "NO_COMPILER": "0", **variables, "REAL": sys.executable, "CALLS": str(calls),
-            "PYTHON": str(self.folder / "python"), "PYTHONPATH": str(self.folder / "fake"),
-            "TMPDIR": str(self.folder), "SHMEM_HUGE": str(self.folder / "shmem_enabled"),
-        }  # fmt: skip
-        inherited = {k: v for k, v in os.environ.items() if k != "SECONDS_LIMIT"}
-        done = subprocess.run(
-            ["bash", self.here / "run.sh", self.folder / "results", mode],
-            env=inherited | variables, capture_output=True, text=True,
-        )  # fmt: skip
+        places = {"CALLS": "calls", "PYTHON": "python", "PYTHONPATH": "fake", "TMPDIR": ""}
+        places["SHMEM_HUGE"] = "shmem_enabled"
+        env = {**os.environ, "NO_COMPILER": "0", **variables, "REAL": sys.executable}
+        env |= {name: str(self.folder / place) for name, place in places.items()}
+        env.pop("SECONDS_LIMIT", None)
+        command = ["bash", self.here / "run.sh", self.folder / "results", mode]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         self.asked = calls.read_text()
         return done.returncode, done.stdout + done.stderr
 

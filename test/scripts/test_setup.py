@@ -39,10 +39,9 @@ def set_up(tmp_path):
             path = f".venv/lib/python3.11/site-packages/{name.replace('-', '_', name.count('-') - 1)}.dist-info"
             (tmp_path / path).mkdir(parents=True)
         path = f"{tmp_path}/bin:{os.environ['PATH']}"
-        done = subprocess.run(
-            ["scripts/setup.sh"], cwd=tmp_path, capture_output=True, text=True,
-            env={**os.environ, "SGLANG_VERSION": "", "PATH": path, **variables},
-        )  # fmt: skip
+        env = {**os.environ, "SGLANG_VERSION": "", "PATH": path, **variables}
+        command = ["scripts/setup.sh"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
         assert done.returncode == status, done.stderr
         asked = tmp_path / "asked"
         return asked.read_text().splitlines() if asked.exists() else [], done.stderr

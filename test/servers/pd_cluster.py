@@ -21,12 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from servers.environment import make_scratch_dir, started_environment
-from servers.processes import CLUSTER_VARIABLE, processes_of
-from servers.server_process import ServerProcess, free_ports, settle_s_of, stop_all, wait_healthy
+from servers.group import HOST, ServerGroup, flags
+from servers.server_process import ServerProcess, free_ports, wait_healthy
 from servers.sglang_http import Generation, generate, http_json
 
-HOST = "127.0.0.1"
+NO_PROXY = ("NO_PROXY", "no_proxy")
 
 # ``python -m sglang_router.launch_router`` without its one costly import: the Python load balancer
 # for debugging, which imports all of SGLang (10 s) and is not the router that we start.
@@ -38,25 +37,14 @@ ROUTER_MAIN = (
 )
 
 
-def flags(**options: Any) -> list[str]:
-    """``flags(page_size=32, quiet=True)`` -> ``["--page-size", "32", "--quiet"]``."""
-    words: list[str] = []
-    for name, value in options.items():
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words.append(str(value))
-    return words
-
-
-class PDCluster:
-    """Context manager; all processes are gone after ``stop`` or when this process dies.
+class PDCluster(ServerGroup):
+    """Prefill server, decode servers and router; see ServerGroup.
 
     Args:
         model_dir: folder of the model, which also holds its tokenizer.
         prefill_args, decode_args: more flags of one server; a flag given here wins over a default.
         more_decodes: further decode servers of the same prefill server, name to flags; :meth:`ask_pair` sends a request
             to one.
-        route_all: the router uses these too, round robin.
         server_args: more flags for both servers.
         router: start the router and send requests through it; else only the servers run.
         device, dtype: as SGLang's flags.
@@ -65,10 +53,9 @@ class PDCluster:
             a GPU: each takes a share of the free memory.
         max_total_tokens: KV capacity of each server. Never left to SGLang: on a CPU it would take
             most of the RAM.
-        env: environment variables on top of those of ``server_environment``.
-        log_dir: for the three log files. Default: a new temporary folder, whose path is reported after a failure, and
+        env: environment variables of all servers.
+        log_dir: for the log files. Default: a new temporary folder, whose path is reported after a failure, and
             which is removed after a ``with`` block without one.
-        ready_timeout_s: for all servers together.
         on_ready: called with the name of each server that answers.
     """
 
@@ -79,7 +66,6 @@ class PDCluster:
         prefill_args: Sequence[str] = (),
         decode_args: Sequence[str] = (),
         more_decodes: Mapping[str, Sequence[str]] | None = None,
-        route_all: bool = False,
         server_args: Sequence[str] = (),
         router: bool = True,
         router_args: Sequence[str] = (),
@@ -94,70 +80,55 @@ class PDCluster:
         ready_timeout_s: float = 600.0,
         on_ready: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self.model_dir = Path(model_dir)
-        self.cluster_id = uuid.uuid4().hex
+        prefill_device = prefill_device or device
+        super().__init__(model_dir, (device, prefill_device), env, ready_timeout_s)
         self._owns_log_dir = log_dir is None
         self.log_dir = Path(log_dir or tempfile.mkdtemp(prefix="sglang-scout-logs-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.ready_timeout_s, self.on_ready = ready_timeout_s, on_ready
-        self._settle_s = settle_s_of(device, prefill_device)
-        self.startup_s = 0.0
-        self.one_by_one = one_by_one
-        self.scratch_dir = make_scratch_dir()
-        self._extra_environment = dict(env or {})
-        # Of the router and of clients, which would ask a proxy for the servers; the router reads NO_PROXY first.
-        self.environment = self._environment(device) | {"NO_PROXY": HOST, "no_proxy": HOST}
+        self.on_ready, self.one_by_one, self.startup_s = on_ready, one_by_one, 0.0
 
         wanted = {"prefill": prefill_args, "decode": decode_args, **(more_decodes or {})}
         ports = free_ports(3 + 2 * len(wanted))
         self.bootstrap_port, router_port, prometheus_port, *ports = ports
-        # --sleep-on-idle: an idle SGLang scheduler busy-polls, and on two cores it would slow the other servers. It
-        # applies only when the server holds no request.
         common = flags(
-            model_path=model_dir, host=HOST, dtype=dtype, max_total_tokens=max_total_tokens,
-            max_running_requests=max_running_requests, sleep_on_idle=True,
+            model_path=model_dir,
+            host=HOST,
+            dtype=dtype,
+            max_total_tokens=max_total_tokens,
+            max_running_requests=max_running_requests,
+            # An idle SGLang scheduler busy-polls, and on two cores it would slow the other servers. It applies only
+            # when the server holds no request.
+            sleep_on_idle=True,
             disaggregation_transfer_backend="mooncake",
             disaggregation_bootstrap_port=self.bootstrap_port,
-        )  # fmt: skip
+        )
         self._urls: dict[str, str] = {}
         self.servers: dict[str, ServerProcess] = {}
         for name, more in wanted.items():
-            where, mode = (
-                (prefill_device or device, name) if name == "prefill" else (device, "decode")
-            )
-            port = ports.pop()
-            self._urls[name] = f"http://{HOST}:{port}"
-            command = [
-                sys.executable,
-                "-m",
-                "sglang.launch_server",
-                *common,
-                *map(str, server_args),
-            ]
+            mode = "prefill" if name == "prefill" else "decode"
+            where, port = prefill_device if name == "prefill" else device, ports.pop()
             # SGLang's own NCCL port is free when its launcher starts, but is bound by the scheduler seconds later.
-            command += flags(
-                device=where, port=port, disaggregation_mode=mode, nccl_port=ports.pop()
-            )
-            self.servers[name] = self._server(
-                name, [*command, *map(str, more)], self._environment(where)
-            )
+            own = dict(device=where, port=port, disaggregation_mode=mode, nccl_port=ports.pop())
+            command = [sys.executable, "-m", "sglang.launch_server", *common, *server_args]
+            command += [*flags(**own), *more]
+            self._urls[name] = f"http://{HOST}:{port}"
+            self.servers[name] = self._server(name, command, self.environment(where))
+        # Of the router and of clients, which would ask a proxy for the servers; the router reads NO_PROXY first.
+        self.client_environment = self.environment(device) | dict.fromkeys(NO_PROXY, HOST)
         self.router: ServerProcess | None = None
         if router:
             self._urls["router"] = f"http://{HOST}:{router_port}"
-            command = [sys.executable, "-c", ROUTER_MAIN]
+            command = [sys.executable, "-c", ROUTER_MAIN, "--pd-disaggregation"]
             command += flags(
-                pd_disaggregation=True, host=HOST, port=router_port, prometheus_port=prometheus_port,
-                policy="round_robin", worker_startup_check_interval=1,
-            )  # fmt: skip
-            for name in self.servers if route_all else ("decode",):
-                command += ["--decode", self._urls[name]] if name != "prefill" else []
-            command += ["--prefill", self._urls["prefill"], str(self.bootstrap_port)]
-            command += map(str, router_args)
-            self.router = self._server("router", command, self.environment)
-
-    def _environment(self, device: str) -> dict[str, str]:
-        more = {**self._extra_environment, CLUSTER_VARIABLE: self.cluster_id}
-        return started_environment(device, self.model_dir, self.scratch_dir, more)
+                host=HOST,
+                port=router_port,
+                prometheus_port=prometheus_port,
+                policy="round_robin",
+                worker_startup_check_interval=1,
+                decode=self._urls["decode"],
+            )
+            command += ["--prefill", self._urls["prefill"], str(self.bootstrap_port), *router_args]
+            self.router = self._server("router", command, self.client_environment)
 
     def _server(self, name: str, command: list[str], environment: dict[str, str]) -> ServerProcess:
         return ServerProcess(name, command, environment, self.log_dir / f"{name}.log")
@@ -172,29 +143,14 @@ class PDCluster:
 
     # -- start and end --------------------------------------------------------------------------------------
 
-    def __enter__(self) -> PDCluster:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
     def __exit__(self, *failure: object) -> None:
-        if failure[0] is not None:
-            self.stop()
-            print(f"the servers' logs are in {self.log_dir}", file=sys.stderr)
-            return
         self.stop()
-        if self._owns_log_dir:
+        if failure[0] is not None:
+            print(f"the servers' logs are in {self.log_dir}", file=sys.stderr)
+        elif self._owns_log_dir:
             shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def start(self) -> None:
-        """Start everything and return when requests can be sent.
-
-        Raises ServerFailed, with the log's tail, for a server that ends or does not answer by the deadline. Call it
-        from the main thread: the servers die with the thread that started them.
-        """
         begin = time.monotonic()
         deadline = begin + self.ready_timeout_s
         if not self.one_by_one:
@@ -225,24 +181,6 @@ class PDCluster:
     def all_servers(self) -> list[ServerProcess]:
         return [*self.servers.values(), *([self.router] if self.router is not None else [])]
 
-    def stop(self) -> dict[int, str]:
-        """Kill everything at once; may be called twice. Returns what did not end by itself: {}.
-
-        Not by SIGTERM, after which running requests may finish.
-        """
-        try:
-            return stop_all(self.all_servers()[::-1], self.cluster_id, settle_s=self._settle_s)
-        finally:
-            shutil.rmtree(self.scratch_dir, ignore_errors=True)
-
-    def processes(self) -> dict[int, str]:
-        """Every live process of this cluster: pid to command line."""
-        sessions = [server.pid for server in self.all_servers() if server.started]
-        return processes_of(self.cluster_id, sessions)
-
-    def tails(self, lines: int) -> str:
-        return "\n".join(server.tail(lines) for server in self.all_servers())
-
     # -- requests ----------------------------------------------------------------------------------
 
     def generate(
@@ -250,8 +188,9 @@ class PDCluster:
     ) -> list[Generation]:
         """Send all prompts at once, through the router or as :meth:`ask_pair` to the decode server
         ``which``; see ``sglang_http.generate``."""
-        routed = partial(http_json, self.url + "/generate")
-        send = routed if which == "router" else partial(self.ask_pair, which=which)
+        send = partial(self.ask_pair, which=which)
+        if which == "router":
+            send = partial(http_json, self.url + "/generate")
         return generate(send, prompts, **options)
 
     def ask_pair(
@@ -284,6 +223,6 @@ class PDCluster:
         """Empty a server's prefix cache. Raises RequestFailed while it has running requests."""
         http_json(self.server_url(which) + "/flush_cache", {}, timeout_s=60)
 
-    def metrics(self) -> str:
-        """The Prometheus text of the decode server, if it was started with ``--enable-metrics``."""
-        return http_json(self.server_url("decode") + "/metrics", timeout_s=60)
+    def metrics(self, which: str = "decode") -> str:
+        """The Prometheus text of a server that was started with ``--enable-metrics``."""
+        return http_json(self.server_url(which) + "/metrics", timeout_s=60)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sglang_scout.cli import machine_checks as machine
 from sglang_scout.core.errors import ConfigError
 
 AUTO, CPU, CUDA = CHOICES = ("auto", "cpu", "cuda")
-DRIVER_NODES = (Path("/dev/nvidiactl"),)
 
 # Shares of the device memory free at a server's start, as in --mem-fraction-static. On one GPU the prefill server takes
 # the first, and the decode server, started later, the second of the rest.
 PREFILL_SHARE, DECODE_SHARE = 0.4, 0.7
 WHOLE_SHARE = 0.8
+CPU_SHARE = 0.5
+"""SGLang's default becomes negative on a CPU with the prefill size of the demo."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +37,9 @@ class Placement:
     def one_gpu_for_both(self) -> bool:
         return self.prefill == self.decode == CUDA and self.gpus == 1
 
-    @property
-    def ready_timeout_s(self) -> float:
-        """For the servers' start; on a GPU kernels may have to be compiled first."""
-        return 600.0 if self.decode == CPU else 1200.0
-
-    @property
-    def prefill_config(self) -> dict[str, Any]:
-        """Keys of --kv-offload-config for the prefill server, besides the decode server's."""
-        # Digests are on the decode server's device, which this transfer cannot write.
-        return {} if self.prefill == self.decode else {"prefill_digests": False}
-
-    def memory(self, cpu_share: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Flags about memory and GPU of the prefill and of the decode server.
-
-        Args:
-            cpu_share: --mem-fraction-static of a server on the CPU.
-        """
-        shares = [cpu_share if on == CPU else WHOLE_SHARE for on in (self.prefill, self.decode)]
+    def memory(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Flags about memory and GPU of the prefill and of the decode server."""
+        shares = [CPU_SHARE if on == CPU else WHOLE_SHARE for on in (self.prefill, self.decode)]
         if self.one_gpu_for_both:
             shares = [PREFILL_SHARE, DECODE_SHARE]
         prefill, decode = ({"mem_fraction_static": share} for share in shares)
@@ -65,8 +49,7 @@ class Placement:
 
     def __str__(self) -> str:
         if self.prefill == self.decode:
-            text = f"both on {self.decode}"
-            return text + (", one GPU for both" if self.one_gpu_for_both else "")
+            return f"both on {self.decode}" + ", one GPU for both" * self.one_gpu_for_both
         return (
             f"decode on {self.decode}, prefill on {self.prefill}: the installed mooncake cannot read "
             "device memory (docs/gpu-quickstart.md)"
@@ -82,17 +65,12 @@ def place(wanted: str) -> Placement:
     Raises:
         ConfigError: "cuda", and torch sees no device.
     """
-    forced = wants_cpu(os.environ)
-    if wanted == CPU or (wanted == AUTO and (forced or not any(p.exists() for p in DRIVER_NODES))):
+    forced = "1" in (os.getenv("SCOUT_FORCE_CPU"), os.getenv("SGLANG_USE_CPU_ENGINE"))
+    if wanted == CPU or (wanted == AUTO and (forced or not os.path.exists("/dev/nvidiactl"))):
         return Placement(CPU, CPU, 0)
     gpus, why = machine.cuda_devices()
-    if not gpus:
-        if wanted == AUTO:
-            return Placement(CPU, CPU, 0)
+    if not gpus and wanted == CUDA:
         raise ConfigError(f"--device cuda: torch sees no CUDA device ({why}); give --device cpu")
+    if not gpus:
+        return Placement(CPU, CPU, 0)
     return Placement(CUDA if machine.transfer_reads_device() else CPU, CUDA, gpus)
-
-
-def wants_cpu(environment: Mapping[str, str]) -> bool:
-    """Whether an environment requests the CPU."""
-    return "1" in (environment.get("SCOUT_FORCE_CPU"), environment.get("SGLANG_USE_CPU_ENGINE"))

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 import urllib.error
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from servers.processes import identities_of, processes_of
+import psutil
+
 from servers.sglang_http import DIRECT
 from sglang_scout.worker import die_with_parent
 
+CLUSTER_VARIABLE = "SCOUT_CLUSTER_ID"
+"""Environment variable by which the processes of a cluster are found: children inherit it."""
 _POLL_S = 0.25
 SETTLE_S = 8.0
 """Time for a server's children to notice its exit and to exit themselves."""
@@ -34,14 +37,6 @@ class ServerFailed(RuntimeError):
     """A server did not start, or ended unexpectedly; the message has its log's tail."""
 
 
-def _ephemeral_start() -> int:
-    """First port of the kernel's ephemeral range."""
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 32768
-
-
 def free_ports(count: int) -> list[int]:
     """``count`` different TCP ports that can be bound right now.
 
@@ -49,9 +44,9 @@ def free_ports(count: int) -> list[int]:
     listeners while they start, any of which could take a port from these ranges.
     """
     found: list[int] = []
-    ours = set(range(10000, max(15000, _ephemeral_start()))).difference(MOONCAKE_PORTS)
-    candidates = random.SystemRandom().sample(sorted(ours), 1000)
-    for port in candidates:
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ours = set(range(10000, max(15000, ephemeral))).difference(MOONCAKE_PORTS)
+    for port in random.SystemRandom().sample(sorted(ours), 1000):
         if len(found) == count:
             break
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -63,11 +58,6 @@ def free_ports(count: int) -> list[int]:
     if len(found) < count:
         raise ServerFailed(f"only {len(found)} free TCP ports found, {count} needed")
     return found
-
-
-def settle_s_of(*devices: str | None) -> float:
-    """``settle_s`` of :func:`stop_all` for servers on ``devices``: a GPU's may have page-locked memory."""
-    return SETTLE_S if set(devices) <= {"cpu", None} else LOCKED_SETTLE_S
 
 
 class ServerProcess:
@@ -194,6 +184,51 @@ def wait_healthy(
     )
 
 
+def processes_of(cluster_id: str, sessions: Iterable[int] = ()) -> list[psutil.Process]:
+    """Live processes that carry ``cluster_id`` or belong to one of ``sessions``.
+
+    Both are needed: a process that renames itself (as SGLang's schedulers do) overwrites its environment in /proc, and
+    one with its own session is found only by its environment. This also finds those whose parent has died.
+    """
+    found, wanted = [], set(sessions)
+    for process in psutil.process_iter():
+        try:
+            is_ours = os.getsid(process.pid) in wanted or (
+                process.environ().get(CLUSTER_VARIABLE) == cluster_id
+            )
+        except (OSError, psutil.Error):  # ended meanwhile, or another user's
+            continue
+        if is_ours and process.pid != os.getpid() and _holds_resources(process):
+            found.append(process)
+    return found
+
+
+def _holds_resources(process: psutil.Process) -> bool:
+    """A zombie holds nothing. But one whose other threads are still exiting, which takes tens of seconds with much
+    page-locked memory, holds all of it: its state is only that of its first thread."""
+    try:
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        return process.is_running() and not (is_zombie and process.num_threads() < 2)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def title_of(process: psutil.Process) -> str:
+    """Its command line, "" when ended. SGLang's are like ``sglang::scheduler``."""
+    try:
+        return " ".join(process.cmdline()).strip()
+    except psutil.Error:
+        return ""
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    """All descendants of ``pid``; empty when it has ended."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
 def stop_all(
     servers: Iterable[ServerProcess], cluster_id: str, *, settle_s: float = SETTLE_S
 ) -> dict[int, str]:
@@ -208,38 +243,30 @@ def stop_all(
     """
     servers = [server for server in servers if server.started]
     sessions = [server.pid for server in servers]
-    known = identities_of(cluster_id, sessions)
+    known = processes_of(cluster_id, sessions)  # an exiting one has no environment any more
     for server in servers:
         server.signal(signal.SIGKILL)
     deadline = time.monotonic() + KILLED_S
     for server in servers:
         server.wait(deadline - time.monotonic())
-    outlived = _wait_gone(cluster_id, sessions, known, settle_s)
-    for pid in outlived:
+
+    def left_after(timeout_s: float) -> list[psutil.Process]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            alive = {*filter(_holds_resources, known), *processes_of(cluster_id, sessions)}
+            if not alive or time.monotonic() > deadline:
+                return list(alive)
+            time.sleep(0.05)
+
+    outlived = {process: title_of(process) for process in left_after(settle_s)}
+    for process in outlived:
         try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
+            process.kill()
+        except psutil.NoSuchProcess:
             pass
-    if outlived:
-        stuck = _wait_gone(cluster_id, sessions, known, KILLED_S)
-        if stuck:
-            raise ServerFailed(f"these processes survive SIGKILL: {stuck}")
-    return outlived
-
-
-def _wait_gone(
-    cluster_id: str,
-    sessions: Sequence[int],
-    known: Collection[tuple[int, int]],
-    timeout_s: float,
-) -> dict[int, str]:
-    """Wait until no process of the cluster lives; returns those alive after ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        alive = processes_of(cluster_id, sessions, known)
-        if not alive or time.monotonic() > deadline:
-            return alive
-        time.sleep(0.05)
+    if outlived and (stuck := left_after(KILLED_S)):
+        raise ServerFailed(f"these processes survive SIGKILL: {stuck}")
+    return {process.pid: title for process, title in outlived.items()}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +15,15 @@ from urllib.parse import urlsplit
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """For servers on this machine, which a proxy of the environment may not reach."""
+JSON = "application/json"
 
 
 class RequestFailed(RuntimeError):
     """A server refused or aborted a request; has the server's message."""
+
+
+NO_ANSWER = (RequestFailed, OSError, http.client.HTTPException)
+"""What a request raises when it has no answer."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +39,40 @@ class Generation:
     cached_tokens: int
 
 
+def exchange(
+    url: str, data: bytes | None = None, *, content_type: str = JSON, timeout_s: float = 600.0
+) -> tuple[int, bytes]:
+    """GET, or POST of ``data``: status and body, whatever the status; of a stream what came within ``timeout_s``.
+
+    Raises OSError without an answer.
+    """
+    deadline = time.monotonic() + timeout_s
+    request = urllib.request.Request(url, data, {"Content-Type": content_type})
+    try:
+        response = DIRECT.open(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        response = error
+    body = b""
+    with response:
+        while (more := response.read1()) and time.monotonic() < deadline:
+            body += more
+        return response.status, body + more
+
+
 def http_json(url: str, payload: Any = None, *, timeout_s: float = 600.0) -> Any:
     """GET, or POST when there is a payload; returns the decoded JSON (the text if it is not JSON).
 
     Raises RequestFailed for a status of 400 or more, OSError without an answer.
     """
     data = None if payload is None else json.dumps(payload).encode()
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    status, body = exchange(url, data, timeout_s=timeout_s)
+    text = body.decode(errors="replace")
+    if status >= 400:
+        raise RequestFailed(f"{url}: status {status}: {text[:2000]}")
     try:
-        with DIRECT.open(request, timeout=timeout_s) as response:
-            body = response.read().decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        detail = error.read().decode(errors="replace")[:2000]
-        raise RequestFailed(f"{url}: status {error.code} {error.reason}: {detail}") from None
-    try:
-        return json.loads(body)
+        return json.loads(text)
     except ValueError:
-        return body
+        return text
 
 
 def sse_events(url: str, payload: Any, *, timeout_s: float = 600.0) -> Iterator[dict[str, Any]]:
@@ -61,12 +84,11 @@ def sse_events(url: str, payload: Any, *, timeout_s: float = 600.0) -> Iterator[
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", parts.path, json.dumps(payload), headers)
+        connection.request("POST", parts.path, json.dumps(payload), {"Content-Type": JSON})
         response = connection.getresponse()
         if response.status >= 400:
             detail = response.read().decode(errors="replace")[:2000]
-            raise RequestFailed(f"{url}: status {response.status} {response.reason}: {detail}")
+            raise RequestFailed(f"{url}: status {response.status}: {detail}")
         for line in response:
             if not line.startswith(b"data:"):
                 continue
@@ -84,10 +106,7 @@ def sse_events(url: str, payload: Any, *, timeout_s: float = 600.0) -> Iterator[
 def generate_payload(
     prompt: Sequence[int], max_new_tokens: int, *, logprobs: bool = False, stream: bool = False
 ) -> dict[str, Any]:
-    """Body of one ``/generate`` request.
-
-    Greedy, and to the full length even past an end-of-text token.
-    """
+    """Body of one ``/generate`` request: greedy, and to the full length even past an end-of-text token."""
     options = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     return {
         "input_ids": [int(token) for token in prompt],
