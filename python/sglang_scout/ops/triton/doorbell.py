@@ -183,7 +183,7 @@ def post_kernel(
     nodes, k, max_pages, max_batch, log_entries,
     L: tl.constexpr, WIDTH: tl.constexpr, Q_OFFSET: tl.constexpr, Q_BF16: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
-):  # fmt: skip
+):
     """Each program writes one row of a record; the last to arrive publishes it.
 
     q [rows, WIDTH]; pages [rows, k]; n_pages [rows]. open_seq [2 L]: the in-flight record of a slot, 0 if the
@@ -269,7 +269,7 @@ def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.
         at.q_offset, spec.q_dtype == "bfloat16", min(2048, triton.next_power_of_2(width)),
         min(1024, max(16, triton.next_power_of_2(k))),
         triton.next_power_of_2(rows), num_warps=4,
-    )  # fmt: skip
+    )
 
 
 _BLOCK_VALUES = 512  # per program (one warp)
@@ -318,7 +318,7 @@ def merge_answer_kernel(
     reply_stride, lse_offset, layer, timeout_ns, rows, max_batch, L,
     OUT_OFFSET: tl.constexpr, OUT_BF16: tl.constexpr, ROW_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """Program 0 waits for the answer; the others wait for its word in ``answered`` and merge a block of rows each.
 
     Rows of out, merged [rows, D] and lse [rows] are those of [B, HQ], ROW_HEADS per posted row; change [rows] or None:
@@ -384,5 +384,5 @@ def merge(ring, layer: int, out: torch.Tensor, lse: torch.Tensor, change, dtype)
         out, lse, change, merged, ring.address + at.replies_offset, at.reply_stride, at.lse_offset, layer,
         ring.timeout_us * 1000, B * HQ, ring.spec.max_batch, ring.spec.num_layers, at.out_offset,
         ring.spec.q_dtype == "bfloat16", ring.spec.row_heads, D, block_r, block_d, num_warps=1,
-    )  # fmt: skip
+    )
     return merged
