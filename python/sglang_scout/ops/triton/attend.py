@@ -148,9 +148,7 @@ def merge_parts(parts, part_lse, out, lse, head, at_out, q_mask, splits, rows, D
         # [_MERGED, M] and [_MERGED, M, BLOCK_D]; bypass L1, which is not coherent with other programs' stores.
         x = tl.load(
             part_lse + split[:, None] * rows + head[None, :],
-            mask=mask,
-            other=float("-inf"),
-            cache_modifier=".cg",
+            mask=mask, other=float("-inf"), cache_modifier=".cg",
         )
         values = tl.load(
             parts + (split[:, None, None] * rows).to(tl.int64) * D + at_out[None, :, :],
@@ -261,16 +259,8 @@ def merge_rows(out_a, lse_a, out_b, lse_b):
 
 @triton.jit
 def merge_kernel(
-    out_a,
-    lse_a,
-    out_b,
-    lse_b,
-    out,
-    lse,
-    rows,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    out_a, lse_a, out_b, lse_b, out, lse, rows,
+    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """A block of rows. out_a, out_b, out [rows, D]; lse_a, lse_b, lse [rows]."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)

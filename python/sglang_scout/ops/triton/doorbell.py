@@ -92,23 +92,15 @@ else:
     def pause(ns):
         """Suspend the warp for a time between 0 and twice ``ns``, a constant."""
         tl.inline_asm_elementwise(
-            "{ nanosleep.u32 $1; mov.u32 $0, 0; }",
-            "=r,r",
-            [ns],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+            "{ nanosleep.u32 $1; mov.u32 $0, 0; }", "=r,r", [ns],
+            dtype=tl.int32, is_pure=False, pack=1,
         )
 
     @triton.jit
     def load_acquire(word):
         return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.s64 $0, [$1];",
-            "=l,l",
-            [word],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
+            "ld.acquire.sys.global.s64 $0, [$1];", "=l,l", [word],
+            dtype=tl.int64, is_pure=False, pack=1,
         )
 
     @triton.jit
@@ -123,11 +115,7 @@ else:
             @first st.release.sys.global.s64 [$1], $2;
             mov.u32 $0, 0;
             }""",
-            "=r,l,l",
-            [word, value],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+            "=r,l,l", [word, value], dtype=tl.int32, is_pure=False, pack=1,
         )
 
 
@@ -364,10 +352,7 @@ def merge_answer_kernel(
         their_out = tl.load(values + at, mask=mask & got[:, None], other=0.0, volatile=True)
         # [BLOCK_R]
         their_lse = tl.load(
-            at_array(reply + lse_offset, tl.float32) + r,
-            mask=got,
-            other=float("-inf"),
-            volatile=True,
+            at_array(reply + lse_offset, tl.float32) + r, mask=got, other=float("-inf"), volatile=True
         )
         result, _ = merge_rows(our_out, our_lse, their_out.to(tl.float32), their_lse)
         tl.store(merged + at, rounded(result, merged.dtype.element_ty), mask=mask)
