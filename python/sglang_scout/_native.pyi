@@ -74,9 +74,10 @@ def rotate_pages(
     dtype: int,
     ids_ptr: int,
     n: int,
-    bits: int,
     planes_ptr: int,
     stats_ptr: int,
+    turn_ptr: int = 0,
+    bits_ptr: int = 0,
 ) -> None: ...
 def score_rotated(
     q_ptr: int,
@@ -86,7 +87,6 @@ def score_rotated(
     H: int,
     G: int,
     D: int,
-    bits: int,
     table_ptr: int,
     n_full_ptr: int,
     B: int,
@@ -95,6 +95,8 @@ def score_rotated(
     reduce: int,
     out_ptr: int,
     threads: int = 1,
+    turn_ptr: int = 0,
+    bits_ptr: int = 0,
 ) -> None: ...
 
 RUNS_PER_THREAD: int

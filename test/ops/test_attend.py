@@ -1,4 +1,4 @@
-"""Attention over pages: every implementation against a softmax written out."""
+"""Attention over pages and merging of two parts: every implementation against float64."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend_cases import FP8, agrees, densely, i32, inputs, unwritten
-from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.attend import attend_pages, merge_states
 
 IMPLS = pytest.mark.parametrize("impl", attend_pages.names())
 PER_HEAD = pytest.mark.parametrize("per_head", [False, True])
@@ -273,3 +273,47 @@ def test_malformed_arguments_are_named(change, message):
     arguments = dict(zip(names, inputs(1), strict=True)) | {"scale": 1.0} | change
     with pytest.raises(ValueError, match=message):
         attend_pages(**arguments)
+
+
+# Merging of two parts -----------------------------------------------------------------------------
+
+MERGES = pytest.mark.parametrize("impl", merge_states.names())
+INF = torch.inf
+
+
+def in_double(out_a, lse_a, out_b, lse_b):
+    a, b = lse_a.double(), lse_b.double()
+    top = torch.maximum(a, b).nan_to_num(neginf=0.0)
+    weight_a, weight_b = torch.exp(a - top)[..., None], torch.exp(b - top)[..., None]
+    total = weight_a + weight_b
+    out = (weight_a * out_a.double() + weight_b * out_b.double()) / total
+    return out.masked_fill(total == 0, 0.0), (top + total[..., 0].log())
+
+
+lse_values = st.one_of(st.just(-INF), st.floats(-300, 300, width=32), st.floats(-3, 3, width=32))
+
+
+@MERGES
+@given(
+    pairs=st.lists(st.tuples(lse_values, lse_values), min_size=1, max_size=8),
+    seed=st.integers(0, 99),
+)
+def test_equals_double_precision(agree, impl, pairs, seed):
+    rng = torch.Generator().manual_seed(seed)
+    lse_a, lse_b = torch.tensor(pairs).T.unsqueeze(0).contiguous().unbind(1)  # [1, HQ]
+    out_a, out_b = (torch.randn(1, len(pairs), 8, generator=rng) for _ in range(2))
+    out_a[lse_a == -INF], out_b[lse_b == -INF] = 0, 0
+    expected = in_double(out_a, lse_a, out_b, lse_b)
+    agree(merge_states, merge_states(out_a, lse_a, out_b, lse_b, impl=impl), expected)
+    agree(merge_states, merge_states(out_b, lse_b, out_a, lse_a, impl=impl), expected)
+
+
+@MERGES
+def test_an_empty_part_leaves_the_other_exactly(impl):
+    nothing = torch.zeros(2, 4, 16), torch.full((2, 4), -INF)
+    for part in ((torch.randn(2, 4, 16), torch.randn(2, 4) * 30), nothing):
+        for merged in (
+            merge_states(*part, *nothing, impl=impl),
+            merge_states(*nothing, *part, impl=impl),
+        ):
+            assert all(map(torch.equal, merged, part))

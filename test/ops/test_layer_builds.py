@@ -1,4 +1,4 @@
-"""Digests of the pages of all layers, bounds and rotated: which rows are written, and from which keys."""
+"""Digests of the pages of all layers, of each kind: which rows are written, and from which keys."""
 
 import pytest
 import torch
@@ -8,37 +8,57 @@ from hypothesis import strategies as st
 from attend_cases import FP8
 from sglang_scout.core.errors import ImplementationError
 from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, largest, score_embeddings
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.rotated import PAGE_TOKENS, STATS_BYTES, build_layer_rotated, planes_shape
 
 pytestmark = pytest.mark.usefixtures("isa")
-OPS = (build_layer_digests, build_layer_rotated)
+EMBEDS = (build_layer_means, build_layer_pilots)
+OPS = (build_layer_digests, build_layer_rotated, *EMBEDS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
-BOTH = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+RANK = 24
 IMPLS = pytest.mark.parametrize(("op", "impl"), [(op, name) for op in OPS for name in op.names()])
-SIZES = st.tuples(*(st.integers(1, n) for n in (3, 6, 9, 33, 3)))
+SIZES = st.tuples(*(st.integers(1, n) for n in (3, 6, 9, 17, 3)))
 UNWRITTEN = 0xFF  # NaN as the bytes of a float
 
 
 def unwritten(op, L, P, H, D, dtype=torch.float32):
-    if op is build_layer_digests:
-        shapes = [(D,), (D,)]
-    else:
+    if op is build_layer_rotated:
         shapes, dtype = [planes_shape(2, D), (D + STATS_BYTES,)], torch.uint8
+    else:
+        shapes = {
+            build_layer_digests: [(D,), (D,)],
+            build_layer_means: [(2, D)],
+            build_layer_pilots: [(1, RANK)],
+        }[op]
     parts = [torch.empty(L, P, H, *shape, dtype=dtype) for shape in shapes]
     for part in parts:
         part.view(torch.uint8).fill_(UNWRITTEN)
     return parts
 
 
+def weights(op, L, H, D):
+    """Arguments between the parts and ``rows``."""
+    if op is not build_layer_pilots:
+        return []
+    return [torch.randn(L, H, RANK, 2 * D, generator=torch.Generator().manual_seed(0)) / D**0.5]
+
+
 def expected(op, k):
-    """Every row's digest, for k [L, R, S, H, D]."""
+    """Every row's digest, for k [L, R, S, H, D]; of embeddings and bounds written out."""
+    L, R, S, H, D = k.shape
     if op is build_layer_digests:
         return k.amin(2), k.amax(2)
-    L, R, _, H, D = k.shape
-    parts = unwritten(op, L, R, H, D)
-    op.reference(LayerPages.of([*k], [*k], "cpu"), torch.arange(R), *parts)
-    return parts
+    if op is build_layer_rotated:  # test_rotated.py has the formula
+        parts = unwritten(op, L, R, H, D)
+        op.reference(LayerPages.of([*k], [*k], "cpu"), torch.arange(R), *parts)
+        return parts
+    x = k.double()
+    if op is build_layer_means:
+        return [torch.stack([half.mean(2) for half in x.split(S // 2, 2)], 3)]
+    high, low = x.amax(2), x.amin(2)
+    pooled = torch.cat([x.mean(2), torch.where(high >= -low, high, low)], -1)
+    return [torch.einsum("lhex,lnhx->lnhe", weights(op, L, H, D)[0].double(), pooled)[..., None, :]]
 
 
 def is_unwritten(part):
@@ -49,6 +69,10 @@ def assert_same(op, got, wanted):
     """Compares parts of the same pages. Bits of elements close to a threshold may differ by rounding."""
     if op is build_layer_digests:
         assert all(map(torch.equal, got, wanted))
+        return
+    if op in EMBEDS:
+        tolerance = op.tolerances[str(got[0].dtype).removeprefix("torch.")]
+        assert not tolerance.mismatch(got[0].double(), wanted[0].double())
         return
     if not got[0].numel():
         return
@@ -89,39 +113,36 @@ def check(op, built, wanted, ids):
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
-def test_named_rows_are_exact_and_others_untouched(
+def test_named_rows_are_built_and_others_untouched(
     op, impl, layer_pages, dtype, wider, sizes, D, shift, elsewhere, seed, data
 ):
-    """``elsewhere``: the keys of a page are not in the row of its id. ``wider``: bounds of fp8."""
+    """``elsewhere``: the keys of a page are not in the row of its id. ``wider``: digests of fp8."""
     L, P, R, S, H = sizes
-    S = PAGE_TOKENS if op is build_layer_rotated else S
+    S = PAGE_TOKENS if op is build_layer_rotated else 2 * S
     elsewhere = elsewhere and impl != "native"
     rng = torch.Generator().manual_seed(seed)
     k = torch.randn(L, R if elsewhere else P, S, H, D, generator=rng).to(dtype)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, P - 1), unique=True)), dtype=torch.int64)
     rows = torch.randint(R, (L, len(ids)), generator=rng) if elsewhere else None
-    bounds = wider if dtype in FP8 else dtype
-    built = unwritten(op, L, P, H, D, bounds)
-    op(layer_pages(k, shift=shift), ids, *built, rows, impl=impl)
+    stored = wider if dtype in FP8 else dtype
+    built = unwritten(op, L, P, H, D, stored)
+    op(layer_pages(k, shift=shift), ids, *built, *weights(op, L, H, D), rows, impl=impl)
     there = ids.expand(L, -1) if rows is None else rows
-    wanted = [x[torch.arange(L)[:, None], there] for x in expected(op, k.to(bounds))]
+    wanted = [x[torch.arange(L)[:, None], there] for x in expected(op, k.to(stored))]
     check(op, built, wanted, ids)
 
 
 @pytest.mark.parametrize("op", OPS[:1])
 def test_native_leaves_other_rows_to_others(op, layer_pages):
-    arguments = (
-        layer_pages(torch.randn(2, 5, 32, 2, 16)),
-        torch.tensor([1]),
-        *unwritten(op, 2, 3, 2, 16),
-    )
+    source, ids = layer_pages(torch.randn(2, 5, 32, 2, 16)), torch.tensor([1])
+    arguments = source, ids, *unwritten(op, 2, 3, 2, 16)
     with pytest.raises(ImplementationError, match="native reads a page in the row of its id"):
         op(*arguments, torch.tensor([[4], [0]]), impl="native")
     with pytest.raises(ValueError, match="rows has L=1, expected 2"):
         op(*arguments, torch.tensor([[4]]))
 
 
-@BOTH
+@pytest.mark.parametrize("op", OPS[:2], ids=lambda op: op.name)
 @pytest.mark.parametrize("impl", ["native", "reference"])
 @pytest.mark.parametrize("bad", [-1, 3])
 def test_page_out_of_range_is_refused_before_anything_is_written(op, impl, bad, layer_pages):
@@ -132,18 +153,18 @@ def test_page_out_of_range_is_refused_before_anything_is_written(op, impl, bad, 
     assert all(map(is_unwritten, built))
 
 
-@BOTH
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 @pytest.mark.parametrize("impl", ["triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_skips_pages_out_of_range(op, impl, dtype, layer_pages):
     """The host cannot check ids on the device: nothing out of bounds is read or written."""
-    k = torch.randn(2, 3, 32, 2, 16).to(dtype)
+    k, more = torch.randn(2, 3, 32, 2, 16).to(dtype), weights(op, 2, 2, 16)
     wanted, built = expected(op, k), unwritten(op, 2, 3, 2, 16, dtype)
-    op(layer_pages(k), torch.tensor([3, 1, -1, 2**40]), *built, impl=impl)
+    op(layer_pages(k), torch.tensor([3, 1, -1, 2**40]), *built, *more, impl=impl)
     check(op, built, [x[:, 1:2] for x in wanted], torch.tensor([1]))
     built = unwritten(op, 2, 9, 2, 16, dtype)
     rows = torch.tensor([[0, 3, 2], [-1, 1, 2**40]])
-    op(layer_pages(k), torch.tensor([8, 1, 4]), *built, rows, impl=impl)
+    op(layer_pages(k), torch.tensor([8, 1, 4]), *built, *more, rows, impl=impl)
     for layer, page, row in ((0, 8, 0), (0, 4, 2), (1, 1, 1)):
         both = (
             [x[layer : layer + 1, at : at + 1] for x in parts]
@@ -163,3 +184,32 @@ def test_extreme_values(impl, layer_pages):
     low, high = unwritten(build_layer_digests, 2, 1, 1, 16)
     build_layer_digests(layer_pages(k), torch.tensor([0]), low, high, impl=impl)
     assert (low == limits.min).all() and (high == limits.max).all()
+
+
+@pytest.mark.parametrize("op", EMBEDS, ids=lambda op: op.name)
+@pytest.mark.parametrize("impl", build_layer_means.names())
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 0.0])
+def test_keys_that_are_no_numbers_leave_finite_embeddings(op, impl, layer_pages, dtype, value):
+    k = torch.full((1, 2, 32, 1, 16), value).to(dtype)
+    k[0, 1, 5:9] = -value
+    (made,) = unwritten(op, 1, 2, 1, 16, dtype)
+    op(layer_pages(k), torch.arange(2), made, *weights(op, 1, 1, 16), impl=impl)
+    assert made.isfinite().all() and made.abs().max() <= largest(dtype)
+    assert made.any() == (abs(value) == torch.inf)
+
+
+@pytest.mark.parametrize("impl", score_embeddings.names())
+def test_means_score_as_windows_of_32_tokens_pooled_from_raw_keys(impl, layer_pages):
+    """Equations 5 and 11 of arXiv 2606.04511: kernel 32, stride 16, raw products, maximum over a page's windows."""
+    rng, pages, H, D = torch.Generator().manual_seed(3), 7, 2, 32
+    k = torch.randn(1, pages, 32, H, D, generator=rng)
+    (made,) = unwritten(build_layer_means, 1, pages, H, D)
+    build_layer_means(layer_pages(k), torch.arange(pages), made)
+    q, table = torch.randn(H, D, generator=rng), torch.arange(pages, dtype=torch.int32)[None]
+    n_full = torch.tensor([pages], dtype=torch.int32)
+    got = score_embeddings(q, made[0], table, n_full, impl=impl)
+    windows = k[0].flatten(0, 1).unfold(0, 32, 16).mean(-1)  # [13, H, D]
+    products = torch.einsum("hd,jhd->hj", q, windows)
+    products = torch.nn.functional.pad(products, (0, 1), value=-torch.inf).unflatten(1, (-1, 2))
+    torch.testing.assert_close(got, products.amax(-1), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Moving averages of attention weights, the tokens kept by them, and copying these into pages of one head."""
+"""Moving averages of attention weights, and the tokens kept by them."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from attend_cases import FP8
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.pages import copy_tokens
 from sglang_scout.ops.salience import decay_mass, salient_bits, select_salient
 
 S, ALPHA = 32, 0.1
@@ -103,25 +101,3 @@ def test_salient_tokens_have_more_than_their_share_for_some_query_head(dtype):
     assert all(len(x) == 0 for x in select_salient(q, k, pages[:0], beta, 0.25))
     assert len(select_salient(q, k, pages, torch.full((2,), torch.inf), 0.25)[0]) == 0
     assert len(select_salient(q, k, pages, torch.zeros(2), 0.25)[0]) == 2 * len(ids)
-
-
-@pytest.mark.parametrize("impl", copy_tokens.names())
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens_of_a_head_come_to_their_places(layer_pages, impl, dtype):
-    if impl == "triton":
-        pytest.skip("has no kernel")
-    rng = torch.Generator().manual_seed(2)
-    k, v = (torch.randn(3, 5, S, 2, 16, generator=rng).to(dtype) for _ in "kv")
-    source = layer_pages(k, v)
-    target = LayerPages.of(
-        *([torch.zeros(4, S, 16, dtype=dtype) for _ in range(3)] for _ in "kv"), "cpu"
-    )
-    layers = torch.tensor([0, 0, 2, 2, 2])
-    page, token, head = torch.tensor([[4, 0, 1, 1, 3], [31, 0, 5, 5, 9], [1, 0, 0, 1, 1]])
-    to = torch.tensor([0, 127, 33, 34, 2])
-    copy_tokens(source, torch.stack([layers, (page * S + token) * 2 + head, to]), target, impl=impl)
-    for of, copies in ((k, target.k), (v, target.v)):
-        for i in range(5):
-            row = copies[layers[i]].flatten(0, 1)[to[i]]
-            assert torch.equal(row, of[layers[i], page[i], token[i], head[i]])
-        assert sum(int((x != 0).any(-1).sum()) for x in copies) == 5

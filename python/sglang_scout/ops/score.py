@@ -73,7 +73,7 @@ def score_pages(
     (B, N), (H, D) = table.shape, kmin.shape[1:]
     ids = table.clamp(min=0).flatten()
     low, high = (x.index_select(0, ids).view(B, N, H, D).float() for x in (kmin, kmax))
-    q = q.float().view(B, H, -1, D) * scale  # [B, H, G, D]
+    q = q.float().view(B, H, q.shape[1] // H, D) * scale
     u = torch.einsum("bhgd,bnhd->bhgn", q.clamp(min=0), high)
     u += torch.einsum("bhgd,bnhd->bhgn", q.clamp(max=0), low)
     score = reduce_heads(u.flatten(1, 2), table, n_full, reduce)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sglang_scout.core.config import DEFAULT_DIGEST, FLAGS, OffloadConfig, check_layers
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import RecallProfile
-from sglang_scout.ops.page_uses import PageUses
+from sglang_scout.ops.residency import PageUses
 from sglang_scout.policy.feedback import Feedback
 
 Ids = npt.NDArray[np.int64]

@@ -1,7 +1,7 @@
 """Residency: pages with long-term importance stay (RheoServe's cache orchestrator).
 
     item              here
-    recorder (10)     the decayed frequency of pages (``ops/page_uses.py``)
+    recorder (10)     the decayed frequency of pages (``ops/residency.py``)
     exchange (11)     each layer every ``period`` steps, the hottest missing pages against the least important ones
     pinning           the most frequent share of a layer's pages is evicted only by pages that must be resident
     promotion         in the steps between, as many missed pages as find a spare slot
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.ops.page_uses import PageUses
+from sglang_scout.ops.residency import PageUses
 from sglang_scout.policy.base import RESULT_DELAY_STEPS, Ids, Residency, StepReport
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.ops.page_uses import PageUses
+from sglang_scout.ops.residency import PageUses
 from sglang_scout.policy.base import RESULT_DELAY_STEPS, Ids, Residency, StepReport
 
 Floats = npt.NDArray[np.float64]

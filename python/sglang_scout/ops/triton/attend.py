@@ -38,7 +38,7 @@ def attend_kernel(
     HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, IS_SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
+):
     """The G query heads of one KV head over every splits-th column of its row of page ids (C rows per request).
 
     Columns are interleaved among programs, not split into runs, so that rows packed to the left keep all
@@ -148,14 +148,12 @@ def merge_parts(parts, part_lse, out, lse, head, at_out, q_mask, splits, rows, D
         # [_MERGED, M] and [_MERGED, M, BLOCK_D]; bypass L1, which is not coherent with other programs' stores.
         x = tl.load(
             part_lse + split[:, None] * rows + head[None, :],
-            mask=mask,
-            other=float("-inf"),
-            cache_modifier=".cg",
+            mask=mask, other=float("-inf"), cache_modifier=".cg",
         )
         values = tl.load(
             parts + (split[:, None, None] * rows).to(tl.int64) * D + at_out[None, :, :],
             mask=(split < splits)[:, None, None] & q_mask[None, :, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
+        )
         new_top = tl.maximum(top, tl.max(x, axis=0))
         base = finite(new_top)
         shrink, weights = tl.exp2(top - base), tl.exp2(x - base[None, :])
@@ -222,7 +220,7 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, out, slot_of, n_pag
         last_page is not None, n_pages is not None, splits > 1, chunk,
         tile_pages, block_s, max(16, triton.next_power_of_2(HQ // H)), block_d,
         len(pages) // B, _STAGES, fp8, num_warps=4, maxnreg=64 // per_sm * 8,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -261,16 +259,8 @@ def merge_rows(out_a, lse_a, out_b, lse_b):
 
 @triton.jit
 def merge_kernel(
-    out_a,
-    lse_a,
-    out_b,
-    lse_b,
-    out,
-    lse,
-    rows,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    out_a, lse_a, out_b, lse_b, out, lse, rows,
+    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """A block of rows. out_a, out_b, out [rows, D]; lse_a, lse_b, lse [rows]."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -92,23 +92,15 @@ else:
     def pause(ns):
         """Suspend the warp for a time between 0 and twice ``ns``, a constant."""
         tl.inline_asm_elementwise(
-            "{ nanosleep.u32 $1; mov.u32 $0, 0; }",
-            "=r,r",
-            [ns],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+            "{ nanosleep.u32 $1; mov.u32 $0, 0; }", "=r,r", [ns],
+            dtype=tl.int32, is_pure=False, pack=1,
         )
 
     @triton.jit
     def load_acquire(word):
         return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.s64 $0, [$1];",
-            "=l,l",
-            [word],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
+            "ld.acquire.sys.global.s64 $0, [$1];", "=l,l", [word],
+            dtype=tl.int64, is_pure=False, pack=1,
         )
 
     @triton.jit
@@ -123,11 +115,7 @@ else:
             @first st.release.sys.global.s64 [$1], $2;
             mov.u32 $0, 0;
             }""",
-            "=r,l,l",
-            [word, value],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+            "=r,l,l", [word, value], dtype=tl.int32, is_pure=False, pack=1,
         )
 
 
@@ -183,7 +171,7 @@ def post_kernel(
     nodes, k, max_pages, max_batch, log_entries,
     L: tl.constexpr, WIDTH: tl.constexpr, Q_OFFSET: tl.constexpr, Q_BF16: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
-):  # fmt: skip
+):
     """Each program writes one row of a record; the last to arrive publishes it.
 
     q [rows, WIDTH]; pages [rows, k]; n_pages [rows]. open_seq [2 L]: the in-flight record of a slot, 0 if the
@@ -269,7 +257,7 @@ def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.
         at.q_offset, spec.q_dtype == "bfloat16", min(2048, triton.next_power_of_2(width)),
         min(1024, max(16, triton.next_power_of_2(k))),
         triton.next_power_of_2(rows), num_warps=4,
-    )  # fmt: skip
+    )
 
 
 _BLOCK_VALUES = 512  # per program (one warp)
@@ -318,7 +306,7 @@ def merge_answer_kernel(
     reply_stride, lse_offset, layer, timeout_ns, rows, max_batch, L,
     OUT_OFFSET: tl.constexpr, OUT_BF16: tl.constexpr, ROW_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """Program 0 waits for the answer; the others wait for its word in ``answered`` and merge a block of rows each.
 
     Rows of out, merged [rows, D] and lse [rows] are those of [B, HQ], ROW_HEADS per posted row; change [rows] or None:
@@ -364,10 +352,7 @@ def merge_answer_kernel(
         their_out = tl.load(values + at, mask=mask & got[:, None], other=0.0, volatile=True)
         # [BLOCK_R]
         their_lse = tl.load(
-            at_array(reply + lse_offset, tl.float32) + r,
-            mask=got,
-            other=float("-inf"),
-            volatile=True,
+            at_array(reply + lse_offset, tl.float32) + r, mask=got, other=float("-inf"), volatile=True
         )
         result, _ = merge_rows(our_out, our_lse, their_out.to(tl.float32), their_lse)
         tl.store(merged + at, rounded(result, merged.dtype.element_ty), mask=mask)
@@ -384,5 +369,5 @@ def merge(ring, layer: int, out: torch.Tensor, lse: torch.Tensor, change, dtype)
         out, lse, change, merged, ring.address + at.replies_offset, at.reply_stride, at.lse_offset, layer,
         ring.timeout_us * 1000, B * HQ, ring.spec.max_batch, ring.spec.num_layers, at.out_offset,
         ring.spec.q_dtype == "bfloat16", ring.spec.row_heads, D, block_r, block_d, num_warps=1,
-    )  # fmt: skip
+    )
     return merged

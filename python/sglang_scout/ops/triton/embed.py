@@ -31,7 +31,7 @@ def means_kernel(
     P, R,
     HALF: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     LARGEST: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+):
     """One page, head and layer. addresses [L] of [R, 2 HALF, H, D]; ids [n]; rows: see `source_row`; embeddings
     [L, P, H, 2, D]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
@@ -56,7 +56,7 @@ def pilots_kernel(
     P, R,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr, LARGEST: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+):
     """One page, head and layer. addresses [L] of [R, S, H, D]; embeddings [L, P, H, E]; w_k [L, H, E, 2 D]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
@@ -97,7 +97,7 @@ def embedding_scores_kernel(
     q, embeddings, table, n_full, out,
     N,
     H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+):
     """One block of pages for one KV head of a request. q [B * H, E]; embeddings [P, H, W, E]; out [B * H, N]."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -124,7 +124,7 @@ def build_layer_means(source, ids, embeddings, rows):
         means_kernel[(ids.numel(), H, len(source.k))](
             source.addresses, ids, rows, embeddings, embeddings.shape[1], R, S // 2, H, D, *blocks,
             largest(embeddings.dtype), *stored_as(source.k[0].dtype), source.align_bytes, num_warps=4,
-        )  # fmt: skip
+        )
 
 
 def build_layer_pilots(source, ids, embeddings, w_k, rows):
@@ -136,7 +136,7 @@ def build_layer_pilots(source, ids, embeddings, w_k, rows):
             source.addresses, ids, rows, embeddings, w_k, embeddings.shape[1], R, S, H, D,
             embeddings.shape[-1], *blocks, largest(embeddings.dtype), *stored_as(source.k[0].dtype),
             source.align_bytes, num_warps=4,
-        )  # fmt: skip
+        )
 
 
 def score_embeddings(q, embeddings, table, n_full, out):
@@ -149,5 +149,5 @@ def score_embeddings(q, embeddings, table, n_full, out):
         block_n = min(_BLOCK_PAGES, _BLOCK_VALUES // block_e, triton.next_power_of_2(N))
         embedding_scores_kernel[(triton.cdiv(N, block_n), H, B)](
             q, embeddings, table, n_full, out, N, H, W, E, block_n, block_e, num_warps=4
-        )  # fmt: skip
+        )
     return out

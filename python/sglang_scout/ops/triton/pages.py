@@ -44,7 +44,7 @@ def digest_kernel(
     P, R,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+):
     """One page, head and layer. addresses [L] of [R, S, H, D]; ids [n]; rows: see `source_row`; kmin,
     kmax [L, P, H, D]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
@@ -69,7 +69,7 @@ def copy_kernel(
     addresses, ids, dst_k, dst_v,
     n, L, P, slots, words,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Blocks of words, for each page first K, then V; programs take blocks in a grid-stride loop.
 
     addresses [2, L] of [P, words]; ids [3, n]: layer, page, slot; dst_k, dst_v [L, slots, words].
@@ -99,7 +99,7 @@ def append_kernel(
     k, v, lens, k_pages, v_pages, ids, k_mirror, v_mirror, mirror_ids,
     k_stride, v_stride, P, mirror_P, S,
     WIDTH: tl.constexpr, HAS_MIRROR: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
+):
     """One block of one row of K (program 0 of axis 2) or of V, to one pool or to both.
 
     k, v [B, WIDTH] rows k_stride and v_stride apart; pools [P, S, WIDTH] and [mirror_P, S, WIDTH].
@@ -139,7 +139,7 @@ def stage_kernel(
     addresses, pages, dst_k, dst_v,
     layer, L, P, k, row_words, words, page_words, slot_words,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One block of words of one list entry, of K (program 0 of axis 2) or V.
 
     addresses [2, L] of [P, S, row_words]; pages [R, k]; dst_k, dst_v [slots, S, words], words of each row's list.
@@ -168,7 +168,7 @@ def pack_kernel(
     pages, last_page, last_len, slot_of, n_pages, table, lengths,
     R, S, ids,
     HAS_SLOTS: tl.constexpr, HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """pages [B, R]; slot_of [ids]; table [B, R + 1]; the others [B]."""
     b = tl.program_id(0)
     row = table + b.to(tl.int64) * (R + 1)
@@ -207,7 +207,7 @@ def build_layer_digests(source, ids, kmin, kmax, rows):
     digest_kernel[(ids.numel(), H, len(source.k))](
         source.addresses, ids, rows, kmin, kmax, kmin.shape[1], R, S, H, D, *blocks,
         *stored_as(source.k[0].dtype), source.align_bytes, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def copy_layer_pages(source, ids, dst_k, dst_v):
@@ -227,7 +227,7 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
     copy_kernel[(min(tasks, _COPY_PROGRAMS) if from_host else tasks,)](
         source.addresses, ids, dst_k.view(L, slots, -1).view(word), dst_v.view(L, slots, -1).view(word),
         n, L, source.k[0].shape[0], slots, words, source.align_bytes, block, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def append_tokens(k, v, lens, pool, mirror):
@@ -241,7 +241,7 @@ def append_tokens(k, v, lens, pool, mirror):
         k, v, lens, *pools, k.stride(0), v.stride(0), pool[0].shape[0],
         mirror[0].shape[0] if mirror else 0, pool[0].shape[1], H * D, mirror is not None, block,
         stored_as(pool[0].dtype)[1], num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def stage_pages(source, layer, pages, dst_k, dst_v):
@@ -258,7 +258,7 @@ def stage_pages(source, layer, pages, dst_k, dst_v):
         source.addresses, pages, dst_k.flatten().view(word), dst_v.flatten().view(word),
         layer, len(source.k), source.k[0].shape[0], k, row_words, words, S * row_words, S * words,
         source.align_bytes, block, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def pack_pages(pages, last_page, last_len, page_tokens, slot_of, n_pages):
@@ -272,5 +272,5 @@ def pack_pages(pages, last_page, last_len, page_tokens, slot_of, n_pages):
         pages, last_page, last_len, slot_of, n_pages, table, lengths, R, page_tokens,
         0 if slot_of is None else slot_of.numel(), slot_of is not None, last_page is not None,
         n_pages is not None, chunk, num_warps=4,
-    )  # fmt: skip
+    )
     return table, lengths

@@ -31,7 +31,7 @@ def rotate_kernel(
     eps, HQ, row_stride,
     D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, HAS_NORM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """RMSNorm and RoPE of one head. q [B, HQ, D], rows row_stride apart; cos_sin [positions, R]; out
     [B, HQ, D].
 
@@ -74,7 +74,7 @@ def add_norm(x, residual, weight, eps):
     if B:
         norm_kernel[(B,)](
             x, residual, weight, out, eps, C, residual is not None, triton.next_power_of_2(C), num_warps=8
-        )  # fmt: skip
+        )
     return out
 
 
@@ -86,5 +86,5 @@ def rotate_heads(q, q_norm_weight, q_norm_eps, cos_sin, positions, rotary_dim, i
             q, q_norm_weight, cos_sin, positions, out, q_norm_eps, HQ, q.stride(0), D,
             rotary_dim if cos_sin is not None else 0, is_neox, q_norm_weight is not None,
             triton.next_power_of_2(D), num_warps=1,
-        )  # fmt: skip
+        )
     return out

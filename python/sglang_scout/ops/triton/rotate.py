@@ -109,7 +109,7 @@ def build_rotated_kernel(
     addresses, ids, rows, planes, means, scales, steps, turn, bits,
     P, R,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+):
     """One page, head and layer. addresses [2, L] of K and V [R, 32, H, D]; ids [n]; rows: see `source_row`; planes
     [L, P, H, 1 or 2, 16, D / 4]; means, scales, steps: the stats [L, P, H, bytes] as int8, bfloat16 and float32; turn
     [L, H, D, D], bits [L, H, 4, D]: coordinates of keys, or None."""
@@ -178,4 +178,4 @@ def build_layer_rotated(source, ids, planes, stats, rows, coordinates):
         stats.view(torch.float32), turn, bits, planes.shape[1], R, H, D,
         triton.next_power_of_2(D), *stored_as(source.k[0].dtype), source.align_bytes,
         num_warps=8 if coordinates else 4,
-    )  # fmt: skip
+    )

@@ -80,7 +80,7 @@ def query_digits_kernel(
     q, turn, bits, digits_to, numbers,
     scale,
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """`query_digits` of a request's KV head. q [B, HQ, D]; turn [H, D, D]; bits [H, 4, D]; digits_to
     [B, HQ, 2, 1 + planes, BLOCK_D] int8; numbers [3, B, HQ] units of mean and planes, totals."""
     h, b = tl.program_id(0), tl.program_id(1)
@@ -159,7 +159,7 @@ def norms(pair):
 def block_sums(
     of_mean, first, second, unit, of_planes, total, planes, means, scales, row, offered,
     D: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
+):
     """u = log sum_t exp of the logits, [BLOCK_N, BLOCK_G], for the pages and KV head whose digests are at ``row``; and,
     with VALUES, the same with each token weighted by the norm of its value."""
     BLOCK_N: tl.constexpr = row.shape[0]
@@ -218,7 +218,7 @@ def rotated_sums_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     REDUCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+):
     """`block_sums` of every parts-th block of pages for the G query heads of one KV head, like `score.bounds_kernel`.
     For "mass" the sums are weighted by value norms, but normalized by the unweighted mass.
 
@@ -252,7 +252,7 @@ def rotated_sums_kernel(
             u, of_values = block_sums(
                 of_mean, first, second, unit, of_planes, total, planes, means, scales,
                 page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D, REDUCE == "mass",
-            )  # fmt: skip
+            )
             at_sum = sums + head.to(tl.int64)[None, :] * row_stride + n[:, None]
             tl.store(at_sum, of_values, mask=(g < G)[None, :])
             top, mass = add_mass(top, mass, u, 0)
@@ -261,7 +261,7 @@ def rotated_sums_kernel(
     reduce_when_last(
         arrivals, sums, tops, masses, table, out, b, full, N, row_stride, parts,
         H, H * G, REDUCE, BLOCK_H, BLOCK_R,
-    )  # fmt: skip
+    )
 
 
 def programs_per_sm(block_d: int) -> int:
@@ -286,7 +286,7 @@ def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals,
     query_digits_kernel[(H, B)](
         q, turn, of_bits, digits_of, numbers, scale * LOG2_E, G, D, block_g, block_d,
         num_warps=4,
-    )  # fmt: skip
+    )
     blocks = triton.cdiv(table.shape[1], _BLOCK_PAGES)
     per_sm = programs_per_sm(block_d)
     parts = parts_of(B * H, blocks, per_sm * processors(table.device))
@@ -296,7 +296,7 @@ def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals,
         table, n_full, arrivals, sums, tops, masses, out, N, sums.shape[2], parts,
         H, G, D, bits, reduce, _BLOCK_PAGES, block_g, block_d,
         *reduced_blocks(HQ, N), num_warps=4, maxnreg=512 // per_sm,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -306,7 +306,7 @@ def mass_kernel(
     scale, N,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """The G query heads of one KV head. The real and the predicted (layer-ahead) queries are rows of one operand, so
     that every digest is read once.
 
@@ -341,7 +341,7 @@ def mass_kernel(
             u, _ = block_sums(
                 of_mean, first, second, unit, of_planes, total, planes, means, scales,
                 page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D, False,
-            )  # fmt: skip
+            )
             top, mass = add_mass(top, mass, u, 0)
         both = tl.reshape(top + tl.log(mass), (2, BLOCK_G))
         real, ahead = tl.split(tl.trans(both))
@@ -363,5 +363,5 @@ def mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, scale, coordi
         q, q_ahead, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
         pages, n_pages, change, turn, of_bits, scale * LOG2_E, pages.shape[1], H, G, D, bits,
         len(pages) // B, _MASS_BLOCK_PAGES, block_g, block_d, num_warps=4,
-    )  # fmt: skip
+    )
     return change

@@ -17,7 +17,7 @@ def decay_kernel(
     alpha, scale, N, W, ids,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
+):
     """One page of a row's window and one KV head.
 
     q [B, HQ, D]; lse [B, HQ]; k [P, S, H, D]; pages [B, N]; maw [M, W, H, S]; the others [B].
@@ -61,7 +61,7 @@ def salient_kernel(
     maw, state, at, threshold, out,
     N, W, H,
     S: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+):
     """One page, head and layer. maw [L, N, W, H, S]; state, at [n]; threshold [L, N, H]; out [L, n, H]."""
     i, h, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = layer * N + tl.load(state + i)
@@ -74,7 +74,7 @@ def salient_kernel(
 
 def decay_mass(
     q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha, scale
-):  # fmt: skip
+):
     """See `ops.salience.decay_mass`."""
     (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
     G = q.shape[1] // H
@@ -85,7 +85,7 @@ def decay_mass(
         scale, N, W, slot_of.numel(), S, H, G, D,
         max(16, triton.next_power_of_2(S)), max(16, triton.next_power_of_2(G)),
         max(16, min(128, triton.next_power_of_2(D))), stored_as(k.dtype)[1], num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def salient_bits(maw, state, at, threshold):

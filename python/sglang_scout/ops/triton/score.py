@@ -36,7 +36,7 @@ def add_mass(top, mass, u, AXIS: tl.constexpr):
 def reduce_row(
     u, tops, masses, table, out, b, full, N, row_stride, parts,
     HQ: tl.constexpr, REDUCE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """Scores of a row's pages, reduced over heads; see `ops.score`. u [B, HQ, row_stride]; tops, masses
     [B, HQ, parts]; out [B, N]."""
     h = tl.arange(0, BLOCK_H)
@@ -93,7 +93,7 @@ def reduce_row(
 def reduce_when_last(
     arrivals, u, tops, masses, table, out, b, full, N, row_stride, parts,
     H: tl.constexpr, HQ: tl.constexpr, REDUCE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+):
     """`reduce_row` by the last to arrive of a row's H * parts programs. arrivals [B]: 0 before and after."""
     tl.debug_barrier()  # orders the atomic of thread 0 after all stores of the program
     if tl.atomic_add(arrivals + b, 1, sem="acq_rel") == H * parts - 1:
@@ -109,7 +109,7 @@ def bounds_kernel(
     scale, N, row_stride, parts,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, REDUCE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+):
     """Bounds of every parts-th block of pages for the G query heads of one KV head: u = q+ . M + q- . m.
 
     Every digest is loaded once, for all G heads. Also stores the part's largest bound and sum of e^(u - largest).
@@ -148,7 +148,7 @@ def bounds_kernel(
     reduce_when_last(
         arrivals, bounds, tops, masses, table, out, b, full, N, row_stride, parts,
         H, H * G, REDUCE, BLOCK_H, BLOCK_R,
-    )  # fmt: skip
+    )
 
 
 def parts_of(rows: int, blocks: int, slots: int) -> int:
@@ -197,5 +197,5 @@ def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
         q, kmin, kmax, table, n_full, arrivals, u, tops, masses, out, scale, N, u.shape[2], parts,
         H, G, D, reduce, block_n, max(16, triton.next_power_of_2(G)), block_d, *reduced_blocks(HQ, N),
         num_warps=4,
-    )  # fmt: skip
+    )
     return out

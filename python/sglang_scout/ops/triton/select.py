@@ -41,7 +41,7 @@ def select_kernel(
     scores, table, n_full, slot_of, scratch, pages, missing, n_missing,
     N, k, sink_pages, recent_pages, mass,
     STOPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK_K: tl.constexpr,
-):  # fmt: skip
+):
     """The k best pages of a row, forced ones first, then by falling score, equal ones by column.
 
     1. Every column gets a key: 0 if it is not offered, the largest if it is forced.
@@ -148,5 +148,5 @@ def select_pages(scores, table, n_full, slot_of, k, sink_pages, recent_pages, ma
         pages, missing, n_missing, N, k, sink_pages, recent_pages, mass, mass < 1, block_n, block_k,
         max(16, min(block_k, 64, 8192 // block_k)),
         num_warps=min(16, max(4, block_n // (32 * _LANE_KEYS))),
-    )  # fmt: skip
+    )
     return Selection(pages, missing, n_missing)
