@@ -44,7 +44,7 @@ KEYS = st.fixed_dictionaries(
 REDUCES = [{"head_reduce": "mass"}, {"head_reduce": "mass", "mass": 0.5}, {"head_reduce": "max"}]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     residency_of=st.sampled_from(["scout", "infinigen", "rheo"]),
     route=st.sampled_from(["cpu", "fetch"]),

@@ -53,7 +53,7 @@ def test_pages_that_are_opened_push_out_none_if_slots_were_held_back(make, max_n
         pushed_out.append(gone * is_forced)
         return gone
 
-    for step in range(90):
+    for step in range(60):
         if step == 16:  # every layer has had an exchange
             worker.table.evict = heard
         worker.step()

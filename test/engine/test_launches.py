@@ -51,7 +51,6 @@ def projector(shape, heads):
     [
         ("scout", '{"digest": "rotated-2"}', ROTATED, 4),
         ("scout", '{"digest": "rotated-2", "grain": "head"}', ROTATED, 4),
-        ("scout", '{"digest_file": "w.npz"}', ROTATED, 4),
         ("scout", '{"digest": "minmax"}', BOUNDS, 3),
         ("infinigen", "{}", FETCHED, 5),
         ("sparda", '{"forecast_file": "w.npz"}', FORECAST, 5),
