@@ -229,17 +229,7 @@ def test_addresses_without_a_shape_are_refused(size):
     """Impossible through an op, but possible for another caller of the module."""
     zeros = torch.zeros(4096)
     pointers = {f"{name}_ptr": zeros.data_ptr() for name in ("q", "k", "v", "pages", "out", "lse")}
-    sizes = {
-        "num_pages": 2,
-        "S": 16,
-        "H": 1,
-        "D": 16,
-        "dtype": 0,
-        "G": 1,
-        "B": 1,
-        "C": 1,
-        "R": 2,
-    } | size
+    sizes = dict(num_pages=2, S=16, H=1, D=16, dtype=0, G=1, B=1, C=1, R=2) | size
     last = {"last_page_ptr": 0, "last_len_ptr": 0, "scale": 1.0}
     (name,) = size
     with pytest.raises(ValueError, match=f"{name}={size[name]}"):
