@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import sending
 import torch
 
+from sending import ONLY_K_AND_V, lists, sent, transfers
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.hints import HINT_PAGES
 from sglang_scout.engine.stores import HostPages, ModelShape
@@ -14,9 +14,6 @@ from sglang_scout.plugin import pool
 from sglang_scout.plugin import prefill as hooks
 from sglang_scout.plugin.prefill import LastQueries
 from sglang_scout.policy.base import SelectionRule
-
-ONLY_K_AND_V, lists = sending.ONLY_K_AND_V, sending.lists
-sent, transfers = sending.sent, sending.transfers
 
 SIZE = 32
 SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)

@@ -6,19 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import sending
 import torch
 from sglang.srt.disaggregation.common import conn
 
 from page_weights import digest_weights, identity, pilot_weights
+from sending import ONLY_K_AND_V, lists, sent, transfers
 from sglang_scout.engine.digest_pool import KINDS, DigestPool
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin import fixes, pool
 from sglang_scout.plugin import prefill as hooks
-
-ONLY_K_AND_V, lists = sending.ONLY_K_AND_V, sending.lists
-sent, transfers = sending.sent, sending.transfers
-
 
 SIZE = 32
 SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
