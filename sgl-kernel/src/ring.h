@@ -50,7 +50,7 @@
 // lost one, which it does only when all its items are claimed.
 //
 // The layout is defined only here: lay_out() computes it, bind_runtime.cpp exports fields and sizes
-// to Python (worker/ring.py) and to CUDA kernels (ops/triton/ring_words.py).
+// to Python (worker/ring.py) and to CUDA kernels (ops/triton/doorbell.py).
 #pragma once
 
 #include <cstdint>

@@ -32,7 +32,6 @@ def test_waiting_is_an_error_within_the_block_alone(monkeypatch):
 
 @interpreted
 def test_a_step_that_waits_fails_the_check(monkeypatch):
-    pytest.importorskip("sglang_scout._native")
 
     def step(harness):
         raise RuntimeError("called a synchronizing CUDA operation")
@@ -44,7 +43,6 @@ def test_a_step_that_waits_fails_the_check(monkeypatch):
 
 @interpreted
 def test_a_check_ends_with_the_first_step_that_lacks_an_answer(monkeypatch):
-    pytest.importorskip("sglang_scout._native")
     monkeypatch.setattr(DeviceRing, "faults", lambda _: ["no answer in time"])
     found = list(check.findings("cpu", 1, steps=3))
     assert [kind for kind, _ in found] == ["verified", "off"]
@@ -77,7 +75,6 @@ def test_nothing_is_measured_where_the_device_holds_as_many_requests(monkeypatch
 @interpreted
 def test_more_requests_than_the_host_holds_share_its_pages(monkeypatch):
     """Each has pages of its own for what it decodes, and the drift brings the missing ones to Figure 6's share."""
-    pytest.importorskip("sglang_scout._native")
     found = measurement(monkeypatch, requests=8, warm_up=4)
     size, page = found.size, harness.PAGE
     store = harness.Store(

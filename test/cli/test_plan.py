@@ -185,8 +185,11 @@ MODELS = [
     ({"num_key_value_heads": "abc"}, "cannot read config.json: "),
     ({"torch_dtype": ["bfloat16"]}, "cannot read config.json: "),
     ({"model_type": "own"}, "cannot read config.json: "),
-    ({"num_key_value_heads": 3}, "40 query heads and 3 KV heads, expected positive numbers and a"),
+    ({"num_key_value_heads": 3}, "40 query heads and 3 KV heads, 1 of 1 MLPs"),
     ({"num_hidden_layers": 0}, "0 layers of size 5120"),
+    ({"max_position_embeddings": -1}, "a context of -1 tokens"),
+    ({"intermediate_size": -5}, "1 of 1 MLPs of size -5"),
+    ({"vocab_size": 0}, "and 0 words, expected positive numbers"),
     ({"torch_dtype": "float64"}, "dtype float64, expected one of bfloat16"),
     ({"architectures": [5]}, "does not support 5; supported are"),
     ({"architectures": ["DeepseekV3ForCausalLM"]}, "does not support DeepseekV3ForCausalLM"),
@@ -211,6 +214,8 @@ def test_what_is_no_model(model, tmp_path):
         (model() / "config.json").write_text(text)
         with pytest.raises(ConfigError, match="cannot read config.json"):
             read_model(str(tmp_path / "model"), "auto")
+    with pytest.raises(ConfigError, match=f"--model-path {tmp_path}/no: there is no such folder"):
+        read_model(f"{tmp_path}/no", "auto")
     for name in (str(tmp_path), "no/such-model"):
         with pytest.raises(ConfigError, match=f"--model-path {name}.*Hugging Face Hub"):
             read_model(name, "auto")

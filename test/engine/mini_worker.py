@@ -30,10 +30,12 @@ class HereInstead:
     def __init__(self, shape: ModelShape, host: HostPages) -> None:
         self.shape, self.host = shape, host
         self.asked: list[tuple[int, np.ndarray]] = []
+        self.queries: dict[int, torch.Tensor] = {}
 
     def post(self, layer, step, q, pages, n_pages):
         assert (np.sum(pages >= 0, axis=1) == n_pages).all()
         self.asked.append((layer, pages.copy()))
+        self.queries[layer] = torch.from_numpy(q.copy())
         return layer, q.copy(), pages.copy()
 
     def wait(self, ticket, out, lse):

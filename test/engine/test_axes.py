@@ -14,8 +14,6 @@ from mini_worker import SIZE, MiniWorker
 from sglang_scout.core.page_bytes import DIGESTS, EMBEDDINGS
 from sglang_scout.policy.base import QuerySource, make_policy
 
-pytest.importorskip("sglang_scout._native")
-
 BUDGET = 4 * SIZE
 QUERIES = {
     "real": QuerySource(is_ahead=False),

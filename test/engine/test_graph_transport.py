@@ -10,7 +10,6 @@ from ring_view import RingView
 from sglang_scout.ops import triton
 from sglang_scout.ops.op import Op, chosen
 
-pytest.importorskip("sglang_scout._native")
 if not triton.interpreted():
     pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)
 

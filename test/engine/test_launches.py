@@ -8,7 +8,6 @@ import torch
 
 from sglang_scout.ops import triton
 
-pytest.importorskip("sglang_scout._native")
 if not triton.interpreted():
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 

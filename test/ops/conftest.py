@@ -22,7 +22,6 @@ TRITON_SHARE = 0.25
 
 HAS_TRITON = triton.interpreted() or torch.cuda.is_available()
 ABSENT = {
-    "native": lambda: "",
     "triton": lambda: "" if HAS_TRITON else "no CUDA device, TRITON_INTERPRET is not set",
     "flash": lambda: "it takes 16-bit tensors of a Hopper device; its cases are in test_flash.py",
     "memcpy": lambda: (
@@ -148,6 +147,7 @@ def layer_pages():
 @pytest.fixture
 def arena(request):
     """An arena, with one NUMA node and one list per request unless parametrised."""
-    ring_cases = pytest.importorskip("ring_cases", reason="needs the native module and Triton")
+    import ring_cases
+
     with ring_cases.arena_of(*getattr(request, "param", ())) as made:
         yield made

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from attend_cases import FP8, agrees, densely, i32, inputs, unwritten
 from sglang_scout.ops.attend import attend_pages, merge_states
+from sglang_scout.ops.triton import attend as kernel
 
 IMPLS = pytest.mark.parametrize("impl", attend_pages.names())
 PER_HEAD = pytest.mark.parametrize("per_head", [False, True])
@@ -60,8 +61,7 @@ def test_shapes_of_real_models(agree, impl, per_head, H, G, D):
 @pytest.mark.parametrize("splits", [2, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_number_of_splits_is_merged(agree, monkeypatch, splits, dtype):
-    attend = pytest.importorskip("sglang_scout.ops.triton.attend")
-    monkeypatch.setattr(attend, "split_count", lambda *_: splits)
+    monkeypatch.setattr(kernel, "split_count", lambda *_: splits)
     q, k, v, pages, *last = inputs(3, 3, 9, 4, 2, 3, 64, 37, dtype, 2.0, True, per_head=True)
     pages[1], pages[2, 3:] = -1, -1
     last[0][0] = -1  # with pages[1], an empty row
@@ -71,13 +71,12 @@ def test_any_number_of_splits_is_merged(agree, monkeypatch, splits, dtype):
 
 
 def test_rows_are_split_where_that_ends_the_last_wave_sooner():
-    split_count = pytest.importorskip("sglang_scout.ops.triton.attend").split_count
     slots = 3 * 132
-    found = [split_count(8 * B, 17, slots) for B in (1, 4, 8, 16, 24, 32, 48, 96)]
+    found = [kernel.split_count(8 * B, 17, slots) for B in (1, 4, 8, 16, 24, 32, 48, 96)]
     assert found == [16, 8, 4, 2, 2, 1, 1, 1]  # at most one wave, as long as there is a choice
-    assert split_count(256, 1025, slots) == 16  # wide: rows may differ in length
-    assert split_count(8, 0, slots) == split_count(8, 1, slots) == 1
-    assert split_count(5000, 1025, slots) == 1
+    assert kernel.split_count(256, 1025, slots) == 16  # wide: rows may differ in length
+    assert kernel.split_count(8, 0, slots) == kernel.split_count(8, 1, slots) == 1
+    assert kernel.split_count(5000, 1025, slots) == 1
 
 
 @IMPLS

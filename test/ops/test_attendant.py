@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-_native = pytest.importorskip("sglang_scout._native")
-from ring_cases import (  # noqa: E402
+from ring_cases import (
     KINDS,
     LAYERS,
     NEEDS_KERNELS,
@@ -19,7 +18,8 @@ from ring_cases import (  # noqa: E402
     settle,
     state,
 )
-from ring_view import RingView  # noqa: E402
+from ring_view import RingView
+from sglang_scout import _native
 
 pytestmark = NEEDS_KERNELS
 

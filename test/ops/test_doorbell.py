@@ -8,15 +8,11 @@ import os
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from sglang_scout.core.split import Split
-
-triton_language = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
-
-_native = pytest.importorskip("sglang_scout._native")
-import ring_cases  # noqa: E402  (needs the native module)
-from ring_cases import (  # noqa: E402
+import ring_cases
+from ring_cases import (
     DEVICE,
     KINDS,
     LAYERS,
@@ -26,8 +22,10 @@ from ring_cases import (  # noqa: E402
     settle,
     state,
 )
-from ring_view import RingView  # noqa: E402
-from sglang_scout.ops.triton.doorbell import runs_of  # noqa: E402
+from ring_view import RingView
+from sglang_scout import _native
+from sglang_scout.core.split import Split
+from sglang_scout.ops.triton.doorbell import runs_of
 
 SPLIT = Split(threads=6, most=3, least_pages=2)  # gives requests here different numbers of runs
 LONG_US = 60_000_000  # a kernel cannot wake a sleeping worker
@@ -93,7 +91,7 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     assert device.errors() == []
 
 
-@triton_language.jit
+@triton.jit
 def rule_kernel(cases, out):
     at = cases + 6 * tl.program_id(0)
     sequences, total, largest = tl.load(at), tl.load(at + 1), tl.load(at + 2)

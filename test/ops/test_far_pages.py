@@ -19,7 +19,6 @@ from sglang_scout.ops.rotated import mass_change_rotated
 from sglang_scout.ops.salience import decay_mass
 from sglang_scout.ops.score import score_pages
 
-pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
 
 N, S, H, D = 3, 32, 1, 16

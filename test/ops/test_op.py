@@ -121,6 +121,15 @@ def test_what_specs_say_is_checked_also_after_calls_that_fit(change, message):
             scale(**arguments(**change))
 
 
+def test_lists_and_numbers_of_numpy_are_checked_too_after_calls_that_fit():
+    scale, ids = make_op(), torch.ones(4).long()
+    scale(**arguments(pool=[torch.ones(5, 8), torch.ones(3).int()], ids=ids, count=np.int64(4)))
+    with pytest.raises(ValueError, match="D=7, expected 8"):
+        scale(**arguments(pool=[torch.ones(5, 7), torch.ones(3).int()], ids=ids, count=np.int64(4)))
+    with pytest.raises(ValueError, match="count has n=5, expected 4"):
+        scale(**arguments(pool=[torch.ones(5, 8), torch.ones(3).int()], ids=ids, count=np.int64(5)))
+
+
 def test_what_fits_is_called_by_place_or_by_name():
     scale = make_op()
     layers = LayerPages.of(*[[torch.ones(5, 3, 1)] * 4] * 2, "cpu")
@@ -183,6 +192,7 @@ def test_where_tensors_must_be_for_kernels(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x is here)
     assert kernel.reaches("source.k", here)
     assert not kernel.reaches("source.k", torch.zeros(2)) and not kernel.reaches("ids", there)
+    assert ops._facts(here) != ops._facts(torch.zeros(2)), "so what is remembered depends on it"
 
 
 def test_interpreted_kernels_are_for_those_who_ask_for_them(monkeypatch):

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from score_cases import DIMS, DTYPES, OPS, WAYS, inputs, literal, scores
 from sglang_scout.ops.score import REDUCTIONS, score_pages
+from sglang_scout.ops.triton.score import parts_of
 
 EVERY = pytest.mark.parametrize(
     ("kind", "reduce", "impl"),
@@ -103,6 +104,5 @@ def test_huge_bounds_are_finite(impl, reduce):
     ],
 )
 def test_parts_fill_waves(rows, blocks, parts, waves):
-    score = pytest.importorskip("sglang_scout.ops.triton.score")
-    found = score.parts_of(rows, blocks, 528)
+    found = parts_of(rows, blocks, 528)
     assert (found, -(-rows * found // 528)) == (parts, waves)

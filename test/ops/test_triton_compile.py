@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton")
-from sglang_scout.ops.triton import attend  # noqa: E402
-from sglang_scout.ops.triton.rotated import programs_per_sm  # noqa: E402
-from sglang_scout.ops.triton.score import PER_SM  # noqa: E402
+from sglang_scout.ops.triton import attend
+from sglang_scout.ops.triton.rotated import programs_per_sm
+from sglang_scout.ops.triton.score import PER_SM
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_PTXAS = 77

@@ -104,7 +104,7 @@ def test_mistakes_are_named(make_arena, cpu):
 def test_bad_cpu_comes_back_as_the_worker_s_reason(make_arena):
     children = len(psutil.Process().children())
     client = WorkerClient(make_arena(), [1023])
-    with pytest.raises(WorkerError, match=r"cannot run on CPUs \[1023\].*online are"):
+    with pytest.raises(WorkerError, match=r"cannot start on CPUs \[1023\].*online are"):
         client.start()
     assert client.snapshot().state == "failed" and not client.ready
     assert len(psutil.Process().children()) == children

@@ -32,9 +32,8 @@ class ModelConfig:
     kv_dtype: str
     weight_bytes: int
     weight_source: str  # of the number
-    embedding_bytes: (
-        int  # of them, the part of which a step reads one row per token; 0 if tied with the head
-    )
+    # Of them, the part of which a step reads one row per token; 0 if tied with the head.
+    embedding_bytes: int
     expert_bytes: int = 0  # of them, all experts of an MoE model
     expert_share: float = 1.0  # of a layer's experts, what a token uses
 
@@ -67,6 +66,8 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
             without files, whose size is then unknown.
     """
     flag = f"plan: --model-path {model_path}"
+    if Path(model_path).is_absolute() and not Path(model_path).is_dir():
+        raise ConfigError(f"{flag}: there is no such folder")
     try:
         file = cached_file(model_path, "config.json", local_files_only=True)
         config = AutoConfig.from_pretrained(Path(str(file)).parent, trust_remote_code=False)
@@ -81,10 +82,15 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
     check_architecture(flag, architecture)
     layers, heads, hidden = text.num_hidden_layers, text.num_attention_heads, text.hidden_size
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if min(layers, heads, kv_heads, hidden) < 1 or heads % kv_heads:
+    experts, taken, inner = _experts(text)
+    context, vocabulary = text.max_position_embeddings, text.vocab_size
+    sizes = layers, heads, kv_heads, hidden, experts, taken, inner, context, vocabulary
+    if min(sizes) < 1 or heads % kv_heads or taken > experts:
         raise ConfigError(
             f"{flag}: config.json has {layers} layers of size {hidden} with {heads} query heads and {kv_heads} KV "
-            "heads, expected positive numbers and a divisor of the query heads; copy the model's own file again"
+            f"heads, {taken} of {experts} MLPs of size {inner} for a token, a context of {context} tokens and "
+            f"{vocabulary} words, expected positive numbers, and a divisor of the query heads; copy the model's own "
+            "file again"
         )
     head_dim = getattr(text, "head_dim", None) or hidden // heads
     window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
@@ -96,9 +102,8 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
             f"{flag}: config.json has dtype {stored}, expected one of {', '.join(VALUE_BYTES)}; choose another model"
         )
     used = ("float16" if stored == "float32" else stored) if dtype == "auto" else dtype
-    experts, taken, inner = _experts(text)
     in_experts = layers * 3 * hidden * inner * experts
-    tables = (1 if text.tie_word_embeddings else 2) * hidden * text.vocab_size
+    tables = (1 if text.tie_word_embeddings else 2) * hidden * vocabulary
     # Of a decoder with gated MLPs; norms, biases and routers are negligible.
     parameters = in_experts + tables + layers * hidden * head_dim * (2 * heads + 2 * kv_heads)
     weight_bytes, source = _weight_files(folder)
@@ -115,7 +120,7 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
     elif VALUE_BYTES[used] != VALUE_BYTES[stored]:
         weight_bytes = weight_bytes * VALUE_BYTES[used] // VALUE_BYTES[stored]
         source += ", converted"
-    embedding = 0 if text.tie_word_embeddings else text.vocab_size * hidden * VALUE_BYTES[used]
+    embedding = 0 if text.tie_word_embeddings else vocabulary * hidden * VALUE_BYTES[used]
     return ModelConfig(
         architecture=architecture,
         num_layers=layers,
@@ -123,7 +128,7 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         hidden_size=hidden,
-        max_context_tokens=text.max_position_embeddings,
+        max_context_tokens=context,
         dtype=used,
         kv_dtype=FP8_KV.get(kv_cache_dtype, used),
         weight_bytes=weight_bytes,

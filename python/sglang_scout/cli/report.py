@@ -40,9 +40,8 @@ class Report:
     recall_wait_us: float
     rest_us: float
     between_us: float
-    ratio_by_layer: list[
-        float
-    ]  # CPU compute ratio of requests beyond the budget, without their first steps
+    # CPU compute ratio of requests beyond the budget, without their first steps.
+    ratio_by_layer: list[float]
     cpu_wait_us_by_layer: list[float]  # in which the device waited for missing pages
     recalled_pages: float
     recall_bytes: float

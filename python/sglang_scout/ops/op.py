@@ -225,12 +225,15 @@ class Implementation:
 def _facts(value: Any) -> Any:
     """All of an argument that checks and reasons depend on."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, tuple):
+        pinned = not value.is_cuda and value.is_pinned()
+        return value.shape, value.stride(), value.dtype, value.device, pinned
+    if isinstance(value, (tuple, list)):
         return tuple(map(_facts, value))
     if isinstance(value, LayerPages):
         return len(value.k), _facts(value.k[0]), value.addresses.device
-    return value if isinstance(value, (int, float, str)) else type(value)
+    return (
+        value if value.__hash__ else type(value)
+    )  # numbers also of numpy; arrays are no arguments
 
 
 class Op(Generic[P, R]):
@@ -344,7 +347,10 @@ class Op(Generic[P, R]):
 
     def _find(self, impl: Any, call: Call) -> list[Implementation]:
         """Those that can run on such tensors."""
-        device = "cuda" if any(x.is_cuda for _, x in call.tensors) else "cpu"
+        gpus = {str(x.device) for _, x in call.tensors if x.is_cuda}
+        if len(gpus) > 1:
+            call.fail(f"tensors are on {' and '.join(sorted(gpus))}, expected one device")
+        device = "cuda" if gpus else "cpu"
         found = [
             i
             for i in self.implementations.values()

@@ -26,16 +26,18 @@ def register() -> None:
 
 def install() -> None:
     """Apply the hooks of this process."""
-    # Imported here, as an import fails with an SGLang that is not supported.
+    # Imported here, as an import fails with an SGLang that is not supported. The first one says so.
+    from sglang_scout.plugin.release import adapter
+
+    adapter.add_fields()
+
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 
     from sglang_scout.plugin.hooks import apply, hooks_of
     from sglang_scout.plugin.launch import launched_as
     from sglang_scout.plugin.limits import BACKEND_NAME
-    from sglang_scout.plugin.release import adapter
     from sglang_scout.worker.die_with_parent import die_with_parent
 
-    adapter.add_fields()
     if BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([BACKEND_NAME])
     apply(hooks_of("flags"))

@@ -144,7 +144,7 @@ def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.R
     except (OSError, ValueError, OverflowError, RuntimeError) as e:
         online, allowed = read_cpus("devices/system/cpu/online"), os.sched_getaffinity(0)
         raise WorkerError(
-            f"cannot run on CPUs {cpus}: {getattr(e, 'strerror', None) or e}; online are {ranges(online)}, allowed "
+            f"cannot start on CPUs {cpus}: {getattr(e, 'strerror', None) or e}; online are {ranges(online)}, allowed "
             f"to this process {ranges(allowed)}"
         ) from e
 
