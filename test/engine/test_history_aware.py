@@ -5,7 +5,7 @@ import pytest
 
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import RESULT_DELAY_STEPS, StepReport
-from sglang_scout.policy.history import HistoryAware
+from sglang_scout.policy.rheo import HistoryAware
 
 PERIOD, NONE = 4, np.zeros(0, np.int64)
 

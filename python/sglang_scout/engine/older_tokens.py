@@ -30,8 +30,7 @@ from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Siz
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.attend import Attend
-from sglang_scout.policy.base import Policy
-from sglang_scout.policy.feedback import Feedback, WindowView
+from sglang_scout.policy.base import Feedback, Policy, WindowView
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""

@@ -10,21 +10,20 @@ import importlib
 import pkgutil
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from sglang_scout.core.config import DEFAULT_DIGEST, FLAGS, OffloadConfig, check_layers
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.ops.residency import PageUses
-from sglang_scout.policy.feedback import Feedback
 
 Ids = npt.NDArray[np.int64]
 Route = Literal["cpu", "fetch"]
-"""How missing pages are handled: attended to on the CPU in place; or copied to the device ahead of the layer and
-attended to there with the real query."""
+"""Missing pages are attended to on the CPU in place; or copied to the device ahead of the layer, for the real query."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +66,8 @@ class SelectionRule:
                     f"{FLAGS['config']}: digest = 'calibrated' cannot be used with {other}; drop one"
                 )
             trained_file(config, "digest_file")
-        return cls(
-            kind=config.digest,
-            head_reduce=config.head_reduce,
-            sink_pages=config.sink_pages,
-            recent_pages=config.recent_pages,
-            mass=config.mass,
-            reweigh=config.reweigh,
-            **choices,
-        )
+        keys = "head_reduce", "sink_pages", "recent_pages", "mass", "reweigh"
+        return cls(config.digest, **{key: getattr(config, key) for key in keys}, **choices)
 
 
 @dataclass(frozen=True)
@@ -83,12 +75,11 @@ class QuerySource:
     """Which query selects a layer's pages, and attends to the missing ones on the CPU.
 
     One layer ahead it is W_q of layer l+1 applied to the input of layer l (ScoutAttention Algorithm 1, line 4). Layer 0
-    has no previous layer: its query comes from its own input, exact but not ahead. So do those of the layers in
-    ``exact``, for models in which a layer changes its input too much to predict the next query from it.
+    has no previous layer: its query comes from its own input, exact but not ahead.
 
     Attributes:
         is_ahead: False: every layer's own query, without prediction, and the device waits.
-        exact: layers that use their own query.
+        exact: layers that use their own query, because it is predicted poorly from the previous layer's input.
         attends: whether a predicted query may attend. If it can only select, the real query attends to missing pages.
     """
 
@@ -182,24 +173,83 @@ class Residency:
         return 0
 
     def loaded_pages(self, full: Ids, budget_pages: int) -> Ids:
-        """``[n]`` how many newest pages of new requests of ``full`` ``[n]`` pages are resident at their first step.
-
-        If all pages are, attention is exact from the first token on. If 0, those of the prompt's hint, up to the
-        budget.
-        """
+        """``[n]`` how many newest pages of new requests of ``full`` ``[n]`` pages are resident at their first step; 0:
+        those of the prompt's hint, up to the budget."""
         return np.where(full <= budget_pages, full, 0)
 
     def reserve(self, lengths: Ids, max_new: Ids) -> int:
-        """Slots of each layer to reserve for pages that running requests will open.
-
-        Args:
-            lengths: ``[B]`` tokens of each request; max_new: ``[B]`` that it may still generate.
-        """
+        """Slots of each layer to reserve for pages that requests of ``lengths`` ``[B]`` tokens will open; each may
+        still generate ``max_new`` ``[B]``."""
         return 0
 
     def describe(self) -> dict[str, Any]:
         """State for ``/server_info``: plain numbers, strings and lists."""
         return {}
+
+
+class WindowView(NamedTuple):
+    """The recent window of a layer, B rows: full pages, oldest first, and the page being filled. On the device, int32
+    but ``k``.
+
+    Attributes:
+        k: ``[slots, S, H, D]``.
+        pages, n_pages: ``[B, N]``, the first ``[B]`` of each row are its window's.
+        slot_of: ``[P]`` slot of each page.
+        tail_slot, tail_len: ``[B]`` slot of the page being filled, tokens in it.
+        first_at: ``[B]`` index of the window's oldest page in a ring buffer of a window's pages.
+        state: ``[B]`` each request's row of the policy's stores, -1 without one.
+        fresh: ``[B]`` not 0 in a request's first step.
+    """
+
+    k: torch.Tensor
+    pages: torch.Tensor
+    n_pages: torch.Tensor
+    slot_of: torch.Tensor
+    tail_slot: torch.Tensor
+    tail_len: torch.Tensor
+    first_at: torch.Tensor
+    state: torch.Tensor
+    fresh: torch.Tensor
+
+
+class Feedback(Protocol):
+    """Statistics of the device's attention over a window, which decide the older tokens that are kept for the CPU.
+
+    With feedback nothing is selected: the device attends to the window and the CPU to kept tokens.
+    """
+
+    cap_tokens: int | None
+    """Maximum kept tokens per request, layer and head."""
+
+    def allocate(
+        self, layers: int, requests: int, heads: int, page_tokens: int, device: torch.device
+    ) -> None:
+        """Allocate the stores, a row per request."""
+
+    def joins(self, state: int) -> None:
+        """A request takes row ``state``."""
+
+    def attended(
+        self, layer: int, q: torch.Tensor, lse: torch.Tensor, view: WindowView, scale: float
+    ) -> None:
+        """The device attended to a window."""
+
+    def leaving(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """``[L, n, H]`` bits of the tokens kept of pages that leave their windows."""
+
+    def select(
+        self,
+        state: int,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        pages: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Heads and tokens kept of host pages of a request that joined; on a thread concurrent with the steps."""
+
+    def raise_threshold(self, state: int, heads: npt.NDArray[np.bool_]) -> None:
+        """``heads`` ``[L, H]`` kept more tokens than there is room for."""
 
 
 def trained_file(config: OffloadConfig, key: str) -> str:
@@ -232,28 +282,23 @@ class Policy:
 
 @dataclass(frozen=True)
 class Context:
-    """Inputs for making a policy.
-
-    Attributes:
-        config: the user's configuration.
-        num_layers: of the model.
-        page_bytes: K and V of one page in one layer, the link traffic of one recalled page.
-        profile: recall intervals of this model, or None.
-    """
+    """Inputs for making a policy; ``page_bytes`` are those of K and V of one page in one layer."""
 
     config: OffloadConfig
     num_layers: int
     page_bytes: int
     profile: RecallProfile | None = None
 
+    @property
+    def step_pages(self) -> int:
+        """Pages of ``recall_step_mib``."""
+        return max(1, int(self.config.recall_step_mib * 2**20) // self.page_bytes)
+
 
 def _policies() -> dict[str, ModuleType]:
-    package = __name__.rpartition(".")[0]
-    modules = {
-        info.name: importlib.import_module(f"{package}.{info.name}")
-        for info in pkgutil.iter_modules(importlib.import_module(package).__path__)
-        if info.name != "base"
-    }
+    folder = importlib.import_module(__package__).__path__
+    names = [info.name for info in pkgutil.iter_modules(folder)]
+    modules = {name: importlib.import_module(f"{__package__}.{name}") for name in names}
     return {name: module for name, module in modules.items() if hasattr(module, "make")}
 
 

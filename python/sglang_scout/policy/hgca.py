@@ -15,8 +15,14 @@ import torch
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.ops.salience import decay_mass, salient_bits, select_salient
-from sglang_scout.policy.base import Context, Policy, QuerySource, Residency, SelectionRule
-from sglang_scout.policy.feedback import WindowView
+from sglang_scout.policy.base import (
+    Context,
+    Policy,
+    QuerySource,
+    Residency,
+    SelectionRule,
+    WindowView,
+)
 
 DEFAULTS: dict[str, Any] = {
     "budget_tokens": 4096,
@@ -81,17 +87,15 @@ class SalientTokens:
         self._threshold = torch.zeros_like(self._betas, device=device)
         self._threshold.fill_(self.beta / self.window_tokens)
 
-    def _set(self, state: int, betas: torch.Tensor | float) -> None:
-        self._betas[:, state] = betas
-        self._threshold[:, state] = (self._betas[:, state] / self.window_tokens).to(self._threshold)
-
     def joins(self, state: int) -> None:
-        self._set(state, self.beta)
+        self._betas[:, state] = self.beta
+        self._threshold[:, state] = self.beta / self.window_tokens
 
     def raise_threshold(self, state: int, heads: npt.NDArray[np.bool_]) -> None:
-        old = self._betas[:, state]
-        doubled = torch.where(old > 0, 2 * old, 1.0)
-        self._set(state, torch.where(torch.from_numpy(heads), doubled, old))
+        betas = self._betas[:, state]
+        doubled = torch.where(betas > 0, 2 * betas, 1.0)
+        betas.copy_(torch.where(torch.from_numpy(heads), doubled, betas))
+        self._threshold[:, state] = (betas / self.window_tokens).to(self._threshold)
 
     def attended(
         self, layer: int, q: torch.Tensor, lse: torch.Tensor, view: WindowView, scale: float

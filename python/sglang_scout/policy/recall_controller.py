@@ -1,15 +1,13 @@
 """Adaptive recall: keep each layer's CPU compute ratio under a threshold within the link's bandwidth.
 
-The paper chooses for each layer, offline, the longest interval that keeps its ratio under β (section
-3.4). The profile, or ``recall_interval``, is only the initial value here: the growth of each layer's ratio is tracked
-step by step, and the layer recalls when its ratio would exceed β one step later. A layer with stable important pages
-does not copy; one that drifts fast copies as often as needed.
+The paper chooses for each layer, offline, the longest interval that keeps its ratio under β (section 3.4). Here that
+is only the initial value: the growth of each layer's ratio is tracked step by step, and the layer recalls when its
+ratio would exceed β one step later.
 
-The controller is a deterministic function of its inputs. It reads no clock: times are inputs, used only while the link
-is late. The number of pages that a step may copy is configured, so that two runs of the same requests recall the same
-pages as long as every copy ends within its step. If the link is later than ``patience_us``, the pages stay with the CPU
-for another step and the controller copies less. Attention is correct either way, but may then differ in the last digits
-between runs, because the CPU's part is computed from the predicted query.
+The controller is a deterministic function of its inputs, and uses measured times only while the link is late. Two runs
+of the same requests recall the same pages as long as every copy ends within its step. If the link is later than
+``patience_us``, the pages stay with the CPU for another step and the controller copies less. Attention is correct
+either way, but may then differ in the last digits, because the CPU's part is computed from the predicted query.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ class RecallController(Residency):
         intervals: per layer, initial steps between two recalls; 0 = no drift.
         threshold: β, the ratio that no layer should exceed.
         step_pages: pages that one step may copy, over all layers.
-        eager_layers: layers not computed ahead, where the device waits for every page on the CPU. They recall all
-            misses in every step: their β is 0.
+        eager_layers: not computed ahead. They recall all misses in every step: their β is 0.
         grace_steps: first steps of a request, in which its misses have priority over others'.
 
     Attributes:
@@ -189,17 +186,13 @@ class RecallController(Residency):
 
 
 def share(pages: int, wanted: Ids, worth: Floats) -> Ids:
-    """Divide ``pages`` among layers by greatest benefit: level the largest worth x excess.
+    """Divide ``pages`` among layers by greatest benefit: level the largest worth x excess, so that none starves.
 
     Args:
         wanted: ``[L]`` pages that each layer would take; ``worth``: ``[L]`` what one is worth, > 0.
     Returns:
-        ``[L]`` int64, at most ``wanted``, with a sum of at most ``pages``. Only layers whose excess is above a common
-        level get some. Serving one layer completely before the next would let a permanently worst layer starve all
-        others.
+        ``[L]`` int64, at most ``wanted``, with a sum of at most ``pages``.
     """
-    if pages <= 0:
-        return np.zeros_like(wanted)
     if int(wanted.sum()) <= pages:
         return wanted.copy()
     # If only the n layers with the largest excess are above the level, it is their excess over `pages`, divided by its

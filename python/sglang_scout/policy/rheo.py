@@ -8,10 +8,24 @@ is reserved for growth until a layer's next exchange, not for all that ``max_new
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_scout.policy.base import Context, Policy, QuerySource, SelectionRule, trained_file
-from sglang_scout.policy.history import HistoryAware
+import numpy as np
+import numpy.typing as npt
+
+from sglang_scout.ops.residency import PageUses
+from sglang_scout.policy.base import (
+    RESULT_DELAY_STEPS,
+    Context,
+    Ids,
+    Policy,
+    QuerySource,
+    Residency,
+    SelectionRule,
+    StepReport,
+    trained_file,
+)
 
 DEFAULTS: dict[str, Any] = {
     "digest": "pilot",
@@ -33,6 +47,69 @@ def make(context: Context) -> Policy:
         route="cpu",
         residency=HistoryAware(
             page_size=config.page_size_tokens,
-            step_pages=max(1, int(config.recall_step_mib * 2**20) // context.page_bytes),
+            step_pages=context.step_pages,
         ),
     )
+
+
+@dataclass
+class HistoryAware(Residency):
+    """Pages with long-term importance stay: decides by accumulated scores alone, so that runs are deterministic.
+
+    item              here
+    recorder (10)     the decayed frequency of pages (``ops/residency.py``)
+    exchange (11)     each layer every ``period`` steps, the hottest missing pages against the least important ones
+    pinning           the most frequent share of a layer's pages is evicted only by pages that must be resident
+    promotion         in the steps between, as many missed pages as find a spare slot
+    warm-up (2)       a new request's newest pages, as many as the budget
+    budget controller ``reserve``
+
+    Period, shares and the order of layers are ours: the description of RheoServe has no numbers.
+
+    Args:
+        page_size: tokens of a page.
+        step_pages: pages that a step may prefetch before any miss, if all pages of all requests fit.
+        period: steps between two exchanges of a layer.
+        pin_share: share of a layer's slots that are pinned, below 1.
+    """
+
+    page_size: int
+    step_pages: int
+    period: int = 16
+    pin_share: float = 0.25
+    _step: int = field(default=0, init=False)
+    _spare: Ids = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
+
+    def plan(self, report: StepReport) -> None:
+        self._step, self._spare = report.step, report.spare_slots
+
+    def pick(
+        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
+    ) -> tuple[Ids, Ids]:
+        # Layers are staggered, so that their copies do not burst on the link.
+        is_due = (self._step + layers) % self.period == 0
+        # All selected since the layer's last exchange: hot pages need not be those the last step missed.
+        hot = uses.selected_since(layers[is_due], self._step - RESULT_DELAY_STEPS - self.period + 1)
+        idle = np.flatnonzero(~is_due & (self._spare[layers] > 0))
+        every_row = np.ones((len(idle), missed.shape[1]), bool)
+        none_first = np.zeros(missed.shape[1], bool)
+        spare = self._spare[layers[idle]]
+        likely = uses.most_frequent(layers[idle], missed[idle], every_row, none_first, spare)
+        return np.concatenate([hot[0], likely[0]]), np.concatenate([hot[1], likely[1]])
+
+    def fill_pages(self) -> int:
+        return self.step_pages
+
+    def loaded_pages(self, full: Ids, budget_pages: int) -> Ids:
+        return np.minimum(full, budget_pages)
+
+    def reserve(self, lengths: Ids, max_new: Ids) -> int:
+        """Pages that will be opened until a layer's next exchange, which makes room for later ones.
+
+        ``max_new`` alone, by default the rest of the context, would reserve more slots than exist.
+        """
+        ends = lengths + np.minimum(max_new, self.period)
+        return int(((ends - 1) // self.page_size - (lengths - 1) // self.page_size).sum())
+
+    def describe(self) -> dict[str, Any]:
+        return {"period": self.period, "pin_share": self.pin_share}

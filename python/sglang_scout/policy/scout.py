@@ -36,25 +36,18 @@ def _residency(context: Context, query: QuerySource) -> Residency:
     intervals = (config.recall_interval,) * layers
     if profile is not None:
         intervals = tuple(profile.intervals)
-    if config.recall != "adaptive":
-        return ImportantPages(intervals, enabled=config.recall != "off")
+    if config.recall == "off":
+        return ImportantPages((0,) * layers)
+    if config.recall == "fixed":
+        return ImportantPages(intervals)
     threshold = config.recall_threshold
     if threshold is None:
         threshold = profile.threshold if profile is not None else DEFAULT_RECALL_THRESHOLD
+    # Layers not computed ahead, if others are: the device waits for each of their pages on the CPU.
+    ahead = {target for layer in range(layers) for target in query.targets(layer, layers)} - {0}
     return RecallController(
         intervals=intervals,
         threshold=threshold,
-        step_pages=max(1, int(config.recall_step_mib * 2**20) // context.page_bytes),
-        eager_layers=_waited_for(query, layers),
+        step_pages=context.step_pages,
+        eager_layers=[layer for layer in range(layers) if ahead and layer not in ahead],
     )
-
-
-def _waited_for(query: QuerySource, num_layers: int) -> list[int]:
-    """Layers not computed ahead, if others are: the device waits for each of their pages on the CPU."""
-    ahead = {
-        target
-        for layer in range(num_layers)
-        for target in query.targets(layer, num_layers)
-        if target > layer
-    }
-    return [layer for layer in range(num_layers) if ahead and layer not in ahead]
