@@ -1,7 +1,7 @@
-"""The configuration object: parsed and validated once, then passed down, never read from the environment.
+"""The configuration: parsed and validated once, then passed down, never read from the environment.
 
-The fields of :class:`OffloadConfig` are the table of all keys: type, default, range, help, public or for tests. msgspec
-checks values by it, and docs/reference/configuration.md shows it.
+The fields of :class:`OffloadConfig` are the table of all keys, by which msgspec checks values, and which
+docs/reference/configuration.md shows.
 """
 
 from __future__ import annotations
@@ -281,21 +281,18 @@ class OffloadConfig:
         return num_kv_heads if self.grain == "head" else 1
 
     def of_rank(self, rank: int) -> OffloadConfig:
-        """The same for a tensor-parallel rank: from rank 1 on it writes to separate files, with ``.rankN`` before their
-        suffix."""
+        """The same for a tensor-parallel rank: from rank 1 on it writes to files with ``.rankN`` before the suffix."""
         if rank == 0:
             return self
-        paths = {
-            key: Path(value) for key in WRITTEN_KEYS if (value := getattr(self, key)) is not None
-        }
+        paths = {key: Path(value) for key in WRITTEN_KEYS if (value := getattr(self, key))}
         own = {key: str(p.with_name(f"{p.stem}.rank{rank}{p.suffix}")) for key, p in paths.items()}
-        return dataclasses.replace(self, **own)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **own)
 
 
 def _kind(hint: Any) -> Any:
     """The type of a field without its None."""
     kinds = get_args(hint)
-    return next(kind for kind in kinds if kind is not NoneType) if NoneType in kinds else hint
+    return kinds[0] if NoneType in kinds else hint
 
 
 _HINTS = get_type_hints(OffloadConfig, include_extras=True)
@@ -319,11 +316,7 @@ _FLAG_TYPES: dict[str, tuple[Any, str]] = {
 
 
 def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
-    """The object in ``text``, or in the file if ``text`` is ``@FILE``.
-
-    Raises:
-        ConfigError: neither; names ``flag`` and the value.
-    """
+    """The object in ``text``, or in the file if ``text`` is ``@FILE``; a ConfigError names ``flag`` and the value."""
     example = "write for example '{\"recall_interval\": 8}' or @FILE"
     try:
         source = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
@@ -392,10 +385,7 @@ def written_files(config: OffloadConfig, flag: str) -> list[tuple[str, str, str 
 
 
 def check_files(config: OffloadConfig) -> None:
-    """Refuse files that cannot be written, by opening them. Their contents are kept.
-
-    To be called in the process that uses them: another machine may lack their folders.
-    """
+    """Refuse files that cannot be written, by opening them, in the process that uses them. Their contents are kept."""
     for _, what, path in written_files(config, FLAGS["config"]):
         if path is not None:
             check_writable(what, path)
@@ -405,11 +395,9 @@ def _check_flag_type(name: str, value: Any, flag: str) -> None:
     kind, expected = _FLAG_TYPES[name]
     if not isinstance(value, kind) or isinstance(value, bool):
         what = f"is of type {type(value).__name__}"
-    elif value == "" and name != "config":  # not JSON, reported below
-        what = "is empty"
-    else:
-        return
-    raise ConfigError(f"{flag} {value!r}: {what}; expected {expected}")
+        raise ConfigError(f"{flag} {value!r}: {what}; expected {expected}")
+    if value == "" and name != "config":  # not JSON, reported below
+        raise ConfigError(f"{flag} {value!r}: is empty; expected {expected}")
 
 
 def _check_budget(budget_tokens: int, flag: str) -> None:
@@ -440,8 +428,8 @@ def _check_together(
     flag, profile = flags["config"], config.recall_profile
     for name, cause in idle_keys({**defaults, **keys}).items():
         if name in keys:
-            needed = (KEYS[name].needs or ("",))[0]
-            with_what = cause if needed in keys else f"{flags['policy']} {config.policy}"
+            is_said = KEYS[name].needs[0] in keys
+            with_what = cause if is_said else f"{flags['policy']} {config.policy}"
             raise ConfigError(
                 f"{flag}: {name} = {keys[name]!r} has no effect with {with_what}; drop one of them"
             )
@@ -467,22 +455,14 @@ def parse_config(
         policy: value of ``--kv-offload``.
         policies: the known ones besides ``none``, each with its overrides of keys' defaults, or with the overrides that
             a key makes if true.
-        budget_tokens .. config: raw values of the other flags; None where not given.
-            ``config`` may be the object itself.
+        budget_tokens .. config: raw values of the other flags; ``config`` may be the object itself.
         available_cpus: CPUs of this process; None: ask the kernel.
-        flags: names of the arguments, as ``FLAGS``.
+        flags: names of the arguments in messages.
     Raises:
         ConfigError: a value is wrong, or of a wrong type; the message names flag, value and fix.
     """
-    given = {
-        "policy": policy,
-        "budget_tokens": budget_tokens,
-        "host_gb": host_gb,
-        "recall_profile": recall_profile,
-        "cpus": cpus,
-        "config": config,
-    }
-    for name, value in given.items():
+    values = policy, budget_tokens, host_gb, recall_profile, cpus, config
+    for name, value in zip(_FLAG_TYPES, values, strict=True):
         if value is not None or name == "policy":
             _check_flag_type(name, value, flags[name])
     if policy != "none" and policy not in policies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -9,8 +10,7 @@ from collections.abc import Iterable
 from sglang_scout.core.errors import ConfigError
 
 # Stricter than int(), which also accepts 1_0, +0 and digits of other scripts.
-_RANGE = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
-_MOST_DIGITS = 9
+_RANGE = re.compile(r"([0-9]{1,5})(?:\s*-\s*([0-9]{1,5}))?")
 
 
 def parse_cpu_list(
@@ -19,9 +19,8 @@ def parse_cpu_list(
     """Parse a Linux CPU list such as ``0-3,8`` into sorted CPU numbers.
 
     Args:
-        text: the list.
         available: CPUs that this process may run on; None: ask the kernel.
-        flag: its source, for the message.
+        flag: the source of ``text``, for the message.
     Raises:
         ConfigError: not a list, or a CPU that does not exist here.
     """
@@ -32,16 +31,11 @@ def parse_cpu_list(
             raise ConfigError(
                 f"{flag} {text!r}: {part!r} is not a CPU number or a range; write for example 0-3,8"
             )
-        first, last = found[1], found[2] or found[1]
-        if max(len(first), len(last)) > _MOST_DIGITS:
-            raise ConfigError(f"{flag} {text!r}: {part!r} names more CPUs than exist")
-        low, high = int(first), int(last)
+        low, high = int(found[1]), int(found[2] or found[1])
         if high < low:
             raise ConfigError(
                 f"{flag} {text!r}: {part!r} is not an ascending range; write {high}-{low}"
             )
-        if high - low > 65535:
-            raise ConfigError(f"{flag} {text!r}: {part!r} names more CPUs than exist")
         cpus.update(range(low, high + 1))
     if available is None:
         available = os.sched_getaffinity(0)
@@ -56,13 +50,8 @@ def parse_cpu_list(
 
 def ranges(numbers: Iterable[int]) -> str:
     """Numbers as a Linux list, ascending: 0-3,8."""
-    parts: list[str] = []
-    start = previous = None
-    for number in [*sorted(numbers), None]:
-        if previous is not None and number == previous + 1:
-            previous = number
-            continue
-        if previous is not None:
-            parts.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = number
+    parts = []
+    for _, run in itertools.groupby(enumerate(sorted(numbers)), lambda at: at[1] - at[0]):
+        first, *more = (str(number) for _, number in run)
+        parts.append(f"{first}-{more[-1]}" if more else first)
     return ",".join(parts)

@@ -1,8 +1,4 @@
-"""Exceptions of sglang-scout. A message states what was wrong, its value, and what is accepted.
-
-Every one is a :class:`ScoutError`; those caused by a wrong argument are also ``ValueError``, so that a wrong flag ends
-the start with the exception that users expect.
-"""
+"""Exceptions of sglang-scout. A message states what was wrong, its value, and what is accepted."""
 
 from __future__ import annotations
 

@@ -25,11 +25,9 @@ def check_socket_folder() -> None:
 
 
 def check_writable(what: str, path: str) -> None:
-    """Refuse a name that is empty, a folder, or in a folder that does not exist, and a file that cannot be
-    opened for writing. No side effects, except that the target of a dangling link is created.
+    """Refuse a file that cannot be opened for writing; ``what`` names the flag and its value.
 
-    Args:
-        what: names the flag and its value.
+    No side effects, except that the target of a dangling link is created.
     """
     # os.path, unlike pathlib, also returns False for paths that cannot be accessed.
     folder = os.path.dirname(path) or "."

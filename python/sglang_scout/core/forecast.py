@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.config import FLAGS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.core.profile import ModelIdentity
@@ -28,7 +28,6 @@ from sglang_scout.core.profile import ModelIdentity
 Kind = Literal["forecast", "pilot", "digest"]
 VERSION = 1
 LEAST_RANK = 8
-FLAG = "--kv-offload-config"
 
 Floats = npt.NDArray[np.float32]
 
@@ -60,22 +59,17 @@ class PageWeights:
         If ranks share a KV head, each has some of its query heads, and a pilot selects by those.
         """
         model = self.header.identity
-        heads, group, dim = (
-            model.num_kv_heads,
-            model.num_q_heads // model.num_kv_heads,
-            model.head_dim,
-        )
+        heads, dim = model.num_kv_heads, model.head_dim
         first, count = rank * heads // size, max(1, heads // size)
-        own = slice(first, first + count)
-        if self.header.kind == "forecast":
-            rows = slice(first * dim, (first + count) * dim)
-            return PageWeights(self.header, {"w": self.arrays["w"][:, rows]})
-        if self.header.kind == "digest":
-            return PageWeights(self.header, {name: x[:, own] for name, x in self.arrays.items()})
-        query = rank * model.num_q_heads // size - first * group
-        columns = slice(query * dim, (query + min(group, model.num_q_heads // size)) * dim)
-        w_k, w_q = self.arrays["w_k"][:, own], self.arrays["w_q"][:, own, :, columns]
-        return PageWeights(self.header, {"w_k": w_k, "w_q": w_q})
+        rows = dim if self.header.kind == "forecast" else 1  # of a KV head
+        own = slice(first * rows, (first + count) * rows)
+        arrays = {name: x[:, own] for name, x in self.arrays.items()}
+        if self.header.kind == "pilot":
+            group, queries = model.num_q_heads // heads, model.num_q_heads // size
+            query = rank * model.num_q_heads // size - first * group
+            columns = slice(query * dim, (query + min(group, queries)) * dim)
+            arrays["w_q"] = arrays["w_q"][..., columns]
+        return PageWeights(self.header, arrays)
 
 
 def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]]:
@@ -91,11 +85,7 @@ def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]
 
 
 def save_weights(weights: PageWeights, path: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file atomically."""
     header = msgspec.json.encode(weights.header).decode()
     beside = f"{path}.{os.getpid()}.tmp"
     try:
@@ -108,7 +98,7 @@ def save_weights(weights: PageWeights, path: str) -> None:
 
 
 def load_weights(path: str, kind: Kind) -> PageWeights:
-    """Read the file that a key, as ``forecast_file``, names, and check that it is complete.
+    """Read the file that a key, as ``forecast_file``, names.
 
     Raises:
         ConfigError: unreadable, of another kind or version, or with arrays that do not fit the model it names.
@@ -157,11 +147,8 @@ def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
     for name, shape in wanted.items():
         x = arrays[name]
         sizes = zip(shape, x.shape, strict=False)
-        if (
-            x.dtype != np.float32
-            or x.ndim != len(shape)
-            or any(n not in (None, m) for n, m in sizes)
-        ):
+        fits = x.ndim == len(shape) and all(n in (None, m) for n, m in sizes)
+        if x.dtype != np.float32 or not fits:
             expected = ", ".join("any" if n is None else str(n) for n in shape)
             return f"{name} is {x.dtype}{list(x.shape)}, expected float32[{expected}]"
         if not np.isfinite(x).all():
@@ -183,19 +170,13 @@ def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
 
 
 def _wrong(kind: str, path: str, what: str, fix: str) -> ConfigError:
-    return ConfigError(f"{FLAG}: {kind}_file = {path!r}: {what}; {fix}")
+    return ConfigError(f"{FLAGS['config']}: {kind}_file = {path!r}: {what}; {fix}")
 
 
 def check_weights(
     weights: PageWeights, path: str, *, identity: ModelIdentity, hidden_size: int, model: str
 ) -> None:
-    """Refuse the weights of another model.
-
-    Args:
-        identity, hidden_size: of this server; ``model`` is for the message.
-    Raises:
-        ConfigError: they are for another one.
-    """
+    """Refuse the weights of another model than this server's; ``model`` is for the message."""
     kind, made_for = weights.header.kind, weights.header.identity
     remake = f"make one for this model with scripts/train_forecast.py --kind {kind}"
     if made_for != identity:

@@ -12,16 +12,10 @@ PILOT_RANK = 32
 """Elements of a ``pilot`` embedding, unless its weights have another rank."""
 
 MARK_BYTES = 4
-"""Second part of an embedding: zeros that mark it as written. A transfer identifies kinds by the ratio of their parts'
-sizes, so no two kinds may have the same ratio."""
+"""Second part of an embedding: zeros that mark it as written. A transfer identifies kinds by their parts' ratio."""
 
 ROTATED_STATS_BYTES = 112
 """Of a rotated digest, besides its bits and D bytes of mean: scales, norms and step sizes, see ``ops/rotated.py``."""
-
-_WORD_BYTES = 8
-_INPUT_WORDS = 6
-"""Per token, in the buffers of SGLang's eager runner, sized for all tokens of the KV pool: id, position, cache location
-and three positions of multimodal models (``build_decode_registry``)."""
 
 
 def digest_parts(
@@ -38,13 +32,7 @@ def digest_parts(
     return bits * 4 * head_dim, head_dim + ROTATED_STATS_BYTES
 
 
-def digest_bytes(
-    kind: str, num_kv_heads: int, head_dim: int, value_bytes: int, pilot_rank: int = PILOT_RANK
-) -> int:
-    """Bytes of a page's digest in one layer."""
-    return num_kv_heads * sum(digest_parts(kind, head_dim, value_bytes, pilot_rank))
-
-
-def input_bytes(page_size: int) -> int:
-    """Device bytes of SGLang's input buffers for a host page's tokens."""
-    return page_size * _INPUT_WORDS * _WORD_BYTES
+def input_bytes(tokens: int) -> int:
+    """Device bytes of SGLang's buffers for all tokens of the KV pool: id, position, cache location and three positions
+    of multimodal models, of 8 bytes each (``build_decode_registry``)."""
+    return 6 * 8 * tokens

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.config import FLAGS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 
 PROFILE_VERSION = 1
-FLAG = "--kv-offload-recall-profile"
+FLAG = FLAGS["recall_profile"]
 MAX_INTERVAL = 2**31
 REMAKE = "make one for this server with `sglang-scout profile`"
 
@@ -31,11 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
-    """Identifies a model, independent of its folder.
-
-    ``config_digest`` is that of config.json (:func:`config_digest`). Two trainings of one
-    architecture have the same identity.
-    """
+    """Identifies a model, independent of its folder. Two trainings of one architecture have the same."""
 
     architecture: str
     num_layers: int
@@ -52,14 +48,15 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
-    """Contents of a profile file.
+    """Contents of a profile file; a hand-written one may end with ``num_layers``.
 
-    ``intervals[l]`` is the largest number of steps between two recalls of layer l that kept its
-    CPU compute ratio under ``threshold`` on the profiled workload; 0 means never.
-    ``curves[l][t-1]`` is the ratio of layer l, t steps after a request's first selection was
-    loaded, without recall; ``samples[t-1]`` the number of requests in it. A hand-written profile may end with
-    ``num_layers``. ``selection`` has the server's ``SELECTION_KEYS``; an absent one is not checked. ``query_cosine`` is
-    the mean cosine of each layer's predicted query; None: not predicted.
+    Attributes:
+        intervals: the largest number of steps between two recalls of each layer that kept its CPU compute ratio under
+            ``threshold`` on the profiled workload; 0 means never.
+        samples, curves: ``curves[l][t-1]`` is the ratio of layer l, t steps after a request's first selection was
+            loaded, without recall; ``samples[t-1]`` the number of requests in it.
+        selection: the server's ``SELECTION_KEYS``; an absent one is not checked.
+        query_cosine: mean cosine of each layer's predicted query; None: not predicted.
     """
 
     version: int
@@ -117,37 +114,27 @@ def smooth(curve: Floats, weights: Floats) -> Floats:
 def choose_interval(curve: Floats, samples: Floats, threshold: float) -> int:
     """The largest number of steps that keeps a layer's ratio at ``threshold`` or below (section 3.4).
 
-    The measured mean is noisy with few requests. The smoothed curve is compared with the threshold, so that an outlier
-    does not end an interval early. The interval ends where the curve first exceeds it, even if it falls again later.
+    The interval ends where the smoothed curve first exceeds the threshold: an outlier does not end it early.
 
     Args:
         curve: ``[T]`` mean ratio t = 1..T steps after the layer's pages were loaded.
         samples: ``[T]`` number of requests in each mean, > 0.
     Returns:
-        1..T. 1 also if the first step already exceeds it: no recall can do better. T if no step does: later ones were
-        not measured.
+        1..T. 1 also if the first step already exceeds it; T if no step does: later ones were not measured.
     """
     below = smooth(curve, samples) <= threshold + 1e-9
     return max(1, len(curve) if below.all() else int(np.argmin(below)))
 
 
 def save_profile(profile: RecallProfile, path: str) -> None:
-    """Write a profile, one key per line.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a profile, one key per line."""
     values = msgspec.to_builtins(profile)
     lines = [f'"{key}": {json.dumps(value)}' for key, value in values.items()]
     Path(path).write_text("{" + ",\n ".join(lines) + "}\n", encoding="utf-8")
 
 
 def load_profile(path: str) -> RecallProfile:
-    """Read and check a profile file.
-
-    Raises:
-        ConfigError: unreadable, not a profile, or of another version.
-    """
+    """Read and check a profile file."""
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:
@@ -180,11 +167,7 @@ def check_profile(
     model: str,
     identity: ModelIdentity,
 ) -> None:
-    """Refuse a profile of another model, page size, budget or page selection.
-
-    Args:
-        model, identity: of this server; ``model`` is for the message.
-    """
+    """Refuse a profile of another model, page size, budget or page selection; ``model`` is for the message."""
     made = f"{FLAG} {path!r}: made for"
     if profile.num_layers != num_layers:
         raise ConfigError(

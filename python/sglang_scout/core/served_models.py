@@ -22,17 +22,11 @@ FP8_KV = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def check_architecture(what: str, architecture: str) -> None:
-    """Refuse architectures that the decode step does not support.
-
-    Args:
-        what: the flag that names the model, and its value.
-    """
+    """Refuse architectures that the decode step does not support; ``what`` is the flag that names the model, and its
+    value."""
     if architecture not in ARCHITECTURES:
-        why = (
-            ", some of whose layers use sliding-window attention"
-            if architecture in WINDOWED
-            else ""
-        )
+        is_windowed = architecture in WINDOWED
+        why = ", some of whose layers use sliding-window attention" if is_windowed else ""
         raise ConfigError(
             f"{what}: --kv-offload does not support {architecture}{why}; "
             f"supported are {', '.join(ARCHITECTURES)}"
@@ -40,13 +34,7 @@ def check_architecture(what: str, architecture: str) -> None:
 
 
 def check_attention(what: str, *, head_dim: int, v_head_dim: int, has_window: bool) -> None:
-    """Refuse attention that the decode step does not support.
-
-    Args:
-        what: the flag that names the model, and its value.
-        head_dim, v_head_dim: elements of a key and of a value.
-        has_window: a layer has sliding-window attention.
-    """
+    """Refuse attention that the decode step does not support: sizes of a key and of a value, a sliding window."""
     if has_window:
         raise ConfigError(
             f"{what}: --kv-offload does not support sliding-window attention; serve it without "

@@ -9,11 +9,7 @@ ADAPTERS = {"0.5.23": "sglang_0_5_23", "0.5.15.post1": "sglang_0_5_15"}
 
 
 def check_version(found: str) -> None:
-    """Refuse a release whose hooks have not been checked.
-
-    Raises:
-        ConfigError: names the supported ones.
-    """
+    """Refuse a release whose hooks have not been checked."""
     if found not in ADAPTERS:
         raise ConfigError(
             f"sglang {found} is installed, but this sglang-scout supports only {' and '.join(ADAPTERS)}; "

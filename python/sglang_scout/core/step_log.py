@@ -1,16 +1,15 @@
 """The step log: one JSON line per decode step, written by a server and read by `report` and `profile`.
 
-The first line has the format, its version and the server's metadata (:class:`Facts`); each further line is a
-:class:`Step`, written when its results have arrived, two boundaries later: a killed server loses two steps.
+The first line is :class:`Facts`; each further one a :class:`Step`, written when its results have arrived, two
+boundaries later: a killed server loses two steps.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -73,14 +72,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class StepLog:
-    """Writes the lines of one server.
-
-    Args:
-        path: output file; replaced.
-        facts: those of :class:`Facts` and more; JSON values.
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes the lines of one server to ``path``, which is replaced; ``facts`` are those of :class:`Facts` and more."""
 
     def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
         self._file: IO[bytes] | None = open(path, "wb", buffering=0)
@@ -102,8 +94,7 @@ class StepLog:
             self._file = None
 
 
-@dataclass(frozen=True)
-class StepLogFile:
+class StepLogFile(NamedTuple):
     """The contents of a step log."""
 
     facts: Facts
@@ -115,11 +106,7 @@ class StepLogFile:
 
 
 def read_step_log(path: str | Path) -> StepLogFile:
-    """All complete lines of a log; the server may still be writing.
-
-    Raises:
-        ConfigError: not a step log, or of another version.
-    """
+    """All complete lines of a log; the server may still be writing."""
     try:
         lines = Path(path).read_bytes().split(b"\n")[:-1]
     except OSError as error:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.page_bytes import PILOT_RANK, digest_bytes, input_bytes
+from sglang_scout.core.page_bytes import PILOT_RANK, digest_parts, input_bytes
 from sglang_scout.engine.hints import hint_bytes
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.engine.transport import staging_bytes
@@ -288,8 +288,8 @@ class ServerSize:
 
 def digest_bytes_of(shape: ModelShape, kind: str, pilot_rank: int = PILOT_RANK) -> int:
     """Bytes of one page's digests, over all layers."""
-    sizes = shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize
-    return shape.num_layers * digest_bytes(kind, *sizes, pilot_rank)
+    parts = digest_parts(kind, shape.head_dim, shape.dtype.itemsize, pilot_rank)
+    return shape.num_layers * shape.num_kv_heads * sum(parts)
 
 
 def bytes_beside_digests(
