@@ -24,11 +24,11 @@ from benchmark.mapped import wait_mapped
 from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig, parse_config
 from sglang_scout.core.forecast import VERSION, Header, PageWeights
 from sglang_scout.core.profile import ModelIdentity
-from sglang_scout.engine.build import build_engine, device_ring
 from sglang_scout.engine.device import lock_memory
 from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
-from sglang_scout.engine.transport import GraphTransport
+from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.policy.base import Context, make_policy, policies
 from sglang_scout.worker.arena import Arena, ArenaSpec
@@ -195,7 +195,7 @@ class Harness:
         budget = self.config.budget_pages
         slots = (slots or budget * batch) + batch + budget
         each = -(-context // PAGE) + room
-        self.engine = build_engine(
+        self.engine = StepEngine(
             dataclasses.replace(self.config, verify=verify),
             make_policy(Context(self.config, shape.num_layers, 2 * shape.page_bytes)),
             shape,

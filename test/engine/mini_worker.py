@@ -13,8 +13,8 @@ import torch
 from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.core.config import parse_config
 from sglang_scout.core.page_bytes import EMBEDDINGS, MARK_BYTES
-from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.predict import QueryProjector
@@ -117,7 +117,7 @@ class MiniWorker:
         weights = [self._randn(heads * dim, HIDDEN) * 0.4 for _ in range(layers)]
         self.weights = [w.chunk(of_ranks)[rank] for w in weights]
         missing = around_missing(self.missing) if around_missing else self.missing
-        self.engine = build_engine(
+        self.engine = StepEngine(
             dataclasses.replace(self.config, verify=verify),
             policy_of,
             self.shape,

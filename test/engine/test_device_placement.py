@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from page_weights import identity, pilot_weights
 from sglang_scout.core.config import parse_config
 from sglang_scout.engine import digest_pool, older_tokens, step, step_inputs
-from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
@@ -141,7 +141,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
     def predicted(x, positions):
         return x.new_empty(len(x), HEADS if made.query.attends else KV_HEADS, DIM)
 
-    engine = build_engine(
+    engine = StepEngine(
         config,
         made,
         shape,

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mini_worker import SIZE
-from sglang_scout.engine.digest_pool import DigestPool
 
 LENGTHS = (9 * SIZE + 3, 2 * SIZE, 5)
 
@@ -14,20 +13,20 @@ LENGTHS = (9 * SIZE + 3, 2 * SIZE, 5)
 def bytes_read(worker, monkeypatch):
     """Of K and V by the device's attention, over those of full attention, and digest pages scored, in one more step."""
     counted = {"tokens": 0, "digests": 0}
-    attend, score = worker.engine._attend, DigestPool.score
+    attend, score = worker.engine._attend, worker.digests.score
 
     def attended(q, k, v, pages, tail_slot, tail_len, *args, slot_of, **kwargs):
         on_device = int(((pages >= 0) & (slot_of[pages.long()] >= 0)).sum())
         counted["tokens"] += on_device * SIZE + int(tail_len.sum())
         return attend(q, k, v, pages, tail_slot, tail_len, *args, slot_of=slot_of, **kwargs)
 
-    def scored(self, layer, query, candidates, *args):
+    def scored(layer, query, candidates, *args):
         counted["digests"] += int(candidates.n_scored[: len(query)].sum())
-        return score(self, layer, query, candidates, *args)
+        return score(layer, query, candidates, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(worker.engine, "_attend", attended)
-        patch.setattr(DigestPool, "score", scored)
+        patch.setattr(worker.digests, "score", scored)
         worker.step()
     stock = sum(r.length for r in worker.requests) * worker.shape.num_layers
     return counted["tokens"] / stock, counted["digests"]

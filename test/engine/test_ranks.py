@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from mini_worker import MiniWorker, with_slow_link
-from sglang_scout.engine.tensor_parallel import SharedChoice
-from sglang_scout.policy.base import SelectionRule
+from sglang_scout.engine.verify import Verifier
 
 TOLERANCE = 2e-5
 STEPS = 18
@@ -158,17 +157,20 @@ def test_a_rank_whose_copies_are_late_chooses_the_same_pages(run):
         assert worker.engine.counters.verify_max_rel_error <= 1e-5
 
 
-def test_the_check_sees_selections_that_differ():
+def test_the_check_sees_selections_that_differ(make):
     said = []
 
     def combine(x, how):
         said.append(x)
         return torch.stack(said).amax(0)
 
-    shared = SharedChoice(SimpleNamespace(combine=combine), SelectionRule())
+    worker = make()
+    counters, ranks = worker.engine.counters, SimpleNamespace(combine=combine)
+    verifier = Verifier(worker.host, worker.shape, "cpu", counters, ranks)
     pages = torch.arange(8)
-    assert shared.is_same(pages) and shared.is_same(pages.clone())
-    assert not shared.is_same(pages.flip(0))
+    for chosen, unequal in ((pages, 0), (pages.clone(), 0), (pages.flip(0), 1)):
+        verifier.check_selection(chosen)
+        assert counters.verify_unequal_selections == unequal
 
 
 def test_heads_choose_for_themselves_where_a_rank_has_one(run):

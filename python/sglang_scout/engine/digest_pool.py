@@ -49,12 +49,12 @@ class DigestKind:
 
     Attributes:
         mark: the last word of every digest that is written, None: any.
-        has_estimates: whether :meth:`DigestPool.mass_change` is available: scores are estimates, not bounds.
+        mass_change: see :meth:`Rotated.mass_change`; None: scores are bounds, not estimates.
     """
 
     trained: tuple[str, ...] = ()
     mark: int | None = 0
-    has_estimates = False
+    mass_change: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
         self.first, self.second = parts
@@ -66,7 +66,8 @@ class DigestKind:
     def score(
         self, layer: int, query: torch.Tensor, of: Candidates, scale: float, head_reduce: str
     ) -> torch.Tensor:
-        """See :meth:`DigestPool.score`."""
+        """``[B * C, N]`` fp32 scores of each list's candidates, for ``query`` ``[B * C, HQ / C, D]``; undefined where
+        the budget covers them all."""
         raise NotImplementedError("pages without digests cannot be scored")
 
 
@@ -101,7 +102,6 @@ class MinMax(DigestKind):
 class Rotated(MinMax):
     """Bits of rotated keys about the page's mean."""
 
-    has_estimates = True
     score_op = staticmethod(score_rotated)
     coordinates: Coordinates | None = None
 
@@ -112,6 +112,28 @@ class Rotated(MinMax):
 
     def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
         build_layer_rotated(source, ids, self.first, self.second, rows, self.coordinates)
+
+    def mass_change(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        query_ahead: torch.Tensor,
+        pages: torch.Tensor,
+        n_pages: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """``[B, HQ]`` estimated increase of the log mass of a list's missing pages under the real query.
+
+        The CPU attends to them one layer ahead, weighted by the predicted query. Pages important to the real query
+        may be among them, and get the mass that they should have.
+
+        Args:
+            query, query_ahead: ``[B, HQ, D]``.
+            pages: ``[B * C, k]``, of which each row has the first ``n_pages`` ``[B * C]``; the change is 0 for a row
+                without any.
+        """
+        parts, more = (self.first[layer], self.second[layer]), self.trained_of(layer)
+        return mass_change_rotated(query, query_ahead, *parts, pages, n_pages, scale, **more)
 
 
 class Calibrated(Rotated):
@@ -193,23 +215,11 @@ def unset(parts: Parts, ids: torch.Tensor) -> None:
         mark.index_fill_(1, ids, _UNSET)
 
 
-def is_set(parts: Parts, ids: torch.Tensor, mark: int | None) -> torch.Tensor:
-    """``[n]`` bool: pages whose rows of all layers were written since :func:`unset`, with ``mark`` as the last word if
-    that is given.
-
-    A real page has the word of an unset one with probability 1/65,536; its digest is then rebuilt.
-    """
-    first, last = (words[:, ids] for words in _marks(parts))
-    wrong = (first == _UNSET) | (last == _UNSET if mark is None else last != mark)
-    return ~wrong.any(0)
-
-
 class DigestPool:
     """The digest of every page, and which are valid.
 
-    A digest can arrive with the KV from the prefill server or be built here. An unset digest holds a sentinel in its
-    data until it is written, so an arrived digest is recognised without a separate message. One made with another
-    server's digest file counts as not arrived.
+    A digest can arrive with the KV from the prefill server or be built here. Until it is written it holds a sentinel,
+    by which arrival is recognised. One made with another digest file counts as not arrived.
 
     Args:
         kind: what a digest holds, a key of ``KINDS``.
@@ -218,6 +228,7 @@ class DigestPool:
 
     Attributes:
         kind, trained: as given; arrays of its weights on the device.
+        score, mass_change: those of the kind (:class:`DigestKind`).
         parts: ``[L, P, H, bytes]`` uint8 each, on ``device``.
         valid: ``[P]`` bool on the host; this page's digests are valid in every layer.
         hints: of prompts, by their last pages; None: no hints.
@@ -248,6 +259,7 @@ class DigestPool:
             torch.zeros((*size, second), dtype=torch.uint8, device=device),
         )
         self._of_kind = of_kind(self.parts, shape, self.trained)
+        self.score, self.mass_change = self._of_kind.score, self._of_kind.mass_change
         unset(self.parts, torch.arange(num_pages, device=device))
         self.hints = PageHints(*size[:2]) if hints else None
         self.valid = np.zeros(num_pages, bool)
@@ -285,9 +297,13 @@ class DigestPool:
     def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Mark those of ``pages`` whose digests have been written as valid; return the others.
 
-        The host waits for the current stream, which must be that of :meth:`unset` or ordered after it.
+        A real page has the word of an unset one with probability 1/65,536; its digest is then rebuilt. The host waits
+        for the current stream, which must be that of :meth:`unset` or ordered after it.
         """
-        complete = is_set(self.parts, self._ids(pages), self._of_kind.mark).cpu().numpy()
+        mark, ids = self._of_kind.mark, self._ids(pages)
+        first, last = (words[:, ids] for words in _marks(self.parts))
+        wrong = (first == _UNSET) | (last == _UNSET if mark is None else last != mark)
+        complete = ~wrong.any(0).cpu().numpy()
         self.valid[pages[complete]] = True
         self.received += int(complete.sum())
         return pages[~complete]
@@ -320,47 +336,6 @@ class DigestPool:
             self._built.record()
         self.valid[pages] = True
         self.computed += len(pages)
-
-    def score(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        candidates: Candidates,
-        scale: float,
-        head_reduce: str,
-    ) -> torch.Tensor:
-        """``[B * C, N]`` fp32 scores of each list's candidates, for ``query`` ``[B * C, HQ / C, D]``; undefined where
-        the budget covers them all."""
-        return self._of_kind.score(layer, query, candidates, scale, head_reduce)
-
-    @property
-    def has_estimates(self) -> bool:
-        """Whether :meth:`mass_change` is available: scores of this kind are estimates, not bounds."""
-        return self._of_kind.has_estimates
-
-    def mass_change(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        query_ahead: torch.Tensor,
-        pages: torch.Tensor,
-        n_pages: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        """``[B, HQ]`` estimated increase of the log mass of a list's missing pages under the real query.
-
-        The CPU attends to them one layer ahead, weighted by the predicted query. Pages important to the real query
-        may be among them, and get the mass that they should have.
-
-        Args:
-            query, query_ahead: ``[B, HQ, D]``.
-            pages: ``[B * C, k]``, of which each row has the first ``n_pages`` ``[B * C]``; the change is 0 for a row
-                without any.
-        """
-        assert isinstance(self._of_kind, Rotated)
-        parts = self._of_kind.first[layer], self._of_kind.second[layer]
-        more = self._of_kind.trained_of(layer)
-        return mass_change_rotated(query, query_ahead, *parts, pages, n_pages, scale, **more)
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)

@@ -30,7 +30,7 @@ from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Siz
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.attend import Attend
-from sglang_scout.policy.base import Feedback, Policy, WindowView
+from sglang_scout.policy.base import Feedback, SelectionRule, WindowView
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
@@ -58,33 +58,28 @@ class OlderTokens:
     """Tracks requests and posts their older tokens.
 
     Args:
-        policy: one with feedback.
-        transport: to the worker.
+        feedback, rule: of the policy.
         host: with context pages.
-        counters: totals to add to.
-        device: where steps run.
-        verify: as of :class:`StepEngine`.
+        transport, counters, attend, verifier: as of :class:`StepEngine`.
     """
 
     def __init__(
         self,
-        policy: Policy,
-        transport: Transport,
+        feedback: Feedback,
+        rule: SelectionRule,
         shape: ModelShape,
         sizes: Sizes,
         host: HostPages,
+        transport: Transport,
         counters: Counters,
-        device: torch.device,
-        verify: bool,
         attend: Attend,
+        verifier: Verifier | None,
+        device: torch.device,
     ) -> None:
-        self._attend = attend
-        assert policy.feedback is not None
-        self._feedback: Feedback = policy.feedback
-        self._sinks, self._recent = policy.rule.sink_pages, policy.rule.recent_pages
+        self._attend, self._verifier, self._feedback = attend, verifier, feedback
+        self._sinks, self._recent = rule.sink_pages, rule.recent_pages
         self._transport, self._counters, self._device = transport, counters, device
         self._host, self._shape = host, shape
-        self._verifier = Verifier(host, shape, policy.route, counters) if verify else None
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, sizes.max_batch
         self._cache = ContextCache(host, sizes.max_pages, self._feedback.cap_tokens)
         self._feedback.allocate(layers, rows, heads, shape.page_size, device)

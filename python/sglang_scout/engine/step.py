@@ -20,71 +20,93 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.engine.attention import attention_by
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import ForkedStream, SideStream, upload
+from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.lifecycle import PageLifecycle
 from sglang_scout.engine.older_tokens import OlderTokens
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import StepInputs, of_lists
 from sglang_scout.engine.step_results import StepResults
-from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
-from sglang_scout.engine.tensor_parallel import Ranks, SharedChoice
+from sglang_scout.engine.stores import HostPages, ModelShape, Ranks, ResidentCache, Sizes
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.engine.transport import Attended, Transport
+from sglang_scout.engine.transport import Attended, Fetch, GraphTransport, HostTransport, Transport
 from sglang_scout.engine.verify import Verifier
-from sglang_scout.ops.attend import Attend
 from sglang_scout.ops.pages import Pool, append_tokens
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.ops.select import Selection, select_pages
 from sglang_scout.policy.base import Policy
+from sglang_scout.worker.client import WorkerClient
 
 
 class StepEngine:
-    """Runs decode steps for one rank; arguments as of ``build_engine``.
+    """Runs decode steps for one rank.
 
     Args:
-        transport: how missing pages are computed.
-        attend: attention on the device.
-        verify: compare every layer's output with a plain fp32 reference over the host pages, and the ranks' selections
-            with each other. Every layer then synchronizes with the host, so no step can be captured.
+        shape: sizes of the model on this rank.
+        host: pages that the attention process maps too; the device can access them.
+        projectors: per layer, computes its query from a layer input.
+        worker: computes missing pages, called from the host or from the device's stream.
+        digests: of the host pages; None: created here.
+        ranks: those that share a layer's heads; None: all heads are here.
 
     Attributes:
         resident, table: the resident cache and its table.
         is_dense: of the current step, or the one being captured; ``has_dense_steps``: whether any may be.
         boundary, pages: prepare steps, and track page owners.
+    Raises:
+        ValueError: sizes that do not fit the policy, or an ``attend_kernel`` that cannot run.
     """
 
     def __init__(
         self,
+        config: OffloadConfig,
         policy: Policy,
         shape: ModelShape,
         sizes: Sizes,
         host: HostPages,
-        digests: DigestPool,
         projectors: Sequence[QueryProjector],
-        transport: Transport,
-        attend: Attend,
+        worker: WorkerClient | GraphTransport,
         *,
-        device: torch.device,
-        tracer: Tracer,
-        verify: bool,
-        ranks: Ranks | None,
-        has_dense_steps: bool,
+        device: torch.device | str = "cpu",
+        digests: DigestPool | None = None,
+        tracer: Tracer | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.policy, self.shape, self.sizes = policy, shape, sizes
-        self.host, self.digests, self.transport, self.tracer = host, digests, transport, tracer
-        self.counters = counters = Counters(shape.num_layers)
-        self._attend = attend
+        rule = policy.rule
+        forced = min(rule.sink_pages + rule.recent_pages, sizes.max_pages - 1)
+        if sizes.num_slots < min(sizes.max_batch * (forced + 1), host.num_pages):
+            raise ValueError(
+                f"resident cache of {sizes.num_slots} slots cannot hold the sink, recent and tail "
+                f"pages of {sizes.max_batch} requests ({forced + 1} each)"
+            )
         self.resident = ResidentCache(shape, sizes.num_slots, device)
         self._device = device = self.resident.k.device  # with its index
+        self._attend = attention_by(config.attend_kernel, policy, shape, sizes, device)
+        self.digests = digests = digests or DigestPool(shape, host.num_pages, device, rule.kind)
+        if digests.kind != rule.kind:
+            raise ValueError(f"the digests are {digests.kind}, the policy scores {rule.kind}")
+        if policy.feedback is not None:
+            sizes = replace(sizes, budget_pages=0, lists=1)  # nothing is selected
+        self.policy, self.shape, self.sizes, self.host = policy, shape, sizes, host
+        self.tracer = tracer = tracer or Tracer(None, 0)
+        self.counters = counters = Counters(shape.num_layers)
+        self.transport = transport = self._transport_to(worker)
+        # Ranks may differ in residency, and would then replay different graphs.
+        self.has_dense_steps, self.is_dense = ranks is None and policy.feedback is None, False
+        # With a list per KV head each selects for itself, even if a rank has only one.
+        self._ranks = ranks = ranks if config.grain == "layer" else None
         self.table = table = ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots)
         side = SideStream(device) if device.type == "cuda" else None
         stamps, self._clock = transport.stamps, transport.stamps or tracer
@@ -93,40 +115,40 @@ class StepEngine:
         self.pages = PageLifecycle(host, digests, table, slots)
         self._inputs = StepInputs(shape.num_layers, sizes, device)
         self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device, stamps)
-        self.older: OlderTokens | None = None
-        if policy.feedback is not None:
-            stores = shape, sizes, host, counters, device
-            self.older = OlderTokens(policy, transport, *stores, verify, attend)
-        self.has_dense_steps, self.is_dense = has_dense_steps, False
-        predicts = policy.query.targets(0, 2)
-        ahead_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
-        dense_pages = ahead_bytes // (2 * shape.page_bytes)
-        self.boundary = StepBoundary(
-            policy,
-            sizes,
-            shape.page_size,
-            table,
-            self.pages,
-            self.recall,
-            self._results,
-            counters,
-            self.older,
-            dense_pages if has_dense_steps else None,
-        )
+        # A verified layer synchronizes with the host, so no step can be captured.
+        verifier = Verifier(host, shape, policy.route, counters, ranks) if config.verify else None
+        self._verifier, self.older = verifier, None
+        if (feedback := policy.feedback) is not None:
+            parts = transport, counters, self._attend, verifier, device
+            self.older = OlderTokens(feedback, rule, shape, sizes, host, *parts)
+        dense_pages = None
+        if self.has_dense_steps:
+            predicts = policy.query.targets(0, 2)
+            ahead_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
+            dense_pages = ahead_bytes // (2 * shape.page_bytes)
+        parts = table, self.pages, self.recall, self._results, counters, self.older
+        self.boundary = StepBoundary(policy, sizes, shape.page_size, *parts, dense_pages)
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
-        self._shared = SharedChoice(ranks, policy.rule) if ranks else None
-        self._beside = ForkedStream(None if self._shared else device)  # collectives need order
-        self._verifier = Verifier(host, shape, policy.route, self.counters) if verify else None
+        self._beside = ForkedStream(None if ranks else device)  # collectives need order
         self._projectors, self._step = projectors, 0
         self._open_layer, self._layer_start_ns = -1, 0  # for the timeline
         on_cpu = policy.route == "cpu"
-        self._reweighs = policy.rule.reweigh and on_cpu and digests.has_estimates
+        self._reweighs = rule.reweigh and on_cpu and digests.mass_change is not None
         self._posts_late = on_cpu and not policy.query.attends
         self._chosen: dict[int, tuple[torch.Tensor, Selection]] = {}  # layer: query, selection
         # Capture runs the layers; kernels of boundaries would otherwise be compiled in the first request.
         digests.compile_kernels(host, slots)
         self.recall.compile_kernels()
+
+    def _transport_to(self, worker: WorkerClient | GraphTransport) -> Transport:
+        if self.policy.route == "fetch":
+            return Fetch(self.host, self.shape, self.sizes, self._device, self._attend)
+        if not isinstance(worker, GraphTransport):
+            return HostTransport(worker, self.shape, self.sizes.max_batch, self.tracer)
+        if self.tracer.active:  # the host only launches; the timeline needs device timestamps
+            worker.stamps = DeviceClock(self.tracer, self.shape.num_layers, self._device)
+        return worker
 
     @property
     def can_replay(self) -> bool:
@@ -224,7 +246,10 @@ class StepEngine:
         by_list = of_lists(query, self.sizes.lists)
         start_ns = self._clock.now()
         scores = self.digests.score(layer, by_list, candidates, self.shape.scale, rule.head_reduce)
-        scores = self._shared.scores(scores) if self._shared is not None else scores
+        if self._ranks is not None:
+            # Softmax shares are per head over its pages, so they can be summed over any heads.
+            how = "sum" if rule.head_reduce == "mass" else "max"
+            scores = self._ranks.combine(scores, how)
         start_ns = self._clock.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(
             scores,
@@ -237,8 +262,8 @@ class StepEngine:
             rule.mass,
             out=self._results.of(layer, len(by_list)),
         )
-        if self._shared is not None and self._verifier is not None:
-            self.counters.verify_unequal_selections += not self._shared.is_same(selection.pages)
+        if self._verifier is not None:
+            self._verifier.check_selection(selection.pages)
         self._clock.cut("ahead", "select", start_ns, layer=layer)
         if not self._posts_late:
             self.transport.post(layer, query.contiguous(), selection.missing, selection.n_missing)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +63,21 @@ class Sizes:
     max_batch: int
     max_pages: int
     lists: int = 1
+
+
+class Ranks(Protocol):
+    """Tensor parallelism: the heads of a layer are on several ranks, each with its own engine, which make the same
+    calls in the same order.
+
+    A page is selected for all heads of a layer together, so the ranks all-reduce their heads' scores and select from
+    the same numbers. Residency is local to each rank: it decides where its heads' part is computed, not which.
+    """
+
+    def combine(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        """Element-wise ``how``, "sum" or "max", of every rank's ``x``: the same bits on every rank.
+
+        ``x`` may be written into.
+        """
 
 
 class HostPages:

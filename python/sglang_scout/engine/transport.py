@@ -21,11 +21,12 @@ import torch
 
 from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.step_inputs import of_lists
-from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.attend import Attend, merge_states
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.pages import stage_pages
+from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import Reply, Ticket, WorkerClient
 
 Attended = tuple[torch.Tensor, torch.Tensor]
@@ -190,6 +191,34 @@ class GraphTransport(Transport):
         return self._ring.faults()
 
 
+def device_ring(
+    arena: Arena,
+    worker: WorkerClient,
+    device: torch.device | str,
+    timeout_s: float,
+    faults: torch.Tensor | None = None,
+    rank: int = 0,
+) -> DeviceRing:
+    """The ring, driven by a device's stream; ``worker``, not yet started, will serve it.
+
+    Args:
+        timeout_s: how long a step waits for CPU attention.
+        faults, rank: as of :class:`DeviceRing`.
+    """
+    worker.serve_device()
+    return DeviceRing(
+        arena.address,
+        arena.layout(),
+        arena.spec,
+        parts=worker.parts,
+        split=worker.split,
+        timeout_us=int(timeout_s * 1e6),
+        device=device,
+        faults=faults,
+        rank=rank,
+    )
+
+
 def staging_bytes(shape: ModelShape, max_batch: int, budget_pages: int) -> int:
     """Device memory of :class:`Fetch`."""
     return 2 * 2 * max_batch * budget_pages * shape.page_bytes
@@ -204,8 +233,6 @@ class Fetch(Transport):
 
     Args:
         host: the source pages.
-        lists: C, of each request.
-        budget_pages: k, of each list.
         device: where steps run.
         attend: `attend_pages`.
     """
@@ -214,16 +241,15 @@ class Fetch(Transport):
         self,
         host: HostPages,
         shape: ModelShape,
-        max_batch: int,
-        lists: int,
-        budget_pages: int,
+        sizes: Sizes,
         device: torch.device,
         attend: Attend,
     ) -> None:
         self._attend = attend
-        self._shape, self._budget_pages, self._lists = shape, budget_pages, lists
+        self._shape, self._budget_pages, self._lists = shape, sizes.budget_pages, sizes.lists
         super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # no merge waits
-        staging = max_batch * lists * budget_pages
+        lists = sizes.lists
+        staging = sizes.max_batch * lists * sizes.budget_pages
         slot = shape.page_size, shape.num_kv_heads // lists, shape.head_dim
         # [K or V, layer parity, slot, S, H / C, D]
         self._staged = torch.zeros((2, 2, staging, *slot), dtype=shape.kv_dtype, device=device)

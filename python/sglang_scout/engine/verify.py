@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import zlib
 
 import numpy as np
 import torch
 
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.step_inputs import Batch
-from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.engine.stores import HostPages, ModelShape, Ranks
 from sglang_scout.ops.layers import resident_slots
 from sglang_scout.policy.base import Route
 
@@ -18,13 +19,31 @@ NOT_FINITE = float(np.finfo(np.float32).max)
 
 
 class Verifier:
-    """Compares layers' outputs with the reference and keeps the maximum deviation."""
+    """Compares layers' outputs with the reference and keeps the maximum deviation.
+
+    Args:
+        route: of the policy.
+        ranks: whose selections are compared, see :class:`Ranks`.
+    """
 
     def __init__(
-        self, host: HostPages, shape: ModelShape, route: Route, counters: Counters
+        self,
+        host: HostPages,
+        shape: ModelShape,
+        route: Route,
+        counters: Counters,
+        ranks: Ranks | None = None,
     ) -> None:
-        self._host, self._shape = host, shape
+        self._host, self._shape, self._ranks = host, shape, ranks
         self._route, self._counters = route, counters
+
+    def check_selection(self, pages: torch.Tensor) -> None:
+        """Whether all ranks have selected these ``pages`` (any shape)."""
+        if self._ranks is not None:
+            found = zlib.crc32(pages.cpu().numpy().tobytes())
+            both = torch.tensor([found, -found], device=pages.device)
+            largest, least = self._ranks.combine(both, "max").tolist()
+            self._counters.verify_unequal_selections += largest != -least
 
     def check(
         self,

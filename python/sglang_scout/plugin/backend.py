@@ -14,10 +14,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
-from sglang_scout.engine.build import build_engine, device_ring
+from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import Sizes
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.engine.transport import GraphTransport
+from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import RequestTables, ScoutAllocator
 from sglang_scout.plugin.dummy_kv import DummyKV
@@ -106,7 +106,7 @@ class ScoutAttnBackend(AttentionBackend):
         if uses_graph_transport(self.config, runner.device):
             check_context(context_tokens, page_size)
             self.transport, worker = "graph", self._graph_transport()
-        self.engine = build_engine(
+        self.engine = StepEngine(
             self.config,
             self.policy,
             shape,

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class AttentionRanks:
-    """The ranks that share a layer's heads; see :class:`engine.tensor_parallel.Ranks`."""
+    """The ranks that share a layer's heads; see :class:`engine.stores.Ranks`."""
 
     def __init__(self) -> None:
         self._group = adapter.tp_group()
