@@ -36,12 +36,7 @@ class Arrival:
 
 
 class Arrivals:
-    """The first pages of requests that are about to join.
-
-    Args:
-        placement: copies pages.
-        lifecycle: knows which pages have changed owner since.
-    """
+    """The first pages of requests that are about to join; ``lifecycle`` knows which have changed owner since."""
 
     def __init__(self, placement: Placement, lifecycle: PageLifecycle) -> None:
         self._placement, self._lifecycle = placement, lifecycle

@@ -72,12 +72,8 @@ def fastest(
     calls: Sequence[Sequence[Any]],
     time_us: Callable[[Sequence[Callable[[], Any]]], float],
 ) -> str:
-    """The fastest implementation of :func:`attend_pages`; the results of all must agree with the first's.
-
-    Args:
-        calls: arguments of each.
-        time_us: of a call, from all of them.
-    """
+    """The fastest implementation of :func:`attend_pages` by ``time_us`` over ``calls``, the arguments of each; the
+    results of all must agree with the first's."""
     right, times = None, {}
     for name in names:
         runs = [partial(attend_pages, *arguments, impl=name) for arguments in calls]
@@ -96,9 +92,8 @@ def fastest(
             logger.warning("attention kernel %s is not used: %s", name, wrong)
     chosen = min(times, key=times.__getitem__, default=names[0])
     figures = ", ".join(f"{name} {us:.0f} us" for name, us in times.items())
-    logger.info(
-        "attention kernel on the device: %s; time per layer in a full batch: %s", chosen, figures
-    )
+    what = "attention kernel on the device: %s; time per layer in a full batch: %s"
+    logger.info(what, chosen, figures)
     return chosen
 
 

@@ -52,14 +52,7 @@ class StepBoundary:
     """Follows requests from admission on and prepares each step.
 
     Args:
-        policy, sizes: as of :class:`StepEngine`.
         page_size: tokens of a page.
-        table: what is where in the resident cache.
-        pages: tracks their owners.
-        recall: copies pages to the device.
-        results: what steps selected.
-        counters: totals to add to.
-        older: tracks tokens that have left the window, if the policy has one.
         dense_pages: most pages beyond its budget that a batch may have for a dense step; None: no dense steps.
 
     Attributes:

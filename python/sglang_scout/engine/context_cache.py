@@ -58,12 +58,7 @@ class ContextCache:
         cap_tokens: most tokens of a list; None: as many as R pages hold.
     """
 
-    def __init__(
-        self,
-        host: HostPages,
-        row_pages: int,
-        cap_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, host: HostPages, row_pages: int, cap_tokens: int | None) -> None:
         if host.context is None:
             raise ValueError("the host pages have no context pages, which the policy needs")
         self._source, self._pool = host.for_copies(torch.device("cpu")), host.context

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+Ids = npt.NDArray[np.int64]
+
 
 class StepTimes(NamedTuple):
     """Of one step, in seconds: from its boundary to its tokens; of its boundary; of waits for the CPU, all layers."""
@@ -61,15 +63,14 @@ class Counters:
     verify_checks: int = 0
     verify_max_rel_error: float = 0.0
     verify_unequal_selections: int = 0
-    cpu_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
-    budget_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
-    gpu_wait_us_by_layer: npt.NDArray[np.int64] = field(init=False)
+    cpu_pages_by_layer: Ids = field(init=False)
+    budget_pages_by_layer: Ids = field(init=False)
+    gpu_wait_us_by_layer: Ids = field(init=False)
     times: deque[StepTimes] = field(init=False)
 
     def __post_init__(self, num_layers: int) -> None:
-        self.cpu_pages_by_layer = np.zeros(num_layers, np.int64)
-        self.budget_pages_by_layer = np.zeros(num_layers, np.int64)
-        self.gpu_wait_us_by_layer = np.zeros(num_layers, np.int64)
+        by_layer = np.zeros((3, num_layers), np.int64)
+        self.cpu_pages_by_layer, self.budget_pages_by_layer, self.gpu_wait_us_by_layer = by_layer
         self.times = deque(maxlen=MOST_TIMES)
 
     def totals(self) -> dict[str, float]:
@@ -79,9 +80,7 @@ class Counters:
     def cpu_compute_ratio(self) -> float:
         return self.cpu_pages / self.budget_pages if self.budget_pages else 0.0
 
-    def count_step(
-        self, selected: int, missing: npt.NDArray[np.int64], budget: int, route: str
-    ) -> None:
+    def count_step(self, selected: int, missing: Ids, budget: int, route: str) -> None:
         """A step's selections: pages selected over all layers, ``missing`` ``[L]`` of them, ``budget`` of a layer."""
         self.selected_pages += selected
         self.budget_pages += budget * len(missing)
@@ -92,7 +91,7 @@ class Counters:
         elif route == "fetch":
             self.fetched_pages += int(missing.sum())
 
-    def count_waits(self, waits_us: npt.NDArray[np.int64]) -> None:
+    def count_waits(self, waits_us: Ids) -> None:
         """The device waited for the CPU's results: ``[L]``."""
         self.gpu_wait_us += int(waits_us.sum())
         self.gpu_wait_us_by_layer += waits_us

@@ -27,11 +27,10 @@ def lock_memory(
 ) -> Callable[[], None]:
     """Page-lock host memory and map it for the device.
 
-    Untouched pages are faulted in first, by several threads: the lock itself would allocate and clear them on one,
-    which takes minutes for hundreds of GB.
+    Untouched pages are faulted in first, by several threads: the lock itself would clear them on one, which takes
+    minutes for hundreds of GB.
 
     Args:
-        address, nbytes: of the memory.
         progress: called with the bytes locked so far, every ``LOCK_CHUNK_BYTES``.
     Returns:
         A function that undoes it, to be called when the device no longer uses the memory.
@@ -39,49 +38,35 @@ def lock_memory(
         MemoryError: the system refuses; says how far it got. Nothing stays locked.
     """
     runtime = torch.cuda.cudart()
-    locked: list[int] = []
-
-    def unlock() -> None:
-        while locked:
-            runtime.cudaHostUnregister(locked.pop())
-
-    for done in range(0, nbytes, LOCK_CHUNK_BYTES):
-        size = min(LOCK_CHUNK_BYTES, nbytes - done)
-        error = populate_together(address + done, size)
-        if error not in (0, errno.EINVAL):  # kernel without support
-            unlock()
-            raise MemoryError(
-                f"cannot allocate {nbytes / 2**30:.1f} GiB of host memory: {os.strerror(error)} after "
-                f"{done / 2**30:.1f} GiB; free memory"
-            )
-        status = int(runtime.cudaHostRegister(address + done, size, _MAPPED))
-        if status != 0:
-            unlock()
-            raise MemoryError(
-                f"cannot page-lock {nbytes / 2**30:.1f} GiB of host memory: CUDA error {status} after "
-                f"{done / 2**30:.1f} GiB; raise the limit on locked memory (ulimit -l, or LimitMEMLOCK "
-                "of the service)"
-            )
-        locked.append(address + done)
-        there = _device_address(address + done)
-        if there != address + done:
-            unlock()
-            raise MemoryError(
-                "this device maps page-locked memory at other addresses than the host "
-                f"({'none' if there is None else hex(there)} for {address + done:#x}), which the kernels do not "
-                "support; use another device"
-            )
-        if progress is not None:
-            progress(done + size)
-    return unlock
+    with contextlib.ExitStack() as locked:
+        for done in range(0, nbytes, LOCK_CHUNK_BYTES):
+            size = min(LOCK_CHUNK_BYTES, nbytes - done)
+            of_all, after = f"{nbytes / 2**30:.1f} GiB of host memory", f"{done / 2**30:.1f} GiB"
+            error = populate_together(address + done, size)
+            if error not in (0, errno.EINVAL):  # kernel without support
+                why = f"{os.strerror(error)} after {after}; free memory"
+                raise MemoryError(f"cannot allocate {of_all}: {why}")
+            if status := int(runtime.cudaHostRegister(address + done, size, _MAPPED)):
+                raise MemoryError(
+                    f"cannot page-lock {of_all}: CUDA error {status} after {after}; raise the limit on locked memory "
+                    "(ulimit -l, or LimitMEMLOCK of the service)"
+                )
+            locked.callback(runtime.cudaHostUnregister, address + done)
+            there = _device_address(address + done)
+            if there != address + done:
+                raise MemoryError(
+                    "this device maps page-locked memory at other addresses than the host "
+                    f"({'none' if there is None else hex(there)} for {address + done:#x}), which the kernels do not "
+                    "support; use another device"
+                )
+            if progress is not None:
+                progress(done + size)
+        return locked.pop_all().close
 
 
 def _device_address(address: int) -> int | None:
-    """The device's address of page-locked memory, None if the driver knows none.
-
-    Queried for the memory itself: where CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0, it may differ from the host's,
-    but need not.
-    """
+    """The device's address of page-locked memory, None if the driver knows none. Queried for the memory itself: where
+    CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0, it need not differ from the host's."""
     there = ctypes.c_uint64(0)
     driver = ctypes.CDLL("libcuda.so.1")
     host = ctypes.c_void_p(address)
@@ -98,11 +83,11 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 class ForkedStream:
-    """Overlaps part of a step with the rest, on a stream forked from the step's and joined with it.
+    """Overlaps part of a step with the rest, on a stream forked from the step's and joined with it, by events that a
+    capture turns into graph edges.
 
-    Both are events that a capture turns into graph edges. The caching allocator does not know of the second stream, but
-    hands out memory per stream, in call order. So a part's inputs must live until it is joined, and its outputs are
-    freed while no part is being launched: the next one starts after everything launched before.
+    The caching allocator hands out memory per stream, in call order. So a part's inputs must live until it is joined,
+    and its outputs are freed while no part is being launched: the next one starts after everything launched before.
 
     Args:
         device: of the streams; None: everything runs in order, as on the CPU device.
@@ -170,11 +155,7 @@ class StreamCopy:
         self._wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def exception(self, timeout: float | None = None) -> None:
-        """The current stream, not the host, waits for the end: no timeout applies.
-
-        What the stream does next is ordered after the launched steps, so the copies have had a whole step's time by
-        then.
-        """
+        """The current stream, not the host, waits for the end: no timeout applies."""
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         torch.cuda.current_stream().wait_event(self._end)
@@ -237,17 +218,17 @@ class Fetching:
 
     Args:
         tensors: copied in current-stream order; may be overwritten after it.
-        into: page-locked host tensors of the same sizes, or None: allocated here, for the CPU device.
+        into: page-locked host tensors of the same sizes for those of a CUDA device; None: allocated here.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], into: list[torch.Tensor] | None) -> None:
+    def __init__(self, tensors: list[torch.Tensor], into: list[torch.Tensor] | None = None) -> None:
         self._end: torch.cuda.Event | None = None
-        if into is None:
+        if not any(t.is_cuda for t in tensors):
             self._there = [t.clone() for t in tensors]
             return
-        for source, target in zip(tensors, into, strict=True):
+        self._there = into or [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+        for source, target in zip(tensors, self._there, strict=True):
             target.copy_(source, non_blocking=True)
-        self._there = into
         self._end = torch.cuda.Event()
         self._end.record()
 

@@ -1,8 +1,7 @@
 """Device timestamps of the parts of a step: the timeline of a step that the host only launches.
 
-Replaces the tracer of a step on the CPU device: ``now`` and ``cut`` launch a kernel that writes the device's clock to
-the next word of a buffer, in a captured graph at every replay. The words are read back with the step's results, two
-boundaries later. Created only when a timeline is recorded, so that other steps have no extra launches.
+``now`` and ``cut``, as those of the tracer, launch a kernel that writes the device's clock to the next word of a
+buffer, in a captured graph at every replay. The words are read back with the step's results, two boundaries later.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ import torch
 
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.doorbell import write_stamp
+
+Times = npt.NDArray[np.int64]
 
 STAMPS_PER_LAYER = 24
 _CALIBRATIONS = 8
@@ -32,24 +33,11 @@ class Cut(NamedTuple):
 
 
 class DeviceClock:
-    """Stamps of the steps of one device.
+    """``stamps`` ``[words]`` int64 on the device, ns of its clock; ``tracer`` gets their slices."""
 
-    Args:
-        tracer: gets the slices.
-
-    Attributes:
-        stamps: ``[words]`` int64 on the device, ns of its clock.
-    """
-
-    def __init__(
-        self,
-        tracer: Tracer,
-        layers: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, tracer: Tracer, layers: int, device: torch.device) -> None:
         self._tracer = tracer
-        words = layers * STAMPS_PER_LAYER
-        self.stamps = torch.zeros(words, dtype=torch.int64, device=device)
+        self.stamps = torch.zeros(layers * STAMPS_PER_LAYER, dtype=torch.int64, device=device)
         self._used = 0
         self._cuts: list[Cut] = []
         self._captured: list[Cut] = []
@@ -101,13 +89,7 @@ class DeviceClock:
         """Of the step that was launched last: its own, or those of the graph that was replayed."""
         return self._cuts or self._captured
 
-    def write(
-        self,
-        step: int,
-        cuts: list[Cut],
-        stamps: npt.NDArray[np.int64],
-        waited_ns: npt.NDArray[np.int64],
-    ) -> None:
+    def write(self, step: int, cuts: list[Cut], stamps: Times, waited_ns: Times) -> None:
         """The slices of a step whose stamps have arrived, with ``[L]`` wait times of its merges."""
         at = stamps - self._ahead_ns
         for row, what, first, last, args in cuts:

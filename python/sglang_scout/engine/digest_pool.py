@@ -1,7 +1,7 @@
 """The digests of all pages: their layouts, which are valid, and scores by them.
 
 A page has two parts ``[L, P, H, bytes]``, whose bytes depend on the kind of digest, and which are transferred with K
-and V from the prefill server. Shapes: L layers, P pages, n of them, S tokens a page, H KV heads, D head size.
+and V from the prefill server. Shapes: L layers, P pages, S tokens a page, H KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from sglang_scout.policy.base import SelectionRule
 
 _MOST_HINT_PAGES = 2**16 - 2  # of a prompt: a position takes 16 bits
 Parts = tuple[torch.Tensor, torch.Tensor]
+Ids = npt.NDArray[np.integer]
 
 _UNSET = 0x7FC0
 """Sentinel: a NaN in bfloat16, and in any kind two bytes that hardly any page has in both marks."""
@@ -280,21 +281,20 @@ class DigestPool:
         self.unset(padding)
         self.accept(padding)
 
-    def invalidate(self, pages: npt.NDArray[np.integer]) -> None:
+    def invalidate(self, pages: Ids) -> None:
         """The pages were freed: their digests become invalid."""
         self.valid[pages] = False
 
-    def unset(self, pages: npt.NDArray[np.integer]) -> None:
+    def unset(self, pages: Ids) -> None:
         """Mark the digests of freshly allocated pages as not written."""
-        if self._built is not None:
-            # Pages may come from ended requests; work launched for those must finish first.
+        if self._built is not None:  # work launched for the pages' last owners must finish first
             torch.cuda.current_stream().wait_event(self._built)
         unset(self.parts, self._ids(pages))
         self.valid[pages] = False
         if self.hints is not None:
             self.hints.clear(pages)
 
-    def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def accept(self, pages: Ids) -> Ids:
         """Mark those of ``pages`` whose digests have been written as valid; return the others.
 
         A real page has the word of an unset one with probability 1/65,536; its digest is then rebuilt. The host waits
@@ -308,25 +308,19 @@ class DigestPool:
         self.received += int(complete.sum())
         return pages[~complete]
 
-    def build(self, pages: npt.NDArray[np.int64], host: HostPages) -> None:
+    def build(self, pages: Ids, host: HostPages) -> None:
         """Compute the digests of ``pages`` from their K."""
         if len(pages):
             self._build(pages, host.for_copies(self.device), self._ids(pages), None)
 
-    def build_from_slots(
-        self, pages: npt.NDArray[np.int64], resident: LayerPages, slots: npt.NDArray[np.integer]
-    ) -> None:
+    def build_from_slots(self, pages: Ids, resident: LayerPages, slots: Ids) -> None:
         """Compute the digests of ``pages`` from the K in their ``slots`` ``[L, n]``."""
         if len(pages):
             both = self._ids(np.concatenate([pages[None], slots]))  # one transfer
             self._build(pages, resident, both[0], both[1:])
 
     def _build(
-        self,
-        pages: npt.NDArray[np.int64],
-        source: LayerPages,
-        ids: torch.Tensor,
-        rows: torch.Tensor | None,
+        self, pages: Ids, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None
     ) -> None:
         self._of_kind.build(source, ids, rows)
         if self._of_kind.mark is not None:
@@ -337,20 +331,14 @@ class DigestPool:
         self.valid[pages] = True
         self.computed += len(pages)
 
-    def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
+    def _ids(self, pages: Ids) -> torch.Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)
 
 
 def choose_hint(
-    digests: DigestPool,
-    queries: torch.Tensor,
-    pages: npt.NDArray[np.integer],
-    rule: SelectionRule,
-    scale: float,
+    digests: DigestPool, queries: torch.Tensor, pages: Ids, rule: SelectionRule, scale: float
 ) -> npt.NDArray[np.int32] | None:
-    """``[L, k]`` positions of the pages that a decode step with these ``queries`` would select.
-
-    With tensor parallelism only this rank's heads count.
+    """``[L, k]`` positions of the pages that a decode step with these ``queries`` would select, by this rank's heads.
 
     Args:
         digests: valid ones, of ``pages`` ``[N]``, the prompt's full pages.

@@ -22,12 +22,8 @@ HINT_PAGES = 64
 
 
 class PageHints:
-    """For every page, the hint of the prompt that ends in it, on the host: 128 bytes per layer.
-
-    Pages shared by the radix cache belong to the same prompt prefix, and so does the hint.
-
-    Args:
-        layers, num_pages: L, P of the pool.
+    """For every page, the hint of the prompt that ends in it, on the host: 128 bytes per layer. Requests that share a
+    page share the prompt up to it, and so the hint.
 
     Attributes:
         parts: ``[L, P, k / 2]`` int16 each, two as the transfer needs: position + 1 in the prompt, 0: none.
@@ -52,10 +48,8 @@ class PageHints:
             rows[:, page] = part
 
     def of(self, page: int, n_full: int) -> npt.NDArray[np.int64] | None:
-        """``[L, k]`` positions among the ``n_full`` full pages of the prompt that ends in ``page``, -1 padded.
-
-        None: no hint.
-        """
+        """``[L, k]`` positions among the ``n_full`` full pages of the prompt that ends in ``page``, -1 padded; or
+        None."""
         places = np.concatenate([rows[:, page] for rows in self._rows], axis=1).astype(np.int64) - 1
         places[(places[:, :1] < 0) | (places >= n_full)] = -1  # without a first one: none
         return places if (places >= 0).any() else None

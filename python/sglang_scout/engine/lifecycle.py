@@ -19,8 +19,7 @@ class PageLifecycle:
     """Tracks pages across owners; the allocator's listener.
 
     Args:
-        host, digests, table: the stores, and what is where in the resident cache.
-        resident: the resident cache, where K of a page just filled is closer than in its host page.
+        resident: where K of a page just filled is closer than in its host page.
 
     Attributes:
         step: the step of the latest boundary.
@@ -43,8 +42,7 @@ class PageLifecycle:
     def arrived(self, full_pages: npt.NDArray[np.integer]) -> None:
         """Full pages of a request that joins: accept the digests that arrived with their KV.
 
-        The host waits for the device's marks. Not at the boundary, whose stream has a step to finish first: on a device
-        this runs on the stream of the allocation.
+        Not at the boundary, whose stream has a step to finish first: the host waits here, on the allocation's stream.
         """
         unknown = ~self._digests.valid[full_pages] & ~self._filled_here[full_pages]
         if unknown.any():
@@ -86,12 +84,10 @@ class PageLifecycle:
     def may_be_written(self, pages: npt.NDArray[np.int64]) -> bool:
         """Whether a step that may still be running writes to any of ``pages``, or to their digests.
 
-        SGLang processes the results of a step, and frees the pages of requests that it ended, after launching the next
-        one with them. Within a step, only ``append_tokens`` writes to host pages: one token to each row's tail page,
-        fixed by the boundary; padding rows have none. The boundary launches the writes of missing digests. So a step
-        writes to these pages, whoever owns them by then, and to no others. A boundary ends when the results of the step
-        ``RESULT_DELAY_STEPS`` before it have arrived, so only the last ``RESULT_DELAY_STEPS`` steps may be running.
-        Pages that already had digests, a request's or the radix cache's, are not affected.
+        SGLang frees the pages of requests that ended after launching the next step with them. A step writes one token
+        to each row's tail page, and its boundary launches the missing digests of pages: to these, whoever owns them by
+        then, and to no others. A boundary ends when the results of the step ``RESULT_DELAY_STEPS`` before it have
+        arrived, so only the last ``RESULT_DELAY_STEPS`` steps may be running.
         """
         return any(bool(np.isin(pages, written).any()) for written in self._written)
 
@@ -100,8 +96,8 @@ class PageLifecycle:
     ) -> None:
         """Step boundary: compute missing digests of ``new_full`` ``[n]``; the step writes to ``tail_page`` ``[B]``.
 
-        Pages are in ``new_full`` when they are full for the first time in a step of their request. The previous step's
-        writes to them are complete when the next boundary has its results: then they are sealed.
+        ``new_full`` are full for the first time in a step of their request. They are sealed at the next boundary, when
+        the previous step's writes to them are complete.
         """
         self.seal(*self.still_held(self.step, self._filled))
         self._filled = new_full

@@ -34,13 +34,11 @@ class MemoryPlan:
 
     Attributes:
         num_pages: P, host pages including the padding page.
-        budget_pages: k, at most the pages of one context.
         num_slots: device slots per layer: resident pages, tails, and room for in-flight recalls.
+        budget_pages, step_bytes: as of :class:`ServerSize`.
         input_bytes: SGLang's input buffers, sized by all tokens of the host pages.
-        step_bytes: as of :class:`ServerSize`.
-        context_bytes: kept tokens of older pages, in host memory.
-        hint_bytes: prompts' hints, in host memory.
-        checksum_bytes: of the host pages, in host memory.
+        context_bytes, hint_bytes, checksum_bytes: in host memory: kept tokens of older pages, prompts' hints, checksums
+            of the host pages.
         arena: sizes of the memory that is shared with the attention process.
     """
 
@@ -53,35 +51,34 @@ class MemoryPlan:
     resident_bytes: int
     worker: WorkerMemory
     arena: ArenaSpec = field(compare=False)
-    step_bytes: int = 0
-    context_bytes: int = 0
-    hint_bytes: int = 0
-    checksum_bytes: int = 0
+    step_bytes: int
+    context_bytes: int
+    hint_bytes: int
+    checksum_bytes: int
 
     @property
     def rows(self) -> tuple[tuple[str, int, int], ...]:
         """(what, count, bytes) for a table."""
-        beside = (
+        rows = (
+            ("host pages", self.num_pages, self.host_bytes),
+            *self.device_rows,
             ("kept tokens", 1, self.context_bytes),
             ("hints", self.num_pages, self.hint_bytes),
             ("checksums", self.num_pages, self.checksum_bytes),
-        )
-        return (
-            ("host pages", self.num_pages, self.host_bytes),
-            *self.device_rows,
-            *(row for row in beside if row[2]),
             *self.worker.rows,
         )
+        return tuple(row for row in rows if row[2])
 
     @property
     def device_rows(self) -> tuple[tuple[str, int, int], ...]:
         """The rows of device memory."""
-        return (
+        rows = (
             ("digests", self.num_pages, self.digest_bytes),
             ("input buffers", self.num_pages, self.input_bytes),
             ("resident slots", self.num_slots, self.resident_bytes),
-            *([("step buffers", 1, self.step_bytes)] if self.step_bytes else []),
+            ("step buffers", 1, self.step_bytes),
         )
+        return tuple(row for row in rows if row[2])
 
     @property
     def device_bytes(self) -> int:
@@ -173,9 +170,9 @@ class ServerSize:
     @property
     def wanted_slots(self) -> int:
         """With a budget for every request, or ``resident_tokens``."""
-        if self.config.resident_tokens is not None:
-            return self._slots(self.config.resident_tokens // self.shape.page_size)
-        return self._slots(self.budget_pages * self.max_batch)
+        tokens = self.config.resident_tokens
+        of_all = self.budget_pages * self.max_batch
+        return self._slots(of_all if tokens is None else tokens // self.shape.page_size)
 
     def _slots(self, resident: int) -> int:
         """``resident`` pages, or the minimum, tails, and room for in-flight copies."""
@@ -220,7 +217,7 @@ class ServerSize:
         Raises:
             ConfigError: they do not fit; with the numbers.
         """
-        config, page_bytes, arena = self.config, self.page_bytes, self.arena(num_pages)
+        config, page_bytes = self.config, self.page_bytes
         on_digests = num_pages * self.digest_bytes
         on_inputs = num_pages * input_bytes(self.shape.page_size)
         left = 0 if device_bytes is None else device_bytes - self.step_bytes
@@ -239,7 +236,7 @@ class ServerSize:
             input_bytes=on_inputs,
             resident_bytes=num_slots * page_bytes,
             worker=self.worker,
-            arena=arena,
+            arena=self.arena(num_pages),
             step_bytes=self.step_bytes,
             context_bytes=int(num_pages * config.context_share) * page_bytes,
             hint_bytes=num_pages * hint_bytes(config, self.shape.num_layers),
@@ -269,8 +266,7 @@ class ServerSize:
         """The most host pages whose digests fit on a device together with enough resident pages.
 
         Enough is a budget for every request, capped at half of the device's memory if that is above the minimum; with
-        ``resident_tokens`` those. If not even the minimum leaves room for as many host pages, there are as many as can
-        all be resident.
+        ``resident_tokens`` those. Where even the minimum exceeds the host pages, all pages are resident.
         """
         left, page_bytes = device_bytes - self.step_bytes, self.page_bytes
         beside = self.digest_bytes + input_bytes(self.shape.page_size)
@@ -321,15 +317,12 @@ def check_memory(
         ConfigError: with what is short, and what fits.
     """
 
-    def plan_of(pages: int) -> MemoryPlan:
-        return size.plan(pages, device_bytes)
-
     def needed(pages: int) -> int:
-        plan = plan_of(pages)
+        plan = size.plan(pages, device_bytes)
         one = plan.hint_bytes + plan.worker.partial_bytes + (plan.device_bytes if shared else 0)
         return ranks * (one + HEADROOM_BYTES + (0 if in_pool else plan.arena_bytes))
 
-    plan, wanted = plan_of(num_pages), needed(num_pages)
+    plan, wanted = size.plan(num_pages, device_bytes), needed(num_pages)
     if wanted <= available_bytes:
         return plan
     fitting = bisect_right(range(1, num_pages), available_bytes, key=needed)
@@ -337,7 +330,8 @@ def check_memory(
         of_pages = ranks * (fitting - 1) * size.page_bytes
         fix = f"--kv-offload-host-gb {flag_gib(of_pages)} fits"
     else:
-        what, _, nbytes = max(plan_of(LEAST_PAGES + 1).rows, key=lambda row: row[2])
+        least = size.plan(LEAST_PAGES + 1, device_bytes)
+        what, _, nbytes = max(least.rows, key=lambda row: row[2])
         fix = (
             f"no --kv-offload-host-gb fits: {nbytes / 2**30:.2f} GiB are needed for the {what} alone; lower "
             f"--max-running-requests ({size.max_batch})"

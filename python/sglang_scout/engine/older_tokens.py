@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,18 +26,13 @@ import torch
 from sglang_scout.engine.context_cache import ContextCache, Ids, Kept
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import Fetching, Staging, upload
-from sglang_scout.engine.step_inputs import Batch, Candidates
-from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
+from sglang_scout.engine.step_inputs import Batch
+from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import Transport
-from sglang_scout.engine.verify import Verifier
-from sglang_scout.ops.attend import Attend
 from sglang_scout.policy.base import Feedback, SelectionRule, WindowView
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
-
-Selected = tuple[Kept, npt.NDArray[np.bool_]]
-"""Kept tokens, and ``[L, H]`` lists that had no room for all of them."""
 
 
 @dataclass(eq=False)
@@ -49,7 +45,9 @@ class Request:
     kept: Kept
     queries: torch.Tensor  # [L, HQ, D] on the device, written by its first step
     whole: list[int]  # until it is evaluated, all older pages
-    evaluation: Future[Selected] | None = None
+    evaluation: Future[tuple[Kept, npt.NDArray[np.bool_]]] | None = (
+        None  # and lists without room for all
+    )
     since: list[Tokens] = field(default_factory=list)  # kept of pages that left since it joined
     version: int = 0
 
@@ -60,7 +58,7 @@ class OlderTokens:
     Args:
         feedback, rule: of the policy.
         host: with context pages.
-        transport, counters, attend, verifier: as of :class:`StepEngine`.
+        transport, counters: as of :class:`StepEngine`.
     """
 
     def __init__(
@@ -72,11 +70,9 @@ class OlderTokens:
         host: HostPages,
         transport: Transport,
         counters: Counters,
-        attend: Attend,
-        verifier: Verifier | None,
         device: torch.device,
     ) -> None:
-        self._attend, self._verifier, self._feedback = attend, verifier, feedback
+        self._feedback = feedback
         self._sinks, self._recent = rule.sink_pages, rule.recent_pages
         self._transport, self._counters, self._device = transport, counters, device
         self._host, self._shape = host, shape
@@ -91,7 +87,7 @@ class OlderTokens:
         self._requests: dict[int, Request] = {}
         self._free_states = list(range(rows))
         self._sent: list[tuple[Request, int] | None] = [None] * rows  # in the device's rows
-        self._leaving: tuple[dict[int, int], Fetching] = {}, Fetching([], None)
+        self._leaving: tuple[dict[int, int], Fetching] = {}, Fetching([])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout-evaluate")
         self._row_pages = np.zeros((layers, rows), np.int64)  # of all heads
         self.pause()
@@ -117,7 +113,6 @@ class OlderTokens:
         Returns:
             The batch with the pages that the device attends to.
         """
-        self._batch = batch
         self._cache.begin_step()
         slots, full = request_slots.tolist(), batch.n_full.numpy()
         table = batch.table.numpy()
@@ -132,8 +127,11 @@ class OlderTokens:
             request = self._requests.get(slot)
             is_new = request is None
             if request is None:
-                older = table[row, len(sinks) : begin].tolist()
-                request = self._requests[slot] = self._join(step, row, begin, older)
+                state, older = self._free_states.pop(), table[row, len(sinks) : begin].tolist()
+                self._feedback.joins(state)
+                empty, queries = self._cache.empty(), self._queries[:, row]
+                request = Request(step, state, begin, empty, queries, older)
+                self._requests[slot] = request
             else:
                 self._advance(request)
                 if request.left < begin:
@@ -144,7 +142,10 @@ class OlderTokens:
             attended[row, : len(recent) + len(sinks)] = np.concatenate([recent, sinks])
             words[:, row] = request.state, is_new, begin % (self._recent + 1), len(recent)
             self._send(row, request)
-        self._send_none(range(len(slots), len(self._sent)))
+        for row in range(len(slots), len(self._sent)):
+            if self._sent[row] is not None:
+                self._counts[:, row] = self._row_pages[:, row] = 0
+                self._sent[row] = None
         self._staging.send(words.size)
         self._ask_of_leaving(step, slots, batch)
         held = len(slots) * self._shape.num_kv_heads * self._recent
@@ -163,32 +164,21 @@ class OlderTokens:
             if running is not None and not running.cancel():
                 running.add_done_callback(lambda done: self._cache.release(done.result()[0]))
 
-    def _join(self, step: int, row: int, begin: int, older: list[int]) -> Request:
-        state = self._free_states.pop()
-        self._feedback.joins(state)
-        return Request(step, state, begin, self._cache.empty(), self._queries[:, row], older)
-
     def _advance(self, request: Request) -> None:
-        """Start the evaluation of a request after its first step; take the result when it has ended."""
+        """Start the evaluation of a request after its first step; when it has ended, its result replaces the lists of
+        all older pages."""
         if request.whole and request.evaluation is None:
-            queries, into = request.queries, None
-            if queries.is_cuda:
-                into = [torch.empty(queries.shape, pin_memory=True)]
-            sent, pages = Fetching([queries], into), torch.tensor(request.whole)
+            sent, pages = Fetching([request.queries]), torch.tensor(request.whole)
             request.evaluation = self._thread.submit(self._select, sent, pages, request.state)
         elif request.evaluation is not None and request.evaluation.done():
-            self._take(request, *request.evaluation.result())
+            request.kept, was_full = request.evaluation.result()
+            request.evaluation, request.whole = None, []
+            request.version += 1
+            self._raise(request, was_full)
+            for tokens in request.since:
+                self._keep(request, tokens)
 
-    def _take(self, request: Request, kept: Kept, was_full: npt.NDArray[np.bool_]) -> None:
-        """The result of an evaluation replaces the lists of all older pages."""
-        request.kept = kept
-        request.evaluation, request.whole = None, []
-        request.version += 1
-        self._raise(request, was_full)
-        for tokens in request.since:
-            self._keep(request, tokens)
-
-    def _select(self, sent: Fetching, pages: torch.Tensor, state: int) -> Selected:
+    def _select(self, sent: Fetching, pages: torch.Tensor, state: int) -> Any:
         """On the thread, concurrent with steps: select among all tokens of ``pages`` by the ``sent`` queries."""
         [queries] = map(torch.from_numpy, sent.wait())
         kept, scale = self._cache.empty(), self._shape.scale
@@ -233,10 +223,7 @@ class OlderTokens:
         places = (full[rows] - self._recent) % (self._recent + 1)
         asked = [upload(np.array(x, np.int32), self._device) for x in (states, places)]
         found = self._feedback.leaving(*asked) if len(rows) else torch.zeros(0)
-        into = None
-        if found.is_cuda:
-            into = [torch.empty(found.shape, dtype=found.dtype, pin_memory=True)]
-        self._leaving = {slots[row]: i for i, row in enumerate(rows)}, Fetching([found], into)
+        self._leaving = {slots[row]: i for i, row in enumerate(rows)}, Fetching([found])
 
     def _bits(self) -> npt.NDArray[np.int32]:
         """``[L, n, H]`` of the pages leaving now."""
@@ -260,47 +247,34 @@ class OlderTokens:
         self._row_pages[:, row] = counts.sum(1)
         self._sent[row] = request, request.version
 
-    def _send_none(self, rows: range) -> None:
-        for row in rows:
-            if self._sent[row] is not None:
-                self._counts[:, row] = self._row_pages[:, row] = 0
-                self._sent[row] = None
+    def post(self, layer: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Request attention over the older tokens of a layer, for ``query`` ``[B, HQ, D]``.
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        resident: ResidentCache,
-        candidates: Candidates,
-        slot_of: torch.Tensor,
-        tail_slot: torch.Tensor,
-        tail_len: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attention of a layer over the window, merged with the CPU's over the older tokens.
-
-        Args:
-            query: ``[B, HQ, D]``.
-            candidates: pages that the device attends to besides the tail: ``tail_len`` ``[B]`` tokens in ``tail_slot``.
-            slot_of: ``[P]`` slots of this layer.
+        Returns:
+            ``[B * H, R]`` their ids, see :meth:`ContextCache.worker_ids`, and ``[B * H]`` how many of each list.
         """
         rows = len(query)
-        scale = self._shape.scale
-        k, v, tail = resident.k[layer], resident.v[layer], (tail_slot, tail_len)
         self._queries[layer, :rows] = query
         ids, counts = (x[layer, :rows].flatten(0, 1) for x in (self._ids, self._counts))
         self._transport.post(layer, query, ids, counts)
-        here = self._attend(
-            query, k, v, candidates.table, *tail, scale, slot_of=slot_of, n_pages=candidates.n_full
-        )
-        state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, :rows]
-        view = WindowView(k, candidates.table, recent, slot_of, *tail, first_at, state, fresh)
-        self._feedback.attended(layer, query, here[1], view, scale)
-        out = self._transport.merge(layer, query, here)
-        if self._verifier is not None:
-            listed = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
-            parts = candidates.table, slot_of, torch.where(listed, ids, -1)
-            self._verifier.check(layer, out, query, query, *parts, self._batch, None)
-        return out
+        return ids, counts
+
+    def attended(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        lse: torch.Tensor,
+        k: torch.Tensor,
+        pages: torch.Tensor,
+        slot_of: torch.Tensor,
+        tail_slot: torch.Tensor,
+        tail_len: torch.Tensor,
+    ) -> None:
+        """The device attended to a window of a layer; arguments as of :class:`WindowView`."""
+        state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, : len(query)]
+        tail = tail_slot, tail_len
+        view = WindowView(k, pages, recent, slot_of, *tail, first_at, state, fresh)
+        self._feedback.attended(layer, query, lse, view, self._shape.scale)
 
     def wait(self) -> None:
         """Wait for all evaluations in progress."""

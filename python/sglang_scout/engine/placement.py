@@ -12,13 +12,7 @@ from sglang_scout.policy.base import Policy
 
 
 class Placement:
-    """Loads pages into the resident cache at step boundaries.
-
-    Args:
-        policy, budget_pages: as of :class:`StepEngine`.
-        table: the residency table.
-        recall: copies pages.
-    """
+    """Loads pages into the resident cache at step boundaries."""
 
     def __init__(
         self, policy: Policy, budget_pages: int, table: ResidencyTable, recall: Recall

@@ -45,7 +45,6 @@ class Recall:
     ``layer`` may be an array that broadcasts with ``pages``, as in :class:`ResidencyTable`: each call is one launch.
 
     Args:
-        host, resident, table, counters, tracer: of the engine.
         page_bytes: of the K, or the V, of one page in one layer.
         side: where copies run; None: a thread, which copies without the GIL.
 
@@ -84,8 +83,7 @@ class Recall:
         self.link_pages_per_us = 0.0
 
     def compile_kernels(self) -> None:
-        """Warm-up, so that no request waits for kernel compilation: copy the padding page to a free slot, which will be
-        overwritten when taken."""
+        """Warm-up: copy the padding page to a free slot, which will be overwritten when taken."""
         ids, cache = np.zeros((3, 1), np.int64), self._resident
         copy_layer_pages(self._source, torch.from_numpy(ids), cache.k, cache.v)
 
@@ -116,12 +114,9 @@ class Recall:
     def commit(self, step: int, patience_us: float | None = None) -> None:
         """Step boundary: map what was copied during the last step.
 
-        Copies had a whole step's time, so late ones are rare. Without ``patience_us`` it waits for them, and a
-        request's residency, hence its tokens, do not depend on copy timing. With it, late pages stay with the CPU for
-        another step: also correct, but not deterministic across runs.
-
         Args:
-            patience_us: how long to wait; None: until all have finished.
+            patience_us: how long to wait for late copies, whose pages then stay with the CPU for another step: correct,
+                but not deterministic across runs. None: until all have finished.
         """
         if step != self._judged_step:
             self._judge_landed(step)
@@ -198,11 +193,7 @@ class Recall:
         self._counters.warmed_pages += len(taken.pages)
 
     def map_without_copy(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> int:
-        """Map still empty pages to free slots, without copying.
-
-        Returns:
-            How many found one.
-        """
+        """Map still empty pages to free slots, without copying. Returns how many found one."""
         return self._table.commit(self._table.reserve(layer, pages), step)
 
     def _copy(self, taken: Reservation, why: str) -> int:

@@ -40,7 +40,7 @@ from sglang_scout.engine.step_inputs import StepInputs, of_lists
 from sglang_scout.engine.step_results import StepResults
 from sglang_scout.engine.stores import HostPages, ModelShape, Ranks, ResidentCache, Sizes
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.engine.transport import Attended, Fetch, GraphTransport, HostTransport, Transport
+from sglang_scout.engine.transport import Fetch, GraphTransport, HostTransport, Transport
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.pages import Pool, append_tokens
 from sglang_scout.ops.predict import QueryProjector
@@ -119,8 +119,8 @@ class StepEngine:
         verifier = Verifier(host, shape, policy.route, counters, ranks) if config.verify else None
         self._verifier, self.older = verifier, None
         if (feedback := policy.feedback) is not None:
-            parts = transport, counters, self._attend, verifier, device
-            self.older = OlderTokens(feedback, rule, shape, sizes, host, *parts)
+            parts = host, transport, counters, device
+            self.older = OlderTokens(feedback, rule, shape, sizes, *parts)
         dense_pages = None
         if self.has_dense_steps:
             predicts = policy.query.targets(0, 2)
@@ -287,70 +287,54 @@ class StepEngine:
             Pool(self.resident.k[layer], self.resident.v[layer], tail_slot),
             mirror=Pool(self.host.k[layer], self.host.v[layer], inputs.tail_page[:rows]),
         )
-        query = q.contiguous()
-        candidates = inputs.candidates.first(rows)
+        query, candidates = q.contiguous(), inputs.candidates.first(rows)
+        pages, n_pages, query_ahead, change = candidates.table, candidates.n_full, query, None
         if self.older is not None:
-            slots = self._slot_of[layer], tail_slot, tail_len
-            return self.older.attend(layer, query, self.resident, candidates, *slots)
+            missing = self.older.post(layer, query)
+        elif self.is_dense:
+            missing = candidates.list_table[:, :0], candidates.list_n_full
+        else:
+            query_ahead, selection = self._selected(layer, query)
+            missing = selection.missing, selection.n_missing
+            if self.policy.rule.only_selected:
+                pages, n_pages = selection.pages, None
+        slot_of, start_ns = self._slot_of[layer], self._clock.now()
+        parts = self.resident.k[layer], self.resident.v[layer], pages, tail_slot, tail_len
+        here = self._attend(query, *parts, shape.scale, slot_of=slot_of, n_pages=n_pages)
+        self._clock.cut("attention", "attend", start_ns, layer=layer)
+        if self.older is not None:
+            window = parts[0], pages, slot_of, tail_slot, tail_len
+            self.older.attended(layer, query, here[1], *window)
+        if query_ahead is not query:
+            if self.boundary.step_log is not None:
+                self._results.compare(layer, query, query_ahead, tail_len > 0)
+            if self._reweighs:
+                start_ns = self._clock.now()
+                change = self.digests.mass_change(layer, query, query_ahead, *missing, shape.scale)
+                self._clock.cut("attention", "mass", start_ns, layer=layer)
         if self.is_dense:
-            return self._attend_to_all(layer, query)
+            out = here[0].to(query.dtype)
+        else:
+            out = self.transport.merge(layer, query, here, change)
+        if self._verifier is not None:
+            start_ns, batch = self.tracer.now(), self._results.running.batch
+            parts = pages, slot_of, *missing, batch, change
+            self._verifier.check(layer, out, query, query_ahead, *parts)
+            self.tracer.cut("attention", "verify", start_ns, layer=layer)
+        return out
+
+    def _selected(self, layer: int, query: torch.Tensor) -> tuple[torch.Tensor, Selection]:
+        """What was selected for a layer, ahead or now, and posted; and the query that attends to its missing pages."""
         if layer not in self._chosen:  # not computed ahead
             self._beside.join()  # the ring needs posts in single-stream order
             self._look_ahead(layer, query)
         self._beside.join(layer)
         query_ahead, selection = self._chosen.pop(layer)
+        if self.policy.query.attends:
+            return query_ahead, selection
         if self._posts_late:
-            query_ahead = query
             self.transport.post(layer, query, selection.missing, selection.n_missing)
-        pages, n_pages = selection.pages, None
-        if not self.policy.rule.only_selected:
-            pages, n_pages = candidates.table, candidates.n_full
-        here = self._attend_here(layer, query, pages, n_pages)
-        compares = self.boundary.step_log is not None and self.policy.query.attends
-        if compares and query_ahead is not query:
-            self._results.compare(layer, query, query_ahead, tail_len > 0)
-        change = None
-        if self._reweighs and query_ahead is not query:
-            start_ns = self._clock.now()
-            asked = query, query_ahead, *selection[1:]
-            change = self.digests.mass_change(layer, *asked, shape.scale)
-            self._clock.cut("attention", "mass", start_ns, layer=layer)
-        out = self.transport.merge(layer, query, here, change)
-        if self._verifier is not None:
-            start_ns = self.tracer.now()
-            parts = pages, self._slot_of[layer], selection.missing, self._results.running.batch
-            self._verifier.check(layer, out, query, query_ahead, *parts, change)
-            self.tracer.cut("attention", "verify", start_ns, layer=layer)
-        return out
-
-    def _attend_here(
-        self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor | None
-    ) -> Attended:
-        """Attention on the device, over those of ``pages`` that are resident and the page being filled."""
-        rows, inputs, start_ns = len(query), self._inputs, self._clock.now()
-        result = self._attend(
-            query,
-            self.resident.k[layer],
-            self.resident.v[layer],
-            pages,
-            inputs.tail_slot[layer, :rows],
-            inputs.tail_len[:rows],
-            self.shape.scale,
-            slot_of=self._slot_of[layer],
-            n_pages=n_pages,
-        )
-        self._clock.cut("attention", "attend", start_ns, layer=layer)
-        return result
-
-    def _attend_to_all(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Full attention of a dense step; all its pages are resident."""
-        candidates = self._inputs.candidates.first(len(query))
-        out, _ = self._attend_here(layer, query, candidates.table, candidates.n_full)
-        if self._verifier is not None:
-            parts = candidates.table, self._slot_of[layer], candidates.list_table[:, :0]
-            batch = self._results.running.batch
-            self._verifier.check(layer, out, query, query, *parts, batch, None)
-        return out.to(query.dtype)
+        return query, selection
 
     def close(self) -> None:
         """Wait for launched work, stop the copies and write the trace."""

@@ -1,7 +1,7 @@
 """Asynchronous readback of steps' selections and wait times.
 
 A step writes them to buffers of the device. The next boundary launches the readback, before the next step overwrites
-them; it overlaps with that step, and the boundary after that takes the values.
+them, and the boundary after that takes the values.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class StepResults:
     """Device buffers that steps write to, and the launched steps.
 
     Args:
-        layers, sizes: L; most requests, C, k.
         waited_ns: ``[L]`` int64, time waited since the ring was created; read only.
-        device: where steps run.
         clock: stamps of a timeline, if recorded.
 
     Attributes:
@@ -120,10 +118,8 @@ class StepResults:
                 last.cuts = self._clock.cuts
 
     def take(self) -> StepResult | None:
-        """The results of the step launched ``RESULT_DELAY_STEPS`` boundaries ago, if there was one.
-
-        Valid until the next call of :meth:`send_for`.
-        """
+        """The results of the step launched ``RESULT_DELAY_STEPS`` boundaries ago, if there was one; valid until the
+        next :meth:`send_for`."""
         if len(self._launched) < RESULT_DELAY_STEPS:
             return None
         launched = self._launched.popleft()

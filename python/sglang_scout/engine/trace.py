@@ -8,12 +8,10 @@ Rows of the decode server, from its scheduler thread or its copy thread:
     boundary   what the host decides between two steps
     copies     recall and fill (behind a step), load (before one), with layers, pages and bytes
 
-and one row for each thread of each incarnation of the CPU attention process, with a slice per layer and step, as
-recorded by the thread itself (sgl-kernel/src/ring.h, Event), not as seen by the server. Arrows go from a post over
-these slices to the merge. Rows never nest: overlapping slices go to separate rows.
-
-The file is a JSON array to which each step boundary appends the slices of the previous step. The format allows a
-missing closing bracket, so that a killed server loses only the step in progress.
+and one for each thread of each incarnation of the CPU attention process, with the slice per layer and step that it
+recorded itself (sgl-kernel/src/ring.h, Event). Arrows go from a post over these to the merge. Rows never nest:
+overlapping slices go to separate rows. Each step boundary appends the slices of the previous step to the file, a JSON
+array, which may lack its closing bracket: a killed server loses only the step in progress.
 """
 
 from __future__ import annotations
@@ -67,9 +65,7 @@ class Tracer:
         worker: WorkerClient | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        self._path = path
-        self._max_steps = max_steps
-        self._worker = worker
+        self._path, self._max_steps, self._worker = path, max_steps, worker
         self._facts = dict(facts or {})
         self._start_ns = time.monotonic_ns()
         self._first_step = self._step = 0
@@ -98,11 +94,7 @@ class Tracer:
         return time.monotonic_ns() if self.active else 0
 
     def cut(self, row: str, name: str, start_ns: int, **args: Any) -> int:
-        """Record a slice from ``start_ns``, a result of :meth:`now` or :meth:`cut`, to now.
-
-        Returns:
-            Now, the start of the next slice.
-        """
+        """Record a slice from ``start_ns``, a result of :meth:`now` or :meth:`cut`, to now, which is returned."""
         if not self.active:
             return 0
         end_ns = time.monotonic_ns()
@@ -130,18 +122,14 @@ class Tracer:
     def write(self) -> None:
         """Write the remaining slices and stop tracing."""
         with self._writing:
+            if self.active:
+                self._append()
             if not self.active:
-                return
-            self._append()
-            if not self.active:
-                return  # it could not be written
+                return  # perhaps it could not be written
             self._close()
-            logger.info(
-                "trace of %d steps written to %s; %d events of CPU attention were lost",
-                self._step - self._first_step + 1 if self._first_step else 0,
-                self._path,
-                self._events_lost,
-            )
+            what = "trace of %d steps written to %s; %d events of CPU attention were lost"
+            steps = self._step - self._first_step + 1 if self._first_step else 0
+            logger.info(what, steps, self._path, self._events_lost)
 
     def _append(self) -> None:
         """Append new slices to the file."""
@@ -151,9 +139,10 @@ class Tracer:
             events = [e for s in sorted(slices, key=lambda s: s.start_ns) for e in self._events(s)]
             try:
                 if self._file is None:
-                    assert self._path is not None
+                    labels = ", ".join(f"{name} {value}" for name, value in self._facts.items())
+                    about = _metadata("process_labels", _SERVER_PID, 0, labels=labels)
                     self._file = open(self._path, "w", encoding="utf-8")
-                    self._file.write("[\n" + json.dumps(self._about()))
+                    self._file.write("[\n" + json.dumps(about))
                 self._file.write("".join(",\n" + json.dumps(event) for event in events))
                 self._file.flush()
             except (OSError, ValueError) as error:
@@ -168,10 +157,6 @@ class Tracer:
         if self._file is not None:
             with contextlib.suppress(OSError), self._file:
                 self._file.write("\n]\n")
-
-    def _about(self) -> dict[str, Any]:
-        labels = ", ".join(f"{name} {value}" for name, value in self._facts.items())
-        return _metadata("process_labels", _SERVER_PID, 0, labels=labels)
 
     def _worker_slices(self) -> Iterator[_Slice]:
         """New events of CPU attention as slices. Events that cannot belong to this trace are dropped."""
@@ -193,10 +178,8 @@ class Tracer:
                 yield _Slice(pid, thread.thread, row, f"layer {args['layer']}", *times, args)
 
     def _events(self, s: _Slice) -> Iterator[dict[str, Any]]:
-        """A slice as an event, preceded by the metadata of its row if new.
-
-        A slice that begins before its row's last one ends goes to another lane of the row.
-        """
+        """A slice as an event, preceded by the metadata of its row if new. If it overlaps with its row's last one, it
+        goes to another lane of the row."""
         tid = s.tid
         while self._free_at.get((s.pid, tid), 0) > s.start_ns:
             tid += _LANES

@@ -46,10 +46,7 @@ class Transport:
         """Timestamps of post and merge where the host only launches them and a timeline is recorded."""
 
     def pause(self) -> None:
-        """Launches until the next step belong to no request: warm-up or capture.
-
-        Padding rows miss nothing, so normally nothing is posted.
-        """
+        """Launches until the next step belong to no request: warm-up or capture. Padding rows miss nothing."""
 
     def begin_step(self, step: int) -> None:
         """Step boundary; ``step`` counts up."""
@@ -57,11 +54,8 @@ class Transport:
     def post(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
     ) -> None:
-        """Request attention over ``pages`` ``[B*C, k]`` int32, left-packed, ``n_pages`` ``[B*C]`` of each row.
-
-        C is 1, or H: then row b * H + h is what KV head h of request b attends to.
-        ``query`` ``[B, HQ, D]`` is the one the pages were selected with.
-        """
+        """Request attention over the first ``n_pages`` ``[B*C]`` of ``pages`` ``[B*C, k]`` int32, row b * C + c for
+        list c of request b, with ``query`` ``[B, HQ, D]``."""
 
     def merge(
         self, layer: int, query: torch.Tensor, here: Attended, change: torch.Tensor | None = None
@@ -80,19 +74,15 @@ class Transport:
 
 
 class HostTransport(Transport):
-    """Route ``cpu`` from the host: the tensors are in its memory (paper Algorithm 1, lines 7 and 12).
-
-    The client always returns a result: what the CPU attention process does not compute in time is computed here.
-    """
+    """Route ``cpu`` from the host: the tensors are in its memory (paper Algorithm 1, lines 7 and 12). What the CPU
+    attention process does not compute in time, the client computes here."""
 
     capturable = False
 
     def __init__(
         self, client: WorkerClient, shape: ModelShape, max_batch: int, tracer: Tracer
     ) -> None:
-        self._client = client
-        self._tracer = tracer
-        self._step = 0
+        self._client, self._tracer, self._step = client, tracer, 0
         self._tickets: dict[int, Ticket] = {}
         self._waited_ns = np.zeros(shape.num_layers, np.int64)
         super().__init__(torch.from_numpy(self._waited_ns))

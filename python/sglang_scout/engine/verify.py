@@ -54,6 +54,7 @@ class Verifier:
         pages: torch.Tensor,
         slot_of: torch.Tensor,
         missing: torch.Tensor,
+        n_missing: torch.Tensor,
         batch: Batch,
         mass_change: torch.Tensor | None,
     ) -> None:
@@ -63,13 +64,17 @@ class Verifier:
 
         Args:
             q, q_ahead: ``[B, HQ, D]``.
-            pages: ``[B * C, any]``, or one list for all heads: the device attended to those in ``slot_of``.
-            missing: ``[B * C, k]`` took the policy's route; for the CPU also ids of kept tokens. -1 padded, as pages.
+            pages: ``[B * C, any]``, or one list for all heads, -1 padded: the device attended to those in ``slot_of``.
+            missing: ``[B * C, k]`` took the policy's route, the first ``n_missing`` of each row; may be kept tokens.
             batch: rows behind its requests are padding.
             mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.
         """
         is_resident = resident_slots(slot_of, pages) >= 0
-        on_device, on_cpu = torch.where(is_resident, pages, -1).cpu(), missing.cpu()
+        is_missing = torch.arange(missing.shape[1], device=missing.device) < n_missing[:, None]
+        on_device, on_cpu = (
+            torch.where(found, ids, -1).cpu()
+            for found, ids in ((is_resident, pages), (is_missing, missing))
+        )
         rows, lists = len(on_cpu), len(on_cpu) // len(out)
         on_device = on_device.repeat_interleave(rows // len(on_device), dim=0)
         if self._route == "fetch":  # attended to with the real query
