@@ -222,7 +222,8 @@ class Harness:
         self.lengths = context + 5 * np.arange(batch, dtype=np.int64) % PAGE
         known = of_context if digests is not None else 0
         self.engine.pages.allocate_pages(self.pages[:, known:].flatten().astype(np.int64))
-        self.engine.boundary.admit(range(batch), np.unique(self.pages[:, :of_context]))
+        full = np.unique(self.pages[:, :of_context])
+        self.engine.boundary.admit(range(batch), full, [0] * batch)
         source = torch.Generator(store.device).manual_seed(3)
         x = torch.randn(batch, model.size.hidden, generator=source, device=store.device)
         self.x = x.to(shape.dtype)

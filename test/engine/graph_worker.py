@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 from mini_worker import SIZE, MiniWorker
@@ -16,9 +17,13 @@ from sglang_scout.engine.context_cache import context_pages
 from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.stores import HostPages
 from sglang_scout.engine.transport import GraphTransport
+from sglang_scout.ops import triton
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.checksums import PageChecksums
+
+if not triton.interpreted():
+    pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)
 
 MAX_PAGES = 40
 

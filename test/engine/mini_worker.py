@@ -193,9 +193,9 @@ class MiniWorker:
         request = Request(slot, pages, length, length + max_new)
         self.engine.pages.allocate_pages(np.array(pages, np.int64))
         for page in pages:
-            for layer in range(self.shape.num_layers):
-                self.host.k[layer][page] = self._heads(SIZE)
-                self.host.v[layer][page] = self._heads(SIZE)
+            for both in zip(self.host.k, self.host.v, strict=True):
+                for half in both:
+                    half[page] = self._heads(SIZE)
         arrive(np.array(pages, np.int64))
         return request
 
@@ -238,8 +238,11 @@ class MiniWorker:
         new = [self._new_kv(rows + extra_rows) for _ in range(self.shape.num_layers)]
         self._layers(self.hidden[:, : rows + extra_rows], new)
         self.engine.layer_output()
-        for layer, (k, _) in enumerate(new):
-            self._check_appended(layer, k)
+        for row, request in enumerate(self.requests):
+            page, offset = divmod(request.length - 1, SIZE)
+            for stored, (k, _) in zip(self.host.k, new, strict=True):
+                appended = stored[request.pages[page], offset].float()
+                assert torch.equal(appended, k[row].to(self.shape.kv_dtype).float())
         return self.outputs
 
     def _new_kv(self, rows: int) -> list[torch.Tensor]:
@@ -248,26 +251,18 @@ class MiniWorker:
         half = [self._heads(count) for _ in range(2)]
         return [torch.cat([x, torch.ones(rows - count, *x.shape[1:])]) for x in half]
 
-    def _layers(self, hidden: torch.Tensor, new: list[list[torch.Tensor]]) -> None:
+    def _layers(self, hidden, new):
         for layer, (k, v) in enumerate(new):
             q, out = self._layer(layer, hidden[layer], k, v)
             self.queries.append(q)
             self.outputs.append(out)
 
-    def _layer(
-        self, layer: int, x: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _layer(self, layer, x, k, v):
         half = x / 2
         self.engine.layer_input(layer, half, half, torch.zeros(len(x), dtype=torch.int64))
         half.fill_(torch.nan)  # a layer overwrites its input
         q = self._projector(layer)(x, None)
         return q, self.engine.attend(layer, q.to(self.shape.dtype), k, v)
-
-    def _check_appended(self, layer: int, k: torch.Tensor) -> None:
-        for row, request in enumerate(self.requests):
-            page, offset = divmod(request.length - 1, SIZE)
-            stored = self.host.k[layer][request.pages[page], offset]
-            assert torch.equal(stored.float(), k[row].to(self.shape.kv_dtype).float())
 
     def check_digests(self, again: bool = False) -> None:
         """Compare digests with those built from the pages' keys: when a page is full, and ``again`` at the end."""

@@ -16,9 +16,7 @@ def small(make, **kwargs):
     keys = {"budget_tokens": BUDGET * SIZE, "max_batch": 4, "pages": 300, "drift": 0.05}
     worker = make(**keys | {"config": '{"recall": "off"}'} | kwargs)
     worker.engine.policy.residency.patience_us = None
-    worker.hidden[:] = worker.hidden[
-        0
-    ].clone()  # small changes per layer, so that predictions are right
+    worker.hidden[:] = worker.hidden[:1].clone()  # of all layers, so that predictions are right
     return worker
 
 
@@ -66,9 +64,8 @@ def test_hinted_pages_are_copied_beside_a_step_and_resident_in_the_first_one(mak
     assert waits(worker, request) == [True]
     link = with_slow_link(worker)
     worker.step()
-    assert (
-        waits(worker, request) == [False] and link.forced == 0 and not resident(worker, pages).any()
-    )
+    assert waits(worker, request) == [False] and link.forced == 0
+    assert not resident(worker, pages).any()
     link.run(99)
     join(worker, request)
     worker.step()

@@ -38,34 +38,19 @@ def test_the_named_one_runs_and_is_shown(make):
 
 
 @pytest.mark.parametrize(
-    ("policy", "keys", "shape", "why"),
+    ("policy", "keys", "fp8", "why"),
     [
-        (
-            "scout",
-            {},
-            {},
-            "flash' cannot run with --kv-offload scout .* sgl_kernel: no FA3 here; drop the key",
-        ),
-        (
-            "scout",
-            {},
-            {"fp8": torch.float8_e4m3fn},
-            "KV in float8_e4m3fn: queries .* supports one dtype",
-        ),
-        (
-            "sparda",
-            {"forecast_file": "w.npz"},
-            {},
-            r"sparda \(C=2 .* bfloat16: C=2; flash supports up to 1",
-        ),
-        ("rheo", {"pilot_file": "w.npz"}, {}, r"\(C=1 .* bfloat16: sgl_kernel"),
-        ("hgca", {}, {}, r"hgca \(C=1 .* sgl_kernel"),
+        ("scout", {}, None, "with --kv-offload scout .* sgl_kernel: no FA3 here; drop the key"),
+        ("scout", {}, torch.float8_e4m3fn, "KV in float8_e4m3fn: queries .* supports one dtype"),
+        ("sparda", {"forecast_file": "w"}, None, r"\(C=2 .* bfloat16: C=2; flash supports up to 1"),
+        ("rheo", {"pilot_file": "w"}, None, r"\(C=1 .* bfloat16: sgl_kernel"),
+        ("hgca", {}, None, r"hgca \(C=1 .* sgl_kernel"),
     ],
 )
-def test_what_cannot_run_is_refused_at_the_start(make, on_hopper, policy, keys, shape, why):
+def test_what_cannot_run_is_refused_at_the_start(make, on_hopper, policy, keys, fp8, why):
     config = json.dumps(keys | {"attend_kernel": "flash"})
     with pytest.raises(ConfigError, match=why) as refused:
-        make(policy=policy, config=config, dtype=torch.bfloat16, budget_tokens=256, **shape)
+        make(policy=policy, config=config, dtype=torch.bfloat16, budget_tokens=256, fp8=fp8)
     assert str(refused.value).startswith("--kv-offload-config: attend_kernel = 'flash' cannot run")
 
 

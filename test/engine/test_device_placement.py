@@ -30,20 +30,27 @@ from sglang_scout.worker.spec import ArenaSpec
 
 LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 60, 3
 META = torch.device("meta")
+
+
+def chosen(scores, table, n_full, slot_of, k, *_):
+    return Selection(
+        *(table.new_empty(len(table), k) for _ in range(2)), table.new_empty(len(table))
+    )
+
+
+def scored(q, first, second, table, *_):
+    return torch.empty_like(table, dtype=torch.float32)
+
+
 GIVEN = {
-    "score_pages": lambda q, low, high, table, *_: torch.empty_like(table, dtype=torch.float32),
-    "score_rotated": lambda q, first, second, table, *_: torch.empty_like(
-        table, dtype=torch.float32
-    ),
+    "score_pages": scored,
+    "score_rotated": scored,
     "score_embeddings": lambda q, embeddings, table, *_: q.new_empty(
-        len(q), table.shape[1], dtype=torch.float32
-    ),
+        len(q), table.shape[1]
+    ).float(),
     "salient_bits": lambda maw, state, at, threshold: state.new_empty(LAYERS, len(state), KV_HEADS),
-    "mass_change_rotated": lambda q, *_: q.new_empty(q.shape[:2], dtype=torch.float32),
-    "select_pages": lambda scores, table, n_full, slot_of, k, *_: Selection(
-        *(table.new_empty(len(table), k) for _ in range(2)),
-        table.new_empty(len(table)),
-    ),
+    "mass_change_rotated": lambda q, *_: q.new_empty(q.shape[:2]).float(),
+    "select_pages": chosen,
     "attend_pages": lambda q, *_: (torch.empty_like(q).float(), q.new_empty(q.shape[:2]).float()),
     "merge_states": lambda out, lse, *_: (out, lse),
 }
@@ -169,7 +176,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
     engine.pages.allocate_pages(tables.flatten().astype(np.int64))
     lengths = np.array([542, 64, 33])  # with the second step a page leaves a window
     full = [row[: length // SIZE] for row, length in zip(tables, lengths, strict=True)]
-    engine.boundary.admit(range(BATCH), np.concatenate(full))
+    engine.boundary.admit(range(BATCH), np.concatenate(full), lengths)
     for _ in range(2):  # a third would process these steps' selections, which do not exist
         lengths += 1
         engine.begin_step(tables, np.arange(BATCH), lengths)

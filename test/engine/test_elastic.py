@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -76,6 +77,27 @@ def test_a_request_that_fits_is_resident_whole_and_exact_once_the_others_have_le
                 worker.outputs[layer][0], worker.dense(0, layer), rtol=2e-5, atol=2e-5
             )
     assert not worker.missing.asked, "the worker idles"
+
+
+@pytest.mark.parametrize("max_new", [0, 999])
+def test_pages_that_are_opened_push_out_none_if_slots_were_held_back(make, max_new):
+    rheo = {"policy": "rheo", "config": '{"pilot_file": "w.npz"}'}
+    worker = make(budget_tokens=128, max_batch=3, layers=2, pages=90, drift=0.3, **rheo)
+    for length in (300, 311, 322):
+        worker.admit(length, max_new=max_new)
+    assert worker.table.pin_share == worker.engine.policy.residency.pin_share > 0
+    evict, pushed_out = worker.table.evict, []
+
+    def heard(layer, want_free, before_step, is_forced=True):
+        gone = evict(layer, want_free, before_step, is_forced)
+        pushed_out.append(gone * is_forced)
+        return gone
+
+    for step in range(60):
+        if step == 16:  # every layer has had an exchange
+            worker.table.evict = heard
+        worker.step()
+    assert (sum(pushed_out) == 0) == (max_new > 0)
 
 
 class ElasticMachine(RuleBasedStateMachine):

@@ -6,15 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from graph_worker import GraphWorker
+from mini_worker import HIDDEN, SIZE
 from ring_view import RingView
-from sglang_scout.ops import triton
 from sglang_scout.ops.op import Op, chosen
-
-if not triton.interpreted():
-    pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)
-
-from graph_worker import GraphWorker  # noqa: E402  (needs the native module)
-from mini_worker import HIDDEN, SIZE  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -22,11 +17,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 @pytest.fixture
 def make(make):
     return partial(make, GraphWorker)
-
-
-EACH_DIGEST = pytest.mark.parametrize(
-    "digest", ['"digest": "minmax"', '"digest": "rotated-2"', '"digest_file": "w"']
-)
 
 
 def test_worker_threads_answer_until_they_die_and_the_attendant_after(make):
@@ -81,7 +71,9 @@ def test_pages_that_running_steps_write_are_known_and_no_others(make):
         assert not pages.may_be_written(np.zeros(0, np.int64))
 
 
-@EACH_DIGEST
+@pytest.mark.parametrize(
+    "digest", ['"digest": "minmax"', '"digest": "rotated-2"', '"digest_file": "w"']
+)
 def test_what_boundaries_launch_is_compiled_before_the_first_request(make, digest):
     """Without side effects: it touches only the padding page and a free slot."""
     for op in Op.every:

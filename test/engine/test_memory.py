@@ -19,8 +19,6 @@ from sglang_scout.policy.base import policies
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)  # Qwen3-14B
 PAGE_BYTES = 2 * 32 * 8 * 128 * 2 * 40
-
-
 EACH = PAGE_BYTES + PAGE_BYTES // 32 + 32 * 48
 """Of a page on a device: KV, digest, and SGLang's words per token."""
 
@@ -50,17 +48,16 @@ def test_bytes_follow_the_model():
 
 
 @pytest.mark.parametrize(
-    ("digest", "value_bytes", "of_head"),
+    ("digest", "dtype", "of_head"),
     [
-        ("minmax", 2, 512),
-        ("minmax", 4, 1024),
-        ("calibrated", 2, 752),
-        ("rotated-2", 4, 1264),
-        ("pilot", 2, 2 * 96 + 4),
+        ("minmax", torch.bfloat16, 512),
+        ("minmax", torch.float32, 1024),
+        ("calibrated", torch.bfloat16, 752),
+        ("rotated-2", torch.float32, 1264),
+        ("pilot", torch.bfloat16, 2 * 96 + 4),
     ],
 )
-def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
-    dtype = {2: torch.bfloat16, 4: torch.float32}[value_bytes]
+def test_bytes_of_digests_are_those_of_their_pool(digest, dtype, of_head):
     shape = dataclasses.replace(SHAPE, num_layers=3, dtype=dtype)
     settings = dataclasses.replace(config(), digest=digest)
     made = size(settings, shape, max_batch=1, context_tokens=100, node_cpus=[1], pilot_rank=96)

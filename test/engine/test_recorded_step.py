@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from graph_worker import GraphWorker  # skips without Triton's interpreter
+from mini_worker import HIDDEN
+from recorded_graph import RecordedGraph
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.ops import triton
-
-if not triton.interpreted():
-    pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)
-
-import sglang_scout.ops.triton.doorbell  # noqa: E402, F401  (reads a tensor when it is first imported)
-from graph_worker import GraphWorker  # noqa: E402  (needs the native module)
-from mini_worker import HIDDEN  # noqa: E402
-from recorded_graph import RecordedGraph  # noqa: E402
+from sglang_scout.ops.triton import doorbell  # noqa: F401  (reads a tensor when it is first imported)
 
 ROWS, STEPS = 3, 8
 KINDS = ("attend", "mass", "merge", "post", "predict", "score", "select", "wait")
@@ -117,10 +112,9 @@ def test_replayed_steps_equal_eager_ones_that_attend_to_exactly_the_chosen_pages
                 a, b = (x[one.pages].flatten(0, 1)[: one.length] for x in (a, b))
                 assert torch.equal(a, b)
     first, second = (worker.engine.counters for worker in both)
-    counts = [
-        (c.cpu_pages, c.fetched_pages, c.selected_pages, c.recalled_pages) for c in (first, second)
-    ]
-    assert counts[0] == counts[1] and first.cpu_pages + first.fetched_pages > 0
+    for name in ("cpu_pages", "fetched_pages", "selected_pages", "recalled_pages"):
+        assert getattr(first, name) == getattr(second, name)
+    assert first.cpu_pages + first.fetched_pages > 0
     assert first.verify_checks == 2 * STEPS and first.verify_max_rel_error <= 1e-5
     if (older := replayed.engine.older) is not None:
         posted = older._ids[..., 0][older._counts > 0]
@@ -152,14 +146,8 @@ def test_steps_in_which_all_is_resident_replay_a_graph_of_their_own(make):
 def test_a_timeline_of_replayed_steps_is_of_the_devices_clock(make, tmp_path):
     path = tmp_path / "trace.json"
     tracer = Tracer(str(path), 64)
-    worker = make(
-        ReplayingWorker,
-        budget_tokens=128,
-        pages=60,
-        layers=2,
-        config='{"recall": "off"}',
-        tracer=tracer,
-    )
+    settings = {"budget_tokens": 128, "pages": 60, "layers": 2, "config": '{"recall": "off"}'}
+    worker = make(ReplayingWorker, tracer=tracer, **settings)
     for length in (400, 300, 470):
         worker.admit(length)
     replayed = set()
@@ -172,22 +160,13 @@ def test_a_timeline_of_replayed_steps_is_of_the_devices_clock(make, tmp_path):
     kinds = {"layer", *KINDS}
     of_device = [e for e in slices if e["name"].partition(" ")[0] in kinds]
     known = {e["args"]["step"] for e in of_device}
+    boundaries = {e["args"]["step"]: e["ts"] for e in slices if e["name"] == "step boundary"}
     assert len(replayed & known) >= 3
     for step in replayed & known:
         names = sorted(e["name"] for e in of_device if e["args"]["step"] == step)
         expected = [f"{kind} {layer}" for kind in KINDS for layer in range(2)]
         assert names == sorted(["layer 0", *expected])
-        boundary, following = (
-            next(
-                (
-                    e["ts"]
-                    for e in slices
-                    if e["name"] == "step boundary" and e["args"]["step"] == s
-                ),
-                None,
-            )
-            for s in (step, step + 1)
-        )
         times = [(e["ts"], e["ts"] + e["dur"]) for e in of_device if e["args"]["step"] == step]
-        assert all(boundary - SLACK_US <= start <= end for start, end in times)
-        assert following is None or max(end for _, end in times) <= following + SLACK_US
+        assert all(boundaries[step] - SLACK_US <= start <= end for start, end in times)
+        following = boundaries.get(step + 1, float("inf"))
+        assert max(end for _, end in times) <= following + SLACK_US

@@ -10,6 +10,7 @@ import torch
 
 from mini_worker import SIZE
 from sglang_scout.engine.step_inputs import Candidates
+from sglang_scout.engine.verify import co_attention_reference
 from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 FP32_TOLERANCE = 1e-5
@@ -21,17 +22,35 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_a_covering_budget_is_exact_full_attention(make):
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({"budget_tokens": 512}, 3),
+        # A list per KV head, and few of the pages resident; the CPU attends with predicted queries after layer 0.
+        ({"budget_tokens": 640, "resident_tokens": 192, "config": '{"grain": "head"}'}, 1),
+        (
+            {
+                "budget_tokens": 640,
+                "resident_tokens": 192,
+                "config": '{"grain": "head"}',
+                "policy": "infinigen",
+            },
+            3,
+        ),
+    ],
+    ids=str,
+)
+def test_a_covering_budget_is_exact_full_attention(make, settings, layers):
     """On both sides of a page boundary, and across it."""
-    worker, lengths = make(budget_tokens=512), (1, 31, 64, 95)
+    worker, lengths = make(**settings), (1, 31, 64, 291)
     for length in lengths:
         worker.admit(length)
     for _ in range(8):
         worker.step()
-        for layer in range(3):
+        for layer in range(layers):
             for row in range(len(lengths)):
                 close(worker.outputs[layer][row], worker.dense(row, layer))
-    assert worker.engine.counters.cpu_pages == 0 and not worker.missing.asked
+    assert "resident_tokens" in settings or not worker.missing.asked
 
 
 @pytest.mark.parametrize(
@@ -196,3 +215,31 @@ def test_the_same_request_gives_the_same_outputs_every_time(make, recall):
         runs.append([torch.stack(worker.step()) for _ in range(20)])
         assert worker.engine.counters.recalled_pages > 0
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_missing_pages_weigh_as_the_real_query_says(make):
+    """By the digests' estimates: the output is closer to that with the exact masses."""
+    worker = make(budget_tokens=320, drift=2.0, config='{"recall": "off"}')
+    worker.admit(700)
+    shape, host, gaps = worker.shape, worker.host, {False: 0.0, True: 0.0}
+    for _ in range(6):
+        worker.step()
+        batch = worker.engine._results.running.batch
+        for layer in (1, 2):
+            chosen, missing = (x[0][x[0] >= 0].long() for x in worker.engine._results.of(layer, 1))
+            assert len(missing)
+            here = [page for page in chosen.tolist() if page not in missing]
+            tail = batch.tail_page[0], slice(int(batch.tail_len[0]))
+            device = [
+                torch.cat([x[layer][here].flatten(0, 1), x[layer][tail]]) for x in (host.k, host.v)
+            ]
+            cpu = [x[layer][missing].flatten(0, 1) for x in (host.k, host.v)]
+            queries = worker.queries[layer][0].float(), worker.missing.queries[layer][0]
+            keys = cpu[0].float().repeat_interleave(queries[0].shape[0] // cpu[0].shape[1], 1)
+            logits = [torch.einsum("hd,thd->ht", q, keys) * shape.scale for q in queries]
+            real, ahead = (x.logsumexp(-1) for x in logits)
+            for exact in gaps:
+                change = real - ahead if exact else torch.zeros(1)
+                expected = co_attention_reference(*queries, *device, *cpu, shape.scale, change)
+                gaps[exact] += float((worker.outputs[layer][0] - expected).abs().mean())
+    assert gaps[True] < 0.7 * gaps[False]

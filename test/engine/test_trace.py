@@ -20,29 +20,19 @@ class Log:
     """A worker's event log that a test fills."""
 
     def __init__(self):
-        self.on = None
-        self.waiting, self.lost = [], 0
+        self.on, self.waiting, self.lost = None, [], 0
 
     def record_events(self, on):
         self.on = on
 
     def take_events(self):
-        taken, self.waiting = self.waiting, []
-        lost, self.lost = self.lost, 0
-        return taken, lost
+        taken, self.waiting, self.lost = (self.waiting, self.lost), [], 0
+        return taken
 
     def add(self, thread, epoch, step, layer, begin_ns, end_ns, pages=1):
         events = np.zeros(1, EVENT_DTYPE)
-        for name, value in dict(
-            seq=epoch << 40 | 1,
-            step=step,
-            layer=layer,
-            begin_ns=begin_ns,
-            end_ns=end_ns,
-            pages=pages,
-            items=1,
-        ).items():
-            events[name] = value
+        names = "seq", "step", "layer", "begin_ns", "end_ns", "pages", "items"
+        events[list(names)] = epoch << 40 | 1, step, layer, begin_ns, end_ns, pages, 1
         self.waiting.append(SimpleNamespace(thread=thread, cpu=4 + thread, events=events))
 
 

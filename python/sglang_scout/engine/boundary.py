@@ -12,14 +12,11 @@ What the step attends to then stays fixed until the next boundary.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sglang_scout.core.step_log import Step, StepLog
 from sglang_scout.engine.arrivals import Arrivals
@@ -37,15 +34,6 @@ from sglang_scout.policy.base import Policy, StepReport
 Ids = npt.NDArray[np.int64]
 
 _UNKNOWN_AGE = 2**31
-
-
-@dataclass
-class LastStep:
-    """Misses of the last step whose selections are known."""
-
-    ages: Ids  # [B]
-    missed: Ids  # [L, B] pages
-    absent: Ids  # [L, B] of them, still
 
 
 class StepBoundary:
@@ -85,7 +73,8 @@ class StepBoundary:
         self._step_us = 0.0  # smoothed; 0 until known
         self._end_ns = 0  # of the last step whose results have arrived
         none = np.zeros((table.num_layers, 0), np.int64)
-        self._last = LastStep(np.zeros(0, np.int64), none, none)
+        # Of the last step whose selections are known: ages [B], missed pages [L, B], those of them still absent.
+        self._last = np.zeros(0, np.int64), none, none
         self._seen_full: dict[int, int] = {}  # by table row: full pages at the last boundary
         self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
         self._end_tokens: dict[int, int] = {}  # by table row: length that its request may reach
@@ -95,17 +84,16 @@ class StepBoundary:
         self,
         request_slots: Iterable[int],
         full_pages: npt.NDArray[np.integer],
-        end_tokens: Iterable[int] = (),
+        end_tokens: Iterable[int],
     ) -> None:
         """Requests join the batch, new or after a retraction.
 
         Args:
             request_slots: their table rows.
             full_pages: ``[n]`` all their full pages, shared ones too.
-            end_tokens: length that each may reach, as far as known.
+            end_tokens: length that each may reach.
         """
-        ends = itertools.chain(end_tokens, itertools.repeat(0))
-        for row, end in zip(map(int, request_slots), ends, strict=False):
+        for row, end in zip(request_slots, end_tokens, strict=True):
             self._first_step[row], self._end_tokens[row] = 0, end
         self._pages.arrived(full_pages)
 
@@ -149,11 +137,11 @@ class StepBoundary:
         if known is not None:
             self._recall_missing(known)
         batch = Batch(
-            table=torch.from_numpy(table),
-            n_full=torch.from_numpy(full.astype(np.int32)),
-            tail_slot=torch.from_numpy(np.take(self._table.slot_of, tail_page, axis=1)),
-            tail_len=torch.from_numpy(tail_len.astype(np.int32)),
-            tail_page=torch.from_numpy(tail_page),
+            table=table,
+            n_full=full.astype(np.int32),
+            tail_slot=np.take(self._table.slot_of, tail_page, axis=1),
+            tail_len=tail_len.astype(np.int32),
+            tail_page=tail_page,
             ages=ages,
             is_dense=self._is_dense(table, full),
         )
@@ -184,7 +172,7 @@ class StepBoundary:
         result.pages, missing = self._pages.still_held(step, pages, missing)
         # Some have been recalled for the step after it.
         result.missing = self._table.still_missing(missing)
-        self._last = LastStep(batch.ages, missed, uses.count(result.missing))
+        self._last = batch.ages, missed, uses.count(result.missing)
         uses.touch(np.arange(self._table.num_layers), result.pages, step, batch.fresh)
         # A boundary may come while the step before still runs.
         took_us = (launched.end_ns - max(launched.start_ns, self._end_ns)) / 1e3
@@ -259,13 +247,13 @@ class StepBoundary:
 
     def _report(self, step: int) -> StepReport:
         """What the residency policy may know."""
-        recall, last = self._recall, self._last
+        recall, (ages, missed, absent) = self._recall, self._last
         report = StepReport(
             step=step,
             budget_pages=self._row_pages,
-            ages=last.ages,
-            missed=last.missed,
-            absent=last.absent,
+            ages=ages,
+            missed=missed,
+            absent=absent,
             started=recall.started.copy(),
             landed=recall.landed.copy(),
             used=recall.used.copy(),

@@ -68,20 +68,15 @@ class ContextCache:
         self._cap_tokens = min(cap_tokens or 2**31, row_pages * self._page_tokens)
         self._first_id = host.num_pages
         self._free = np.tile(np.arange(count, dtype=np.int32), (layers, 1))  # [L, C], stacks
-        self._num_free = np.full(layers, count)
+        self._num_free, self.num_pages = np.full(layers, count), layers * count
         self._lock = threading.Lock()  # of both: tokens may be added by another thread
         # Released at each of the last boundaries: steps that may still run read it.
         self._released: deque[list[Kept]] = deque()
 
     @property
-    def num_pages(self) -> int:
-        """Context pages of all layers."""
-        return self._free.size
-
-    @property
     def used_pages(self) -> int:
-        """Context pages in use, of all layers."""
-        return int(self._free.size - self._num_free.sum())
+        """Context pages in use, of all layers, out of ``num_pages``."""
+        return int(self.num_pages - self._num_free.sum())
 
     def empty(self) -> Kept:
         """A request without kept tokens."""

@@ -164,15 +164,10 @@ class Means(DigestKind):
     def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
         build_layer_means(source, ids, self.first, rows)
 
-    def vectors_of(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """``[B, H, r]`` query vectors, from ``query`` ``[B, H, any]`` of each KV head."""
-        return query
-
     def score(
         self, layer: int, query: torch.Tensor, of: Candidates, scale: float, head_reduce: str
     ) -> torch.Tensor:
-        by_head = query.reshape(len(of.table), self.first.shape[2], -1)
-        vectors = self.vectors_of(layer, by_head).flatten(0, 1).contiguous()
+        vectors = query.reshape(len(of.table) * self.first.shape[2], -1).contiguous()
         return score_embeddings(vectors, self.first[layer], of.table, of.n_scored)
 
 
@@ -189,8 +184,12 @@ class Pilots(Means):
     def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
         build_layer_pilots(source, ids, self.first, self._w_k, rows)
 
-    def vectors_of(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("bhx,hrx->bhr", query.float(), self._w_q[layer])
+    def score(
+        self, layer: int, query: torch.Tensor, of: Candidates, scale: float, head_reduce: str
+    ) -> torch.Tensor:
+        by_head = query.reshape(len(of.table), self.first.shape[2], -1).float()
+        vectors = torch.einsum("bhx,hrx->bhr", by_head, self._w_q[layer])
+        return super().score(layer, vectors, of, scale, head_reduce)
 
 
 KINDS: dict[str, type[DigestKind]] = {

@@ -114,8 +114,7 @@ class OlderTokens:
             The batch with the pages that the device attends to.
         """
         self._cache.begin_step()
-        slots, full = request_slots.tolist(), batch.n_full.numpy()
-        table = batch.table.numpy()
+        slots, full, table = request_slots.tolist(), batch.n_full, batch.table
         self._forget(slots, batch.ages)
         bits = dict(zip(self._leaving[0], np.moveaxis(self._bits(), 1, 0), strict=True))
         attended = np.full_like(table, -1)
@@ -150,8 +149,7 @@ class OlderTokens:
         self._ask_of_leaving(step, slots, batch)
         held = len(slots) * self._shape.num_kv_heads * self._recent
         self._counters.count_step(0, self._row_pages.sum(1), held, "cpu")
-        n_pages = torch.from_numpy((attended >= 0).sum(1).astype(np.int32))
-        return replace(batch, table=torch.from_numpy(attended), n_full=n_pages)
+        return replace(batch, table=attended, n_full=(attended >= 0).sum(1).astype(np.int32))
 
     def _forget(self, slots: Sequence[int], ages: npt.NDArray[np.int64]) -> None:
         """Drop requests that have left the batch, ended or retracted; new ones may reuse their slots."""
@@ -216,7 +214,7 @@ class OlderTokens:
 
     def _ask_of_leaving(self, step: int, slots: Sequence[int], batch: Batch) -> None:
         """Request the kept tokens of pages that leave with the next step. A first step's statistics are too few."""
-        full, tail_len = batch.n_full.numpy(), batch.tail_len.numpy()
+        full, tail_len = batch.n_full, batch.tail_len
         knows = np.array([self._requests[slot].joined < step for slot in slots])
         rows = np.flatnonzero((tail_len == self._shape.page_size) & (full >= self._recent) & knows)
         states = [self._requests[slots[row]].state for row in rows]

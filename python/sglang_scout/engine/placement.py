@@ -67,7 +67,7 @@ class Placement:
     def first_pages(self, full_pages: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
         """``[L, n]`` those of its ``full_pages`` ``[m]`` that the policy loads first for a new request."""
         total = len(full_pages)
-        count = self._policy.residency.loaded_pages(np.array([total]), self.budget_pages)[0]
+        count = self._policy.residency.loaded_pages(total, self.budget_pages)
         return np.broadcast_to(full_pages[total - count :], (self.num_layers, count))
 
     def copy_beside(self, pages: npt.NDArray[np.integer], step: int) -> None:

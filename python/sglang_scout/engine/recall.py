@@ -66,11 +66,8 @@ class Recall:
         side: SideStream | None = None,
     ) -> None:
         self._source, self._checksums = host.for_copies(resident.k.device), host.checksums
-        self._resident = resident
-        self._table = table
-        self._counters = counters
-        self._page_bytes = page_bytes
-        self._tracer = tracer
+        self._resident, self._table, self._counters = resident, table, counters
+        self._page_bytes, self._tracer = page_bytes, tracer
         self._side = side or ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
         self._in_flight: deque[Copies] = deque()
         self._untimed: deque[tuple[int, Future[int] | StreamCopy]] = deque()
@@ -92,24 +89,23 @@ class Recall:
         """Right after :meth:`commit`: pages whose copies are late."""
         return sum(len(copies.taken.pages) for copies in self._in_flight)
 
-    def start_recall(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> Copies:
+    def start_recall(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> None:
         """Start copying ``pages`` to free slots and to those of less frequent pages that ``step`` did not select."""
-        return self._submit(self._table.exchange(layer, pages, step), "recall")
+        self._submit(self._table.exchange(layer, pages, step), "recall")
 
-    def fill(self, layer: Layers, pages: npt.NDArray[np.integer]) -> int:
-        """Start prefetching ``pages`` into free slots. Returns how many found one."""
-        return len(self._submit(self._table.reserve(layer, pages), "fill").taken.pages)
+    def fill(self, layer: Layers, pages: npt.NDArray[np.integer]) -> None:
+        """Start prefetching ``pages`` into free slots."""
+        self._submit(self._table.reserve(layer, pages), "fill")
 
     def prefetch_arrival(self, layer: Layers, pages: npt.NDArray[np.integer]) -> None:
         """Start prefetching the first ``pages`` of a request that has not joined yet into free slots."""
         self._submit(self._table.reserve(layer, pages, is_forced=False), "arrival")
 
-    def _submit(self, taken: Reservation, why: str) -> Copies:
-        copies = Copies(taken, self._side.submit(self._copy, taken, why), why)
+    def _submit(self, taken: Reservation, why: str) -> None:
         if len(taken.pages):
+            copies = Copies(taken, self._side.submit(self._copy, taken, why), why)
             self._in_flight.append(copies)
             self.started += (why == "recall") * taken.per_layer(len(self.started))
-        return copies
 
     def commit(self, step: int, patience_us: float | None = None) -> None:
         """Step boundary: map what was copied during the last step.

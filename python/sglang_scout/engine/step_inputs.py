@@ -12,6 +12,8 @@ import torch
 from sglang_scout.engine.device import Staging, upload
 from sglang_scout.engine.stores import Sizes
 
+Ints = npt.NDArray[np.int32]
+
 
 def of_lists(x: torch.Tensor, lists: int) -> torch.Tensor:
     """``[B, heads, ...]`` as ``[B * C, heads / C, ...]``: grouped by selection list."""
@@ -83,11 +85,11 @@ class Candidates(NamedTuple):
 class Batch:
     """The step's inputs on the host; N = pages of the longest request."""
 
-    table: torch.Tensor  # [B, N] int32 host page ids, -1 beyond the last page
-    n_full: torch.Tensor  # [B] int32 full pages, candidates for selection
-    tail_slot: torch.Tensor  # [L, B] int32 slot of the page being filled
-    tail_len: torch.Tensor  # [B] int32 valid tokens in it, this step's included
-    tail_page: torch.Tensor  # [B] int32 host page id of it
+    table: Ints  # [B, N] host page ids, -1 beyond the last page
+    n_full: Ints  # [B] full pages, candidates for selection
+    tail_slot: Ints  # [L, B] slot of the page being filled
+    tail_len: Ints  # [B] valid tokens in it, this step's included
+    tail_page: Ints  # [B] host page id of it
     ages: npt.NDArray[np.int64]  # [B] steps of each request here before this one
     is_dense: bool = False  # all pages are resident, and attended to
 
@@ -136,17 +138,12 @@ class StepInputs:
         self.candidates.fill(self._sizes[1])
 
     def send(
-        self,
-        batch: Batch,
-        changed: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int32],
+        self, batch: Batch, changed: npt.NDArray[np.int64], slots: Ints
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill and send, ordered on the current stream.
 
-        Args:
-            changed, slots: ``[n]``, see :meth:`ResidencyTable.take_changes`.
         Returns:
-            ``changed`` and ``slots`` on the device, until the next call.
+            ``changed`` and ``slots`` ``[n]`` of :meth:`ResidencyTable.take_changes` on the device, until the next call.
         """
         layers, rows, columns = self._sizes
         count, used = batch.table.shape
@@ -160,8 +157,8 @@ class StepInputs:
         head[4:, :count] = batch.tail_slot
         table = words[self._table :].reshape(rows, columns)
         sent = max(count, self._rows)
-        table[:count, :used] = batch.table.numpy()
-        table[np.arange(count), batch.n_full.numpy()] = -1  # the page that is being filled
+        table[:count, :used] = batch.table
+        table[np.arange(count), batch.n_full] = -1  # the page that is being filled
         table[:count, used:] = -1
         table[count:sent] = -1
         self._rows = count

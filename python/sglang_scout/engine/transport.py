@@ -27,7 +27,7 @@ from sglang_scout.ops.attend import Attend, merge_states
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.pages import stage_pages
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.client import Reply, Ticket, WorkerClient
+from sglang_scout.worker.client import Ticket, WorkerClient
 
 Attended = tuple[torch.Tensor, torch.Tensor]
 """Attention ``[B, HQ, D]`` over some pages, and its log-sum-exp ``[B, HQ]``."""
@@ -117,20 +117,16 @@ class HostTransport(Transport):
         reply = self._client.wait(ticket, cpu_out.numpy(), cpu_lse.numpy())
         end_ns = time.monotonic_ns()
         self._waited_ns[layer] += end_ns - start_ns
-        self._trace_answer(layer, start_ns, end_ns, reply)
+        pages, gave_up_ns = reply.fallback_pages, end_ns
+        if pages:  # were computed here in its place
+            gave_up_ns = min(start_ns + int(reply.waited_us * 1000), end_ns)
+            self._tracer.add("attention", "fallback", gave_up_ns, end_ns, layer=layer, pages=pages)
+        self._tracer.add("attention", "wait", start_ns, gave_up_ns, layer=layer)
         if change is not None:
             lse = lse - change  # equivalent: lower the device's part instead
         merged, _ = merge_states(out, lse, cpu_out, cpu_lse)
         self._tracer.cut("attention", "merge", end_ns, layer=layer)
         return merged.to(query.dtype)
-
-    def _trace_answer(self, layer: int, start_ns: int, end_ns: int, reply: Reply) -> None:
-        """The wait for CPU attention, and what was computed here in its place."""
-        pages = reply.fallback_pages
-        gave_up_ns = min(start_ns + int(reply.waited_us * 1000), end_ns) if pages else end_ns
-        self._tracer.add("attention", "wait", start_ns, gave_up_ns, layer=layer)
-        if pages:
-            self._tracer.add("attention", "fallback", gave_up_ns, end_ns, layer=layer, pages=pages)
 
 
 class GraphTransport(Transport):

@@ -116,7 +116,7 @@ def co_attention_reference(
     k_cpu: torch.Tensor,
     v_cpu: torch.Tensor,
     scale: float,
-    mass_change: torch.Tensor | None = None,
+    mass_change: torch.Tensor,
 ) -> torch.Tensor:
     """One softmax over both parts, each with its own query (paper Algorithm 1, lines 7 and 10-12).
 
@@ -133,8 +133,7 @@ def co_attention_reference(
     for query, keys in ((q, k_device), (q_ahead, k_cpu)):
         keys = keys.float().repeat_interleave(group, dim=1)
         logits.append(torch.einsum("hd,thd->ht", query.float(), keys) * scale)
-    if mass_change is not None:
-        logits[1] = logits[1] + mass_change[:, None]
+    logits[1] = logits[1] + mass_change[:, None]
     weights = torch.cat(logits, dim=1).softmax(dim=1)
     values = torch.cat([v_device, v_cpu]).float().repeat_interleave(group, dim=1)
     return torch.einsum("ht,thd->hd", weights, values)

@@ -172,10 +172,10 @@ class Residency:
         """Pages that this step may prefetch before any miss, into spare slots."""
         return 0
 
-    def loaded_pages(self, full: Ids, budget_pages: int) -> Ids:
-        """``[n]`` how many newest pages of new requests of ``full`` ``[n]`` pages are resident at their first step; 0:
-        those of the prompt's hint, up to the budget."""
-        return np.where(full <= budget_pages, full, 0)
+    def loaded_pages(self, full: int, budget_pages: int) -> int:
+        """How many newest pages of a new request of ``full`` pages are resident at its first step; 0: those of the
+        prompt's hint, up to the budget."""
+        return full if full <= budget_pages else 0
 
     def reserve(self, lengths: Ids, max_new: Ids) -> int:
         """Slots of each layer to reserve for pages that requests of ``lengths`` ``[B]`` tokens will open; each may

@@ -100,8 +100,8 @@ class HistoryAware(Residency):
     def fill_pages(self) -> int:
         return self.step_pages
 
-    def loaded_pages(self, full: Ids, budget_pages: int) -> Ids:
-        return np.minimum(full, budget_pages)
+    def loaded_pages(self, full: int, budget_pages: int) -> int:
+        return min(full, budget_pages)
 
     def reserve(self, lengths: Ids, max_new: Ids) -> int:
         """Pages that will be opened until a layer's next exchange, which makes room for later ones.
