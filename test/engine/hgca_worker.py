@@ -29,13 +29,9 @@ class PlainLists(HereInstead):
         layer, q, pages, n_pages = ticket
         q, out, lse = (x.reshape(len(pages), -1, *x.shape[2:]) for x in (q, out, lse))
         for row, (ids, count) in enumerate(zip(pages, n_pages, strict=True)):
-            parts = [
-                self.of_head(layer, int(i), row % self.shape.num_kv_heads) for i in ids[:count]
-            ]
-            k, v = (
-                torch.cat([torch.zeros(0, self.shape.head_dim), *x])
-                for x in ([p[i] for p in parts] for i in (0, 1))
-            )
+            head, none = row % self.shape.num_kv_heads, torch.zeros(0, self.shape.head_dim)
+            parts = [(none, none), *(self.of_head(layer, int(i), head) for i in ids[:count])]
+            k, v = map(torch.cat, zip(*parts, strict=True))
             logits = q[row] @ k.T * self.shape.scale
             out[row] = (logits.softmax(1) @ v).numpy() if len(k) else 0
             lse[row] = logits.logsumexp(1).numpy() if len(k) else -np.inf
@@ -45,9 +41,8 @@ class PlainLists(HereInstead):
         if page < self.host.num_pages:
             return self.host.k[layer][page, :, head], self.host.v[layer][page, :, head]
         page, last = divmod(page - self.host.num_pages, SIZE)
-        return [
-            half[layer][page, : last + 1] for half in (self.host.context.k, self.host.context.v)
-        ]
+        kept = self.host.context
+        return kept.k[layer][page, : last + 1], kept.v[layer][page, : last + 1]
 
 
 class HgcaWorker(MiniWorker):
@@ -67,12 +62,10 @@ class HgcaWorker(MiniWorker):
 
     def _make_host(self, pages):
         host = super()._make_host(pages)
-        s = self.shape
-        context = [
-            [torch.zeros(self.context_pages, SIZE, s.head_dim) for _ in host.k] for _ in "kv"
-        ]
+        size = self.context_pages, SIZE, self.shape.head_dim
+        context = [[torch.zeros(size) for _ in host.k] for _ in "kv"]
         flat = [[x.flatten(0, 1) for x in half] for half in (host.k, host.v)]
-        return HostPages(s, *flat, context=LayerPages.of(*context, "cpu"))
+        return HostPages(self.shape, *flat, context=LayerPages.of(*context, "cpu"))
 
     def admit(self, length, **kwargs):
         request = super().admit(length, **kwargs)
@@ -97,9 +90,8 @@ class HgcaWorker(MiniWorker):
         for row, request in enumerate(self.requests):
             page, offset = divmod(request.length - 1, SIZE)
             for layer, oracle in enumerate(request.oracles):
-                new = (
-                    half[layer][request.pages[page], offset] for half in (self.host.k, self.host.v)
-                )
+                at = request.pages[page], offset
+                new = self.host.k[layer][at], self.host.v[layer][at]
                 expected = oracle.step(self.queries[layer][row], *new)
                 assert not oracle.near, "a weight at its threshold: take another seed"
                 found = outputs[layer][row].numpy()
@@ -117,9 +109,8 @@ class HgcaWorker(MiniWorker):
             for head, tokens in enumerate(oracle.kept):
                 pages = ids[layer, head, : counts[layer, head]]
                 parts = [self.engine_missing.of_head(layer, int(i), head)[0] for i in pages]
-                expected = oracle.k[tokens, head]
-                found = torch.cat(parts) if parts else torch.zeros(0, self.shape.head_dim)
-                np.testing.assert_array_equal(found.double().numpy(), expected)
+                found = torch.cat([torch.zeros(0, self.shape.head_dim), *parts])
+                np.testing.assert_array_equal(found.double().numpy(), oracle.k[tokens, head])
 
     def _worker(self, missing):
         self.engine_missing = missing

@@ -25,11 +25,8 @@ def test_a_late_copy_does_not_hold_the_step_and_its_pages_stay_with_the_cpu(make
     recall = worker.engine.recall
     assert link.forced == 0 and recall.late_pages > 0
     assert worker.engine.counters.recalled_pages == 0
-    under_way = {
-        key
-        for c in recall._in_flight
-        for key in zip(c.taken.layers.tolist(), c.taken.pages.tolist(), strict=True)
-    }
+    taken = [copies.taken for copies in recall._in_flight]
+    under_way = {at for t in taken for at in zip(t.layers.tolist(), t.pages.tolist(), strict=True)}
     worker.missing.asked.clear()
     worker.step()
     again = {(layer, int(p)) for layer, pages in worker.missing.asked for p in pages[pages >= 0]}
@@ -58,9 +55,7 @@ def test_a_request_that_fits_is_resident_whole_and_exact_once_the_others_have_le
     attends_to_all = dataclasses.replace(policy.rule, only_selected=False)
     worker.engine.policy = dataclasses.replace(policy, rule=attends_to_all)
     policy.residency.patience_us = None
-    first = worker.admit(
-        19 * SIZE + 5
-    )  # far more than its budget of 4 pages, less than the 24 slots
+    first = worker.admit(19 * SIZE + 5)  # more than its budget of 4 pages, less than the 24 slots
     others = [worker.admit(30 * SIZE) for _ in range(3)]
     for _ in range(10):
         worker.step()
@@ -115,19 +110,15 @@ class ElasticMachine(RuleBasedStateMachine):
         recall=st.sampled_from(["adaptive", "adaptive", "fixed"]),
     )
     def start(self, seed, budget_pages, extra_pages, step_mib, recall):
-        keys = {"recall": recall, "recall_interval": 2}
-        config = json.dumps(keys | ({"recall_step_mib": step_mib} if recall == "adaptive" else {}))
+        keys = {"recall": recall, "recall_interval": 2, "recall_step_mib": step_mib}
+        sizes = {"layers": 2, "heads": 2, "kv_heads": 1, "max_batch": 3, "pages": 90}
         self.worker = MiniWorker(
-            layers=2,
-            heads=2,
-            kv_heads=1,
-            max_batch=3,
-            pages=90,
             seed=seed,
             drift=0.7,
             budget_tokens=budget_pages * SIZE,
             resident_tokens=(6 + extra_pages) * SIZE,
-            config=config,
+            config=json.dumps(keys),
+            **sizes,
         )
         self.link = with_slow_link(self.worker)
         self.coming = []
@@ -197,36 +188,23 @@ class ElasticMachine(RuleBasedStateMachine):
                 self.link.run(copies)
 
     @invariant()
-    def every_output_was_right(self):
-        if hasattr(self, "worker"):
-            assert self.worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
-
-    @invariant()
-    def slots_are_conserved(self):
-        if hasattr(self, "worker"):
-            table = self.worker.table
-            table.check()
-            for layer in range(2):
-                copies = [c.taken for c in self.worker.engine.recall._in_flight]
-                reserved = sum(int((t.layers == layer).sum()) for t in copies)
-                mapped = int((table.page_of[layer] >= 0).sum())
-                assert table.num_free[layer] + mapped + reserved == table.num_slots
-
-    @invariant()
-    def only_pages_of_requests_are_resident(self):
-        if hasattr(self, "worker"):
-            requests = *self.worker.requests, *self.coming
-            owned = {page for request in requests for page in request.pages}
-            for layer in range(2):
-                assert set(np.flatnonzero(self.worker.table.slot_of[layer] >= 0)) <= owned
+    def outputs_were_right_and_slots_are_of_requests(self):
+        engine, table = self.worker.engine, self.worker.table
+        assert engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+        table.check()
+        owned = {page for r in (*self.worker.requests, *self.coming) for page in r.pages}
+        for layer in range(2):
+            reserved = sum(int((c.taken.layers == layer).sum()) for c in engine.recall._in_flight)
+            mapped = np.flatnonzero(table.slot_of[layer] >= 0)
+            assert table.num_free[layer] + len(mapped) + reserved == table.num_slots
+            assert set(mapped) <= owned
 
     def teardown(self):
-        if hasattr(self, "worker"):
-            for request in [*self.worker.requests, *self.coming]:
-                self.worker.finish(request)
-            self.worker.engine.recall.commit(10**6)
-            assert self.worker.table.resident_pages == 0
-            self.worker.close()
+        for request in [*self.worker.requests, *self.coming]:
+            self.worker.finish(request)
+        self.worker.engine.recall.commit(10**6)
+        assert self.worker.table.resident_pages == 0
+        self.worker.close()
 
 
 TestElasticMachine = ElasticMachine.TestCase

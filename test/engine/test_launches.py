@@ -12,19 +12,13 @@ from mini_worker import HIDDEN, SIZE
 from sglang_scout.ops.predict import QueryProjector, add_norm, rotate_heads
 
 ROWS, LAYERS = 2, 3
-ROTATED = [
-    "norm_kernel",
-    "mm",
-    "rotate_kernel",
-    "query_digits_kernel",
-    "rotated_sums_kernel",
-    "select_kernel",
-    "post_kernel",
-]
-BOUNDS = [*ROTATED[:3], "bounds_kernel", *ROTATED[5:]]
+PREDICTED = ["norm_kernel", "mm", "rotate_kernel"]
+SCORED = ["query_digits_kernel", "rotated_sums_kernel", "select_kernel"]
+ROTATED = [*PREDICTED, *SCORED, "post_kernel"]
+BOUNDS = [*PREDICTED, "bounds_kernel", "select_kernel", "post_kernel"]
 STAGED = ["lt", "masked_fill", "copy_", "stage_kernel"]
-FETCHED = [*ROTATED[:-1], *STAGED]
-FORECAST = [*ROTATED[:3], "embedding_scores_kernel", "select_kernel", *STAGED]
+FETCHED = [*PREDICTED, *SCORED, *STAGED]
+FORECAST = [*PREDICTED, "embedding_scores_kernel", "select_kernel", *STAGED]
 
 
 def projector(shape, heads):
@@ -52,17 +46,9 @@ def projector(shape, heads):
     ],
 )
 def test_launches_of_a_layer(make, policy, config, ahead, attends):
-    worker = make(
-        GraphWorker,
-        layers=LAYERS,
-        max_batch=ROWS,
-        verify=False,
-        policy=policy,
-        config=config,
-        dtype=torch.bfloat16,
-        budget_tokens=4 * SIZE,
-        pages=20,
-    )
+    settings = {"policy": policy, "config": config, "budget_tokens": 4 * SIZE, "pages": 20}
+    sizes = {"layers": LAYERS, "max_batch": ROWS, "dtype": torch.bfloat16}
+    worker = make(GraphWorker, verify=False, **sizes, **settings)
     engine, shape = worker.engine, worker.shape
     heads = shape.num_q_heads if engine.policy.query.attends else shape.num_kv_heads
     engine._projectors = [projector(shape, heads)] * LAYERS

@@ -33,12 +33,9 @@ def flip(worker, layer, page):
 
 def missed(worker):
     """[(layer, page)] that the last step left to the CPU."""
-    results = worker.engine._results
+    missing = worker.engine._results.missing[:, : len(worker.requests)].flatten(1)
     return [
-        (layer, page)
-        for layer in range(worker.shape.num_layers)
-        for page in results.of(layer, len(worker.requests))[1].flatten().tolist()
-        if page >= 0
+        (layer, page) for layer, row in enumerate(missing.tolist()) for page in row if page >= 0
     ]
 
 

@@ -46,18 +46,16 @@ class Meeting:
         return SimpleNamespace(combine=partial(self.combine, rank))
 
 
-class Selected:
-    """The selections of a worker, in order."""
+def selections(worker):
+    """Those of a worker, in order."""
+    found, touch = [], worker.table.uses.touch
 
-    def __init__(self, worker):
-        self.pages = []
-        touch = worker.table.uses.touch
+    def remember(layers, pages, step, fresh):  # of one layer, or of all in a step
+        found.extend(zip(layers.tolist(), pages.tolist(), strict=True))
+        return touch(layers, pages, step, fresh)
 
-        def remember(layers, pages, step, fresh):  # of one layer, or of all in a step
-            self.pages += zip(layers.tolist(), pages.tolist(), strict=True)
-            return touch(layers, pages, step, fresh)
-
-        worker.table.uses.touch = remember
+    worker.table.uses.touch = remember
+    return found
 
 
 def serve(worker, before_step=lambda step: None, steps=STEPS):
@@ -80,18 +78,13 @@ def run():
     """``run(size, ...)``: all ranks' outputs, workers and selections."""
     made = []
 
-    def run(
-        size,
-        before_step=lambda worker, step: None,
-        steps=STEPS,
-        **kwargs,
-    ):
+    def run(size, before_step=lambda worker, step: None, steps=STEPS, **kwargs):
         meeting = Meeting(size)
         workers = [
             MiniWorker(rank=i, of_ranks=size, ranks=meeting.rank(i), **kwargs) for i in range(size)
         ]
         made.extend(workers)
-        selected = [Selected(worker) for worker in workers]
+        selected = [selections(worker) for worker in workers]
 
         def one_rank(worker):
             with meeting.turn:
@@ -109,19 +102,16 @@ def run():
 
 @pytest.mark.parametrize(
     ("config", "how"),
-    [
-        ('{"recall": "fixed"}', "sum"),
-        ('{"recall": "fixed", "head_reduce": "max"}', "max"),
-    ],
+    [('{"recall": "fixed"}', "sum"), ('{"recall": "fixed", "head_reduce": "max"}', "max")],
 )
 def test_ranks_choose_and_attend_as_one_engine_with_all_heads(run, config, how):
     settings = {"budget_tokens": 160, "kv_heads": 4, "heads": 8, "config": config}
     one = MiniWorker(**settings)
-    expected_pages = Selected(one)
+    expected_pages = selections(one)
     expected = serve(one)
     one.close()
     outputs, workers, selected, meeting = run(2, **settings)
-    assert selected[0].pages == selected[1].pages == expected_pages.pages
+    assert selected[0] == selected[1] == expected_pages
     for step, layers in enumerate(expected):
         for layer, wanted in enumerate(layers):
             joined = torch.cat([outputs[rank][step][layer] for rank in range(2)], dim=1)
@@ -146,10 +136,8 @@ def test_a_rank_whose_copies_are_late_chooses_the_same_pages(run):
             if step % 7 == 6:
                 links[0].run(2)
 
-    _, workers, selected, _ = run(
-        2, before_step=before_step, budget_tokens=160, kv_heads=4, heads=8
-    )
-    assert selected[0].pages == selected[1].pages
+    _, workers, selected, _ = run(2, before_step, budget_tokens=160, kv_heads=4, heads=8)
+    assert selected[0] == selected[1]
     resident = [worker.table.slot_of >= 0 for worker in workers]
     assert (resident[0] != resident[1]).any(), "the ranks must have come to differ"
     for worker in workers:
@@ -174,18 +162,14 @@ def test_the_check_sees_selections_that_differ(make):
 
 
 def test_heads_choose_for_themselves_where_a_rank_has_one(run):
-    settings = {
-        "heads": 8,
-        "budget_tokens": 160,
-        "policy": "rheo",
-        "config": '{"digest": "minmax"}',
-    }
+    policy = {"policy": "rheo", "config": '{"digest": "minmax"}'}
+    settings = {"heads": 8, "budget_tokens": 160, **policy}
     one = MiniWorker(**settings)
-    of_both = Selected(one)
+    of_both = selections(one)
     serve(one, steps=6)
     one.close()
     _, _, selected, meeting = run(2, steps=6, **settings)
     assert not any(meeting.calls)
-    for (_, both), *each in zip(of_both.pages, *(x.pages for x in selected), strict=True):
+    for (_, both), *each in zip(of_both, *selected, strict=True):
         for row, pages in enumerate(both):
             assert pages == each[0][1][row] + each[1][1][row]
