@@ -11,7 +11,7 @@ from sglang_scout.core.page_bytes import EMBEDDINGS
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
-from sglang_scout.ops.embed import half_means, pooled
+from sglang_scout.ops.embed import half_means, pooled, score_embeddings
 
 L, H, D, SIZE = 3, 2, 16, 32
 SHAPE = ModelShape(L, 4, H, D, SIZE, torch.float32, D**-0.5)
@@ -34,26 +34,18 @@ def test_a_pool_scores_each_head_by_its_keys(kind):
     assert list(pool.accept(pages)) == [5]
     table = torch.tensor([[1, 2, 3, 4], [8, 7, 0, 0]], dtype=torch.int32)
     n_full = torch.tensor([4, 2], dtype=torch.int32)
-    real = torch.randn(2, 4, D)
     for layer in range(L):
         if kind == "mean16":
-            query = torch.randn(2, H, D)
-            a, b = half_means(k[layer]).unbind(2)  # [9, H, D]
-            near = torch.einsum("bhd,bnhd->bhn", query, (a + b)[table] / 2)
-            far = torch.einsum(
-                "bhd,bnhd->bhn", query[..., :], (b[table] + a[table.roll(-1, 1)]) / 2
-            )
-            far[0, :, 3], far[1, :, 1:] = -torch.inf, -torch.inf
-            expected = torch.maximum(near, far)
+            query = vectors = torch.randn(2, H, D)
+            embeddings = half_means(k[layer])
         else:
-            query = real
+            query = torch.randn(2, 4, D)
             w_k, w_q = (torch.tensor(WEIGHTS.arrays[name][layer]) for name in ("w_k", "w_q"))
-            e = torch.einsum("hrx,nhx->nhr", w_k, pooled(k[layer]))
-            of_query = torch.einsum("hrx,bhx->bhr", w_q, real.view(2, H, -1))
-            expected = torch.einsum("bhr,bnhr->bhn", of_query, e[table])
-        expected[1, :, 2:] = -torch.inf
+            vectors = torch.einsum("hrx,bhx->bhr", w_q, query.view(2, H, -1))
+            embeddings = torch.einsum("hrx,nhx->nhr", w_k, pooled(k[layer]))[:, :, None]
+        expected = score_embeddings.reference(vectors.flatten(0, 1), embeddings, table, n_full)
         got = pool.score(layer, query, Candidates.of(table, n_full, 2), SHAPE.scale, "mass")
-        torch.testing.assert_close(got.view(2, H, 4), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_digests_made_with_another_file_count_as_not_arrived():

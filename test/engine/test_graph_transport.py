@@ -92,9 +92,7 @@ def test_what_boundaries_launch_is_compiled_before_the_first_request(make, diges
 
 def test_layers_run_without_a_step_as_they_are_captured(make):
     """With the rows of a graph; no step has begun, so they attend to nothing and post nothing."""
-    worker = make(
-        budget_tokens=128, layers=3, verify=False, resident_tokens=128, config='{"recall": "off"}'
-    )
+    worker = make(verify=False, resident_tokens=128, config='{"recall": "off"}')
     engine, shape, rows = worker.engine, worker.shape, 3
     head = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
 

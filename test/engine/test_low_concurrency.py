@@ -12,16 +12,16 @@ LENGTHS = (9 * SIZE + 3, 2 * SIZE, 5)
 
 def bytes_read(worker, monkeypatch):
     """Of K and V by the device's attention, over those of full attention, and digest pages scored, in one more step."""
-    counted = {"tokens": 0, "digests": 0}
+    tokens, digests = [], []
     attend, score = worker.engine._attend, worker.digests.score
 
     def attended(q, k, v, pages, tail_slot, tail_len, *args, slot_of, **kwargs):
-        on_device = int(((pages >= 0) & (slot_of[pages.long()] >= 0)).sum())
-        counted["tokens"] += on_device * SIZE + int(tail_len.sum())
+        on_device = ((pages >= 0) & (slot_of[pages.long()] >= 0)).sum()
+        tokens.append(on_device * SIZE + tail_len.sum())
         return attend(q, k, v, pages, tail_slot, tail_len, *args, slot_of=slot_of, **kwargs)
 
     def scored(layer, query, candidates, *args):
-        counted["digests"] += int(candidates.n_scored[: len(query)].sum())
+        digests.append(candidates.n_scored[: len(query)].sum())
         return score(layer, query, candidates, *args)
 
     with monkeypatch.context() as patch:
@@ -29,7 +29,7 @@ def bytes_read(worker, monkeypatch):
         patch.setattr(worker.digests, "score", scored)
         worker.step()
     stock = sum(r.length for r in worker.requests) * worker.shape.num_layers
-    return counted["tokens"] / stock, counted["digests"]
+    return int(sum(tokens)) / stock, sum(digests)
 
 
 @pytest.mark.parametrize("digest", ["minmax", "rotated-2"])

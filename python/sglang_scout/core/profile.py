@@ -133,28 +133,28 @@ def save_profile(profile: RecallProfile, path: str) -> None:
     Path(path).write_text("{" + ",\n ".join(lines) + "}\n", encoding="utf-8")
 
 
+def _wrong(path: str, what: str, fix: str = REMAKE) -> ConfigError:
+    return ConfigError(f"{FLAG} {path!r}: {what}; {fix}")
+
+
 def load_profile(path: str) -> RecallProfile:
     """Read and check a profile file."""
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{FLAG} {path!r}: cannot read the file: {error}; name one that `sglang-scout profile` wrote"
-        ) from None
+        fix = "name one that `sglang-scout profile` wrote"
+        raise _wrong(path, f"cannot read the file: {error}", fix) from None
     try:
         profile = msgspec.json.decode(data, type=RecallProfile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{FLAG} {path!r}: not a recall profile: {error}; {REMAKE}") from None
-    if profile.version != PROFILE_VERSION:
-        raise ConfigError(
-            f"{FLAG} {path!r}: has version {profile.version}, but this release reads version {PROFILE_VERSION}; "
-            f"{REMAKE}"
-        )
-    if not profile.intervals or len(profile.intervals) != profile.num_layers:
-        raise ConfigError(
-            f"{FLAG} {path!r}: needs one interval for each of {profile.num_layers} layers, found "
-            f"{profile.intervals!r}; {REMAKE}"
-        )
+        raise _wrong(path, f"not a recall profile: {error}") from None
+    version, layers, intervals = profile.version, profile.num_layers, profile.intervals
+    if version != PROFILE_VERSION:
+        what = f"has version {version}, but this release reads version {PROFILE_VERSION}"
+        raise _wrong(path, what)
+    if not intervals or len(intervals) != layers:
+        what = f"needs one interval for each of {layers} layers, found {intervals!r}"
+        raise _wrong(path, what)
     return profile
 
 
@@ -168,30 +168,23 @@ def check_profile(
     identity: ModelIdentity,
 ) -> None:
     """Refuse a profile of another model, page size, budget or page selection; ``model`` is for the message."""
-    made = f"{FLAG} {path!r}: made for"
+    name, theirs = profile.model, profile.identity or identity
     if profile.num_layers != num_layers:
-        raise ConfigError(
-            f"{made} {profile.model!r} with {profile.num_layers} layers, {model!r} has "
-            f"{num_layers}; {REMAKE}"
-        )
-    if profile.identity is not None and profile.identity != identity:
-        raise ConfigError(
-            f"{made} {profile.model!r} ({profile.identity.describe()}), this server has {model!r} "
-            f"({identity.describe()}); {REMAKE}"
-        )
+        what = f"made for {name!r} with {profile.num_layers} layers, {model!r} has {num_layers}"
+        raise _wrong(path, what)
+    if theirs != identity:
+        here = f"this server has {model!r} ({identity.describe()})"
+        raise _wrong(path, f"made for {name!r} ({theirs.describe()}), {here}")
     if profile.page_size_tokens != config.page_size_tokens:
-        raise ConfigError(
-            f"{made} pages of {profile.page_size_tokens} tokens, this server uses "
-            f"{config.page_size_tokens}; {REMAKE}"
-        )
-    if profile.budget_tokens != config.budget_tokens:
-        raise ConfigError(
-            f"{made} a budget of {profile.budget_tokens} tokens, this server has --kv-offload-budget "
-            f"{config.budget_tokens}; set that to {profile.budget_tokens} or {REMAKE}"
-        )
+        made = f"made for pages of {profile.page_size_tokens} tokens"
+        raise _wrong(path, f"{made}, this server uses {config.page_size_tokens}")
+    tokens = profile.budget_tokens
+    if tokens != config.budget_tokens:
+        here = f"this server has --kv-offload-budget {config.budget_tokens}"
+        fix = f"set that to {tokens} or {REMAKE}"
+        raise _wrong(path, f"made for a budget of {tokens} tokens, {here}", fix)
     for key, value in selection_of(config).items():
-        if profile.selection.get(key, value) != value:
-            raise ConfigError(
-                f"{made} {key} = {profile.selection[key]!r}, this server has {key} = {value!r} in "
-                f"--kv-offload-config; set that to {profile.selection[key]!r} or {REMAKE}"
-            )
+        if (made := profile.selection.get(key, value)) != value:
+            here = f"this server has {key} = {value!r} in --kv-offload-config"
+            fix = f"set that to {made!r} or {REMAKE}"
+            raise _wrong(path, f"made for {key} = {made!r}, {here}", fix)

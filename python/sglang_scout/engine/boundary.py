@@ -32,6 +32,7 @@ from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Policy, StepReport
 
 Ids = npt.NDArray[np.int64]
+PageIds = npt.NDArray[np.integer]
 
 _UNKNOWN_AGE = 2**31
 
@@ -81,10 +82,7 @@ class StepBoundary:
         table.pin_share = policy.residency.pin_share
 
     def admit(
-        self,
-        request_slots: Iterable[int],
-        full_pages: npt.NDArray[np.integer],
-        end_tokens: Iterable[int],
+        self, request_slots: Iterable[int], full_pages: PageIds, end_tokens: Iterable[int]
     ) -> None:
         """Requests join the batch, new or after a retraction.
 
@@ -97,13 +95,7 @@ class StepBoundary:
             self._first_step[row], self._end_tokens[row] = 0, end
         self._pages.arrived(full_pages)
 
-    def begin(
-        self,
-        step: int,
-        page_table: npt.NDArray[np.int32],
-        request_slots: npt.NDArray[np.int64],
-        seq_lens: npt.NDArray[np.int64],
-    ) -> Batch:
+    def begin(self, step: int, page_table: PageIds, request_slots: Ids, seq_lens: Ids) -> Batch:
         """Prepare step number ``step``, ascending. Other arguments as of :meth:`StepEngine.begin_step`."""
         start_ns = time.monotonic_ns()
         self._results.send_for()
@@ -188,9 +180,8 @@ class StepBoundary:
     def _line(self, result: StepResult, missed: Ids) -> Step:
         """Of the step log; recalls are those since the last one."""
         launched, counters = result.launched, self._counters
-        recalls = np.array(
-            [counters.recalled_pages, counters.recall_bytes, counters.recall_wait_us], np.int64
-        )
+        totals = counters.recalled_pages, counters.recall_bytes, counters.recall_wait_us
+        recalls = np.array(totals, np.int64)
         pages, nbytes, wait_us = (recalls - self._logged_recalls).tolist()
         self._logged_recalls = recalls
         ages = launched.batch.ages
@@ -210,17 +201,14 @@ class StepBoundary:
 
     def _recall_missing(self, result: StepResult) -> None:
         """Each layer recalls those of its missed pages that the policy picks."""
-        layers, pages = self._policy.residency.pick(
-            np.arange(self._table.num_layers),
-            result.missing,
-            result.launched.batch.ages,
-            self._table.uses,
-        )
+        every, ages = np.arange(self._table.num_layers), result.launched.batch.ages
+        pick, uses = self._policy.residency.pick, self._table.uses
+        layers, pages = pick(every, result.missing, ages, uses)
         if len(pages):
             # Running steps may still read the slots that this takes; copies wait for these steps.
             self._recall.start_recall(layers, pages, result.launched.step)
 
-    def _is_dense(self, table: npt.NDArray[np.int32], full: Ids) -> bool:
+    def _is_dense(self, table: PageIds, full: Ids) -> bool:
         """Whether all pages are resident and so few that selecting among them would read more."""
         beyond = np.maximum(full - self._budget_pages, 0).sum()
         if self._dense_pages is None or beyond > self._dense_pages:
@@ -228,7 +216,7 @@ class StepBoundary:
         is_full = np.arange(table.shape[1]) < full[:, None]
         return self._table.are_resident(table[is_full])
 
-    def _ages(self, step: int, request_slots: npt.NDArray[np.int64]) -> Ids:
+    def _ages(self, step: int, request_slots: Ids) -> Ids:
         """``[B]`` steps done here by each request; one never admitted counts as old."""
         slots = request_slots.tolist()
         first = np.array([self._first_step.get(slot, -_UNKNOWN_AGE) for slot in slots], np.int64)
@@ -236,9 +224,7 @@ class StepBoundary:
             self._first_step[slots[row]] = first[row] = step
         return step - first
 
-    def _seen_before(
-        self, request_slots: npt.NDArray[np.int64], full: Ids, fresh: npt.NDArray[np.bool_]
-    ) -> Ids:
+    def _seen_before(self, request_slots: Ids, full: Ids, fresh: npt.NDArray[np.bool_]) -> Ids:
         """``[B]`` how many pages of each request were full at the last boundary."""
         slots = request_slots.tolist()
         seen = np.array([self._seen_full.get(slot, 0) for slot in slots])

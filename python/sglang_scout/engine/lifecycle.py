@@ -14,6 +14,8 @@ from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
+PageIds = npt.NDArray[np.integer]
+
 
 class PageLifecycle:
     """Tracks pages across owners; the allocator's listener.
@@ -36,10 +38,10 @@ class PageLifecycle:
         self.freed_at = np.full(host.num_pages, -1, np.int64)
         self._last_freed = -1  # the maximum of them
         # By the steps that may still run.
-        self._written: deque[npt.NDArray[np.int64]] = deque(maxlen=RESULT_DELAY_STEPS)
-        self._filled: npt.NDArray[np.int32] = np.zeros(0, np.int32)  # when the last step began
+        self._written: deque[PageIds] = deque(maxlen=RESULT_DELAY_STEPS)
+        self._filled: PageIds = np.zeros(0, np.int32)  # when the last step began
 
-    def arrived(self, full_pages: npt.NDArray[np.integer]) -> None:
+    def arrived(self, full_pages: PageIds) -> None:
         """Full pages of a request that joins: accept the digests that arrived with their KV.
 
         Not at the boundary, whose stream has a step to finish first: the host waits here, on the allocation's stream.
@@ -48,16 +50,16 @@ class PageLifecycle:
         if unknown.any():
             self._digests.accept(distinct(full_pages[unknown]))
 
-    def seal(self, pages: npt.NDArray[np.integer]) -> None:
+    def seal(self, pages: PageIds) -> None:
         """``pages``, -1 padded, are final while they are held."""
         if self._host.checksums is not None:
             self._host.checksums.seal(distinct(pages[pages >= 0]))
 
-    def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None:
+    def allocate_pages(self, pages: PageIds) -> None:
         """Pages were allocated to a request that will receive its KV."""
         self._digests.unset(pages)
 
-    def free_pages(self, pages: npt.NDArray[np.int64]) -> None:
+    def free_pages(self, pages: PageIds) -> None:
         """Pages went back to the allocator: everything known about them becomes invalid."""
         self._digests.invalidate(pages)
         self._table.invalidate(pages)
@@ -70,18 +72,18 @@ class PageLifecycle:
         """All pages were freed (cache flush)."""
         self.free_pages(np.arange(self._host.num_pages))
 
-    def generations(self, pages: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+    def generations(self, pages: PageIds) -> PageIds:
         """How often each of ``pages`` was freed."""
         return self._table.metadata.generation[pages]
 
-    def still_held(self, step: int, *pages: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
+    def still_held(self, step: int, *pages: PageIds) -> list[PageIds]:
         """``pages``, with -1 for those that were freed since ``step`` began."""
         if self._last_freed < step:
             return list(pages)
         is_held = np.append(self.freed_at < step, False)  # the last one is for -1
         return [np.where(is_held[some], some, -1) for some in pages]
 
-    def may_be_written(self, pages: npt.NDArray[np.int64]) -> bool:
+    def may_be_written(self, pages: PageIds) -> bool:
         """Whether a step that may still be running writes to any of ``pages``, or to their digests.
 
         SGLang frees the pages of requests that ended after launching the next step with them. A step writes one token
@@ -91,9 +93,7 @@ class PageLifecycle:
         """
         return any(bool(np.isin(pages, written).any()) for written in self._written)
 
-    def begin(
-        self, step: int, new_full: npt.NDArray[np.int32], tail_page: npt.NDArray[np.int32]
-    ) -> None:
+    def begin(self, step: int, new_full: PageIds, tail_page: PageIds) -> None:
         """Step boundary: compute missing digests of ``new_full`` ``[n]``; the step writes to ``tail_page`` ``[B]``.
 
         ``new_full`` are full for the first time in a step of their request. They are sealed at the next boundary, when

@@ -228,6 +228,7 @@ class ServerSize:
         # With a slot for every page nothing is ever missing; more slots would stay empty.
         num_slots = min(num_slots, num_pages)
         plan = MemoryPlan(
+            arena=self.arena(num_pages),
             num_pages=num_pages,
             budget_pages=self.budget_pages,
             num_slots=num_slots,
@@ -236,7 +237,6 @@ class ServerSize:
             input_bytes=on_inputs,
             resident_bytes=num_slots * page_bytes,
             worker=self.worker,
-            arena=self.arena(num_pages),
             step_bytes=self.step_bytes,
             context_bytes=int(num_pages * config.context_share) * page_bytes,
             hint_bytes=num_pages * hint_bytes(config, self.shape.num_layers),

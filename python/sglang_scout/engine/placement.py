@@ -10,6 +10,9 @@ from sglang_scout.engine.recall import Recall
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Policy
 
+PageIds = npt.NDArray[np.integer]
+Ids = npt.NDArray[np.int64]
+
 
 class Placement:
     """Loads pages into the resident cache at step boundaries."""
@@ -26,16 +29,16 @@ class Placement:
         self,
         step: int,
         table: npt.NDArray[np.int32],
-        full: npt.NDArray[np.int64],
+        full: Ids,
         tail_page: npt.NDArray[np.int32],
-        tail_len: npt.NDArray[np.int64],
-        joining: list[npt.NDArray[np.integer]],
+        tail_len: Ids,
+        joining: list[PageIds],
     ) -> None:
         """Make sink, newest and tail pages of every request resident, and the first pages of new ones.
 
         Args:
-            table: ``[B, N]`` host page ids; full, tail_page, tail_len: ``[B]`` full pages of each row, the
-                page being filled and the tokens in it.
+            table, full, tail_page, tail_len: ``[B, N]`` host page ids, ``[B]`` full pages of each row, the page being
+                filled and the tokens in it.
             joining: ``[L, n]`` pages of each request that joins with this step.
         """
         self._step = step
@@ -64,13 +67,13 @@ class Placement:
         if not self._table.are_resident(forced):
             raise RuntimeError("no slot for a page that must be resident; the slot count is wrong")
 
-    def first_pages(self, full_pages: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+    def first_pages(self, full_pages: PageIds) -> PageIds:
         """``[L, n]`` those of its ``full_pages`` ``[m]`` that the policy loads first for a new request."""
         total = len(full_pages)
         count = self._policy.residency.loaded_pages(total, self.budget_pages)
         return np.broadcast_to(full_pages[total - count :], (self.num_layers, count))
 
-    def copy_beside(self, pages: npt.NDArray[np.integer], step: int) -> None:
+    def copy_beside(self, pages: PageIds, step: int) -> None:
         """Start copying ``pages`` ``[L, n]``, -1 padded, of a request that has not joined, during ``step``."""
         every, is_new = np.arange(self.num_layers), np.ones(1, bool)
         chosen = np.ascontiguousarray(pages[:, None], np.int32)
@@ -78,8 +81,8 @@ class Placement:
         self._recall.prefetch_arrival(*self._with_slots(pages, step - 1, is_forced=False))
 
     def _with_slots(
-        self, pages: npt.NDArray[np.integer], before_step: int, is_forced: bool = True
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        self, pages: PageIds, before_step: int, is_forced: bool = True
+    ) -> tuple[Ids, Ids]:
         """Layers and ids of the missing ones of ``pages``, ``[n]`` or ``[L, n]``, after making room."""
         every = np.arange(self._table.num_layers)
         pages = np.broadcast_to(pages, (len(every), pages.shape[-1]))
@@ -91,13 +94,11 @@ class Placement:
         self._table.evict(every, counts, before_step, is_forced)
         return layers, absent
 
-    def _load(
-        self, pages: npt.NDArray[np.integer], before_step: int, is_forced: bool = True
-    ) -> None:
+    def _load(self, pages: PageIds, before_step: int, is_forced: bool = True) -> None:
         layers, absent = self._with_slots(pages, before_step, is_forced)
         self._recall.load_now(layers, absent, self._step, is_forced)
 
-    def fill_free_slots(self, table: npt.NDArray[np.int32], full: npt.NDArray[np.int64]) -> None:
+    def fill_free_slots(self, table: npt.NDArray[np.int32], full: Ids) -> None:
         """If all pages of all requests fit, prefetch those not missed yet.
 
         Then nothing will be missing, and attention is exact. Otherwise selection decides: most copies would be wasted.

@@ -26,6 +26,7 @@ from sglang_scout.ops.residency import Reservation, ResidencyTable
 from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 Layers = npt.NDArray[np.int64] | int
+PageIds = npt.NDArray[np.integer]
 
 _SMOOTH = 1 / 8
 
@@ -89,15 +90,15 @@ class Recall:
         """Right after :meth:`commit`: pages whose copies are late."""
         return sum(len(copies.taken.pages) for copies in self._in_flight)
 
-    def start_recall(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> None:
+    def start_recall(self, layer: Layers, pages: PageIds, step: int) -> None:
         """Start copying ``pages`` to free slots and to those of less frequent pages that ``step`` did not select."""
         self._submit(self._table.exchange(layer, pages, step), "recall")
 
-    def fill(self, layer: Layers, pages: npt.NDArray[np.integer]) -> None:
+    def fill(self, layer: Layers, pages: PageIds) -> None:
         """Start prefetching ``pages`` into free slots."""
         self._submit(self._table.reserve(layer, pages), "fill")
 
-    def prefetch_arrival(self, layer: Layers, pages: npt.NDArray[np.integer]) -> None:
+    def prefetch_arrival(self, layer: Layers, pages: PageIds) -> None:
         """Start prefetching the first ``pages`` of a request that has not joined yet into free slots."""
         self._submit(self._table.reserve(layer, pages, is_forced=False), "arrival")
 
@@ -178,9 +179,7 @@ class Recall:
             was_used = (self._table.slot_of[at] >= 0) & (self._table.uses.stamp[at] == stamp)
             self.used += np.bincount(taken.layers[was_used], minlength=len(self.used))
 
-    def load_now(
-        self, layer: Layers, pages: npt.NDArray[np.integer], step: int, is_forced: bool = True
-    ) -> None:
+    def load_now(self, layer: Layers, pages: PageIds, step: int, is_forced: bool = True) -> None:
         """Copy those of ``pages`` that find a slot, before the step begins, and map them."""
         taken = self._table.reserve(layer, pages, is_forced)
         if len(taken.pages):
@@ -188,7 +187,7 @@ class Recall:
             self._table.commit(taken, step)
         self._counters.warmed_pages += len(taken.pages)
 
-    def map_without_copy(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> int:
+    def map_without_copy(self, layer: Layers, pages: PageIds, step: int) -> int:
         """Map still empty pages to free slots, without copying. Returns how many found one."""
         return self._table.commit(self._table.reserve(layer, pages), step)
 

@@ -224,12 +224,7 @@ class Fetch(Transport):
     """
 
     def __init__(
-        self,
-        host: HostPages,
-        shape: ModelShape,
-        sizes: Sizes,
-        device: torch.device,
-        attend: Attend,
+        self, host: HostPages, shape: ModelShape, sizes: Sizes, device: torch.device, attend: Attend
     ) -> None:
         self._attend = attend
         self._shape, self._budget_pages, self._lists = shape, sizes.budget_pages, sizes.lists

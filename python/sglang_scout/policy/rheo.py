@@ -45,10 +45,7 @@ def make(context: Context) -> Policy:
         rule=SelectionRule.of(config, only_selected=False),
         query=QuerySource.of(config),
         route="cpu",
-        residency=HistoryAware(
-            page_size=config.page_size_tokens,
-            step_pages=context.step_pages,
-        ),
+        residency=HistoryAware(page_size=config.page_size_tokens, step_pages=context.step_pages),
     )
 
 
