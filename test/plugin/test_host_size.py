@@ -18,12 +18,15 @@ from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin import decode as hooks
-from sglang_scout.plugin import host_size, limits
+from sglang_scout.plugin import limits
 from sglang_scout.plugin import prefill as prefill_hooks
+from sglang_scout.plugin import ranks as ranks_module
+from sglang_scout.plugin.ranks import RankCpus
 from sglang_scout.plugin.release import VERSION
 from sglang_scout.policy.base import policies
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool, pool_lacks
+from sglang_scout.worker.cpus import CpuPlan
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
 PAGE_BYTES = 2 * SHAPE.page_bytes * SHAPE.num_layers
@@ -43,9 +46,9 @@ def default(monkeypatch):
 
     def size(available, *, ranks=1, bound_to=([],), nodes=(), on_device=None):
         monkeypatch.setattr(host_memory, "available_bytes", lambda node=None: available[node])
-        monkeypatch.setattr(host_size.numa, "nodes", lambda: nodes)
+        monkeypatch.setattr(ranks_module.numa, "nodes", lambda: nodes)
         group = SimpleNamespace(size=ranks, least=lambda own: own, gather=lambda own: bound_to)
-        return host_size.default_bytes(SIZE, bound_to[0], group, on_device)
+        return ranks_module.default_bytes(SIZE, bound_to[0], group, on_device)
 
     return size
 
@@ -123,7 +126,7 @@ def test_no_room_for_the_worker(default):
 def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages():
     def given(host_gb, ranks=1):
         group = SimpleNamespace(size=ranks)
-        return host_size.host_bytes(None, config_of(host_gb=host_gb), SHAPE, group, 8 << 30)
+        return ranks_module.host_bytes(None, config_of(host_gb=host_gb), SHAPE, group, 8 << 30)
 
     assert given(3, ranks=2) == 3 * 2**29
     assert given(1024) == 1024 << 30
@@ -199,19 +202,21 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
     planned = []
     config = parse_config(policy=policy, policies=policies(), config=keys)
     group = SimpleNamespace(size=1, least=lambda own: own)
-    pool = SimpleNamespace(attach=lambda shape, plan, *_: planned.append(plan))
-    shape = dataclasses.replace(SHAPE, fp8=None if kv == "auto" else torch.float8_e4m3fn)
     lists = 8 if config.grain == "head" else 1
+    cpus = RankCpus(CpuPlan([0] * 8 * lists, [], [], ""), {0: [0] * 8 * lists})
+    shape = dataclasses.replace(SHAPE, fp8=None if kv == "auto" else torch.float8_e4m3fn)
     for module, name, value in (
         (hooks, "parse", config),
         (hooks, "AttentionRanks", group),
         (hooks, "model_shape", shape),
-        (hooks, "build_pools", (None, pool, None)),
-        (host_size, "nodes_of_worker", ([0], [8 * lists])),
+        (ranks_module, "rank_cpus", cpus),
         (hooks, "available_bytes", 1 << 50),
         (hooks, "rank_weights", None),
     ):
         monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    monkeypatch.setattr(
+        hooks, "build_pools", lambda *given: planned.append(given[2].keywords["plan"]) or [None]
+    )
     model_config = SimpleNamespace(context_len=8192)
     runner = SimpleNamespace(device="cpu", server_args=None, model_config=model_config)
     monkeypatch.setattr(hooks.adapter, "pool_sizes", lambda runner: (8 * 8192, 8))

@@ -367,7 +367,7 @@ def test_accepted_with_the_implied_defaults(outcome):
         assert kind == "accepted", made
         on_cpu = given.get("device", "cpu") == "cpu"
         assert made["page_size"] == 32 and (made["attention"] == "torch_native") == on_cpu
-        assert made["role"].partition(":")[0] == ("prefill" if "prefill" in name else "decode")
+        assert json.loads(made["role"])[0] == ("prefill" if "prefill" in name else "decode")
         assert made["decode"] == (None if "prefill" in name else "scout")
     made = outcome.cases["config in a file"][1]
     assert json.loads(made["config"]) == {"recall": "fixed"}, "read once, by the launcher"

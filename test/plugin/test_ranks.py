@@ -58,10 +58,9 @@ def test_two_ranks(tmp_path):
 )  # fmt: skip
 def test_pages_are_divided_the_same_way_on_all_ranks(nodes, others, divided, monkeypatch, caplog):
     found = {node: [2 * node, 2 * node + 1] for node in range(nodes)}
-    group = SimpleNamespace(size=1 + len(others), gather=lambda own: [own, *others])
-    monkeypatch.setattr(ranks_module, "AttentionRanks", lambda: group)
-    monkeypatch.setattr(ranks_module, "cpus_by_node", lambda cpus: found)
-    made = ranks_module.worker_nodes(range(2 * nodes))
+    ranks = SimpleNamespace(size=1 + len(others), gather=lambda own: [own, *others])
+    monkeypatch.setattr(numa, "cpus_by_node", lambda cpus: found)
+    made = ranks_module._by_node(range(2 * nodes), ranks)
     assert made == (found if divided else {})
     assert ("--kv-offload-cpus" in caplog.text) == (nodes > 1 and not divided)
 
@@ -95,7 +94,7 @@ NODE_0 = [*range(4), *range(8, 12)]
     ],
 )  # fmt: skip
 def test_a_gpu_on_the_second_of_two_nodes(
-    allowed, given, other, expected, rest, nodes, background, monkeypatch, tmp_path, caplog
+    allowed, given, other, expected, rest, nodes, background, monkeypatch, tmp_path
 ):
     """From /sys and the cpuset to CPUs, table, arena and memory policy, as a decode server does it."""
     use_sys(monkeypatch, tmp_path)
@@ -104,22 +103,19 @@ def test_a_gpu_on_the_second_of_two_nodes(
     pci = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pci)
     monkeypatch.setattr(ranks_module, "PROCESS_CPUS", frozenset(allowed))
-    ranks_module._warn_once.cache_clear()
 
     def gather(own):
         return [own if isinstance(own, int) else [own[0], other], own]
 
-    group = SimpleNamespace(size=1 if other is None else 2, rank=1, gather=gather)
-    monkeypatch.setattr(ranks_module, "AttentionRanks", lambda: group)
+    ranks = SimpleNamespace(size=1 if other is None else 2, rank=1, gather=gather)
     runner, config = SimpleNamespace(device="cuda", gpu_id=0), OffloadConfig("scout", cpus=given)
-    plan = ranks_module.cpu_plan(runner, config)
+    cpus = ranks_module.rank_cpus(runner, config, ranks)
+    plan = cpus.plan
     assert [(use.cpus, use.used_by) for use in plan.rows] == expected + rest
     is_far = numa.near_cpus("0000:01:00.0") and not set(allowed) & {4, 5, 6, 7}
-    assert (
-        "far from the GPU: this process may run on none of the CPUs near the GPU (4-7,12-15)"
-        in caplog.text
-    ) == is_far
-    assert ranks_module.nodes_of_worker(runner, config) == (list(nodes), list(nodes.values()))
+    far = "this process may run on none of the CPUs near the GPU (4-7,12-15)"
+    assert plan.warning == (far if is_far else "")
+    assert (list(cpus.by_node), cpus.counts) == (list(nodes), list(nodes.values()))
     by_node = numa.cpus_by_node(allowed)
     assert plan.background == background
 
@@ -132,8 +128,6 @@ def test_a_gpu_on_the_second_of_two_nodes(
         assert begin == arena.address + arena.nbytes
         # The ring, then K and V of two layers, with a stripe on each node.
         assert len(bound) == (1 if len(nodes) == 1 else 1 + 4 * len(nodes))
-        client = WorkerClient(
-            arena, plan.threads, nodes=list(ranks_module.worker_nodes(plan.threads).values())
-        )
+        client = WorkerClient(arena, plan.threads, nodes=list(cpus.by_node.values()))
         found = [list(nodes)[i] for i in client.snapshot().cpu_nodes]
         assert found == [next(n for n in by_node if cpu in by_node[n]) for cpu in plan.threads]

@@ -29,11 +29,8 @@ TORCH_FP8 = tuple(getattr(torch, name) for name in FP8_KV.values())
 
 def rank_weights(config: OffloadConfig) -> PageWeights | None:
     """The part of :func:`trained_weights` for this tensor-parallel rank's heads."""
-    weights = trained_weights(config)
-    if weights is None:
-        return None
-    group = adapter.tp_group()
-    return weights.of_rank(group.rank_in_group, group.world_size)
+    weights, group = trained_weights(config), adapter.tp_group()
+    return None if weights is None else weights.of_rank(group.rank_in_group, group.world_size)
 
 
 def model_identity(config: Any) -> ModelIdentity:
@@ -133,8 +130,8 @@ def make_projectors(
 ) -> list[QueryProjector]:
     """Per layer, a function from a layer input to its query: the layer's own norm, W_q, q-norm and RoPE.
 
-    With forecast ``weights`` one vector per KV head instead, from the input of the previous layer (layer 0: its own),
-    after that layer's norm.
+    With forecast ``weights`` one vector per KV head instead, from the normed input of the previous layer (layer 0: its
+    own).
     """
     made = [_projector(index, layer) for index, layer in enumerate(layers)]
     if weights is None or weights.header.kind != "forecast":
@@ -177,19 +174,16 @@ def _heads(layer: Any, heads: int, *, norm_heads: bool = True) -> Callable[..., 
 def _projector(index: int, layer: Any) -> QueryProjector:
     attention, norm = layer.self_attn, layer.input_layernorm
     rope = attention.rotary_emb
-    for what, good in (
-        ("input_layernorm", type(norm) is RMSNorm),
-        (
-            "rotary_emb",
-            isinstance(rope, RotaryEmbedding) and not isinstance(rope, MRotaryEmbedding),
-        ),
-        ("qkv_proj", callable(getattr(attention, "qkv_proj", None))),
-    ):
-        if not good:
-            raise ConfigError(
-                f"--kv-offload: layer {index} of {type(layer).__name__} has an unexpected {what}; "
-                "this model is not supported"
-            )
+    parts = {
+        "input_layernorm": type(norm) is RMSNorm,
+        "rotary_emb": isinstance(rope, RotaryEmbedding) and not isinstance(rope, MRotaryEmbedding),
+        "qkv_proj": callable(getattr(attention, "qkv_proj", None)),
+    }
+    if wrong := [what for what, is_known in parts.items() if not is_known]:
+        raise ConfigError(
+            f"--kv-offload: layer {index} of {type(layer).__name__} has an unexpected {wrong[0]}; this model is not "
+            "supported"
+        )
     normed, heads = _normed(norm), _heads(layer, attention.num_heads)
     q_size, projection = attention.q_size, attention.qkv_proj
     if _has_plain_rows(projection):
@@ -211,8 +205,7 @@ def _projector(index: int, layer: Any) -> QueryProjector:
 def _has_plain_rows(projection: Any) -> bool:
     """Whether output i depends only on row i of the weight: not quantised, not repacked.
 
-    A quantisation method may keep a float weight and still do more than multiply by it, so only SGLang's method for
-    unquantised weights counts; for AMX that one repacks them too.
+    A quantisation method may keep a float weight and still do more than multiply by it.
     """
     weight = getattr(projection, "weight", None)
     return (

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_pool import choose_hint
@@ -26,7 +25,6 @@ from sglang_scout.plugin.model import model_shape, rank_weights
 from sglang_scout.plugin.pool import (
     DigestKVPool,
     build_pools,
-    carries,
     num_layers,
     of_groups,
     pools_target,
@@ -49,7 +47,7 @@ class _Batch(NamedTuple):
 
 
 class LastQueries:
-    """The real queries of each prompt's last token, captured from prefill attention in the newest batches."""
+    """The real queries of each prompt's last token, in the newest batches of prefill."""
 
     def __init__(self) -> None:
         self._batches: deque[_Batch] = deque(maxlen=KEPT_BATCHES)
@@ -84,13 +82,7 @@ class LastQueries:
         return None
 
 
-@functools.cache
-def _warn_of_other_digests() -> None:
-    """Once."""
-    logger.warning(
-        "--kv-offload: the decode server has another `digest` in --kv-offload-config, so it gets no digests and "
-        "computes its own; set the same on both servers"
-    )
+_warn_once = functools.cache(logger.warning)
 
 
 @hook(pools_target("_profile_available_bytes"), "around")
@@ -106,16 +98,19 @@ def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
 @hook(pools_target("_init_pools"), "around")
 def around_init_pools(original, runner, **given):
     """Allocate a digest pool in addition to the KV pool."""
-    config: OffloadConfig = parse(runner.server_args)
-    wanted = DigestKVPool if config.prefill_digests else MHATokenToKVPool
-    build = functools.partial(original, runner, **given)
-    result, pool, allocator = build_pools(build, runner, wanted, wanted)
-    if isinstance(pool, DigestKVPool):
-        shape = model_shape(runner)
-        policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes))
-        hints = bool(hint_bytes(config, shape.num_layers))
-        pool.attach(shape, policy.rule, rank_weights(config), hints)
-        allocator.listener = DigestListener(pool.digests)
+    config, build = parse(runner.server_args), functools.partial(original, runner, **given)
+    if not config.prefill_digests:
+        return build_pools(build, runner, MHATokenToKVPool, MHATokenToKVPool)[0]
+    shape = model_shape(runner)
+    make_pool = functools.partial(
+        DigestKVPool,
+        shape=shape,
+        rule=make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).rule,
+        weights=rank_weights(config),
+        hints=bool(hint_bytes(config, shape.num_layers)),
+    )
+    result, pool, allocator = build_pools(build, runner, make_pool, DigestKVPool)
+    allocator.listener = DigestListener(pool.digests)
     return result
 
 
@@ -134,7 +129,7 @@ def before_send_kv_chunk(
 ) -> None:
     """Compute the digests of the pages about to be sent, and the hint: the best pages for the last token.
 
-    Of the full pages of this chunk, while their K is still on the device; with the last chunk the hint.
+    The digests are of the chunk's full pages, whose K is still on the device. The hint comes with the last chunk.
     """
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if torch.device(pool.device).type == "cpu":
@@ -143,9 +138,7 @@ def before_send_kv_chunk(
     if not isinstance(pool, DigestKVPool):
         return
     size = pool.page_size
-    end = end_idx
-    if end is None:
-        end = min(adapter.extend_end(req), len(req.origin_input_ids))
+    end = min(adapter.extend_end(req), len(req.origin_input_ids)) if end_idx is None else end_idx
     # The decode server may already have the first pages.
     first = 0 if last_chunk else req.start_send_idx // size * size
     locations = scheduler.req_to_token_pool.req_to_token[adapter.row_of(req), first:end:size]
@@ -163,9 +156,9 @@ def before_send_kv_chunk(
 
 
 def _same_layers(here: int, there: int, layers: int) -> bool:
-    """Whether the decode server's buffer count matches as many layers. An exception would end SGLang's transfer thread,
-    and with it the transfers to all decode servers; -1 ends those to this one."""
-    same = carries(there, layers)
+    """Whether ``there`` is a count of buffers of as many layers, with or without digests and hints. An exception would
+    end SGLang's transfers to all decode servers, a hook's result of -1 only those to this one."""
+    same = there in (2 * layers, 4 * layers, 6 * layers)
     if not same:
         logger.error(
             "--kv-offload: this server has %d KV buffers and the decode server %d, so no KV is sent: the two serve "
@@ -181,9 +174,8 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
     """Omit the digests for a decode server without the flag, or with digests of another size; of hints, send only the
     prompt's.
 
-    SGLang would pair V with digests. A hint is in the row of its prompt's last page, so only that row of hints is sent.
-    SGLang's decode server refuses a different --kv-cache-dtype, but not KV of another --dtype, nor a server restarted
-    with another flag.
+    SGLang would pair V with digests. A hint is in the row of its prompt's last page. SGLang's decode server does not
+    refuse KV of another --dtype, nor of a server that was restarted with another --kv-cache-dtype.
     """
     source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
     of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
@@ -206,7 +198,10 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
         return -1
     items, common = kwargs["item_lens"], min(len(source), len(target)) // (2 * layers)
     if common > 1 and not same_items(items, target, layers, 1):
-        _warn_of_other_digests()
+        _warn_once(
+            "--kv-offload: the decode server has another `digest` in --kv-offload-config, so it gets no digests and "
+            "computes its own; set the same on both servers"
+        )
         common = 1
 
     def send(first: int, count: int, **others: Any) -> int:
@@ -231,8 +226,7 @@ def around_send_kvcache_slice(
 ) -> int:
     """Omit the digests for a decode server with another `--tp-size`.
 
-    It gets the K and V of its heads, and computes the digests. SGLang slices every buffer of the list by heads as if it
-    held K or V.
+    It computes them. SGLang slices every buffer of the list by heads as if it held K or V.
     """
     infos, layers = manager.kv_args, num_layers(manager.kv_args.kv_item_lens)
     if not _same_layers(len(infos.kv_data_ptrs), len(target), layers):
