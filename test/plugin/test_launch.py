@@ -79,9 +79,7 @@ CASES = {
         {"speculative_algorithm": "EAGLE"},
         ["--speculative-algorithm EAGLE", "one query per request", "drop one"],
     ),
-    "hicache": (
-        PREFILL | {"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache True", "GPU"]
-    ),
+    "hicache": (PREFILL | {"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache True", "GPU"]),
     "unchecked requests": (
         {"tokenizer_worker_num": 2}, ["--tokenizer-worker-num 2", "bypasses the request checks", "drop one"]
     ),
@@ -104,9 +102,7 @@ CASES = {
         {"tp_size": 2, "kv_offload_cpus": ONE_CPU},
         ["--kv-offload-cpus", "fewer CPUs", "--tp-size", "at least 2"],
     ),
-    "host transport on cuda": (
-        cuda(**keys(transport="host")), ["--kv-offload-config", "transport", "--device cpu"]
-    ),
+    "host transport on cuda": (cuda(**keys(transport="host")), ["--kv-offload-config", "transport", "--device cpu"]),
     "graph transport on cpu": (
         keys(transport="graph"),
         ["--kv-offload-config", "transport", "--device cpu", "TRITON_INTERPRET"],
@@ -134,9 +130,7 @@ CASES = {
         cuda(debug_cuda_graph=True),
         ["--debug-cuda-graph", "drop the flag", "--cuda-graph-backend-decode disabled"],
     ),
-    "weights in host memory": (
-        cuda(cpu_offload_gb=4), ["--cpu-offload-gb 4", "drop the flag", "--tp-size"]
-    ),
+    "weights in host memory": (cuda(cpu_offload_gb=4), ["--cpu-offload-gb 4", "drop the flag", "--tp-size"]),
     "weights in host memory, where all is": ({"cpu_offload_gb": 4}, []),
     "deterministic": (
         cuda(**DETERMINISTIC),
@@ -186,9 +180,7 @@ CASES = {
         {"kv_offload": "sparda"},
         ["--kv-offload sparda: needs --kv-offload-config", "forecast_file", "--kind forecast"],
     ),
-    "no window": (
-        {"kv_offload": "hgca", "kv_offload_budget": 32}, ["--kv-offload-budget 32", "at least 64"]
-    ),
+    "no window": ({"kv_offload": "hgca", "kv_offload_budget": 32}, ["--kv-offload-budget 32", "at least 64"]),
 }  # fmt: skip
 if version("sglang") != "0.5.15.post1":
     CASES["fp8 on cpu"] = (

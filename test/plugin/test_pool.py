@@ -205,7 +205,7 @@ def host_pool(dtype, tokens=40 * SIZE):
         layer_num=3,
         device="cpu",
         enable_memory_saver=False,
-        size=size,
+        server_size=size,
         plan=size.plan(tokens // SIZE + 1),
         cpus=RankCpus(CpuPlan([0], [], [], ""), {}),
         weights=None,
@@ -282,24 +282,17 @@ def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half)
     k = [torch.randn(5 * SIZE, 2, 64) for _ in range(3)]
     host = HostPages(SHAPE, k, k)
     there, here = (digest_pool(SHAPE, 5, kind) for _ in range(2))
-    there.build(np.array([1, 2]), host)
+    pages = np.array([1, 2])
+    assert list(here.accept(pages)) == [1, 2]
+    there.build(pages, host)
     for part, (mine, theirs) in enumerate(zip(here.parts, there.parts, strict=True)):
         mine[:, 2] = theirs[:, 2]
         for i in range(3):
             if (i, part) != (layer, half):
                 mine[i, 1] = theirs[i, 1]
-    assert list(here.accept(np.array([1, 2]))) == [1]
-
-
-def test_digests_are_unset_until_written():
-    digests = DigestPool(SHAPE, 5, "cpu", "minmax")
-    pages = np.array([1, 2, 3])
-    assert list(digests.accept(pages)) == [1, 2, 3]
-    for part in digests.parts:
-        part[:, 2] = 0
-    assert list(digests.accept(pages)) == [1, 3] and digests.valid[2]
-    digests.unset(np.array([2]))
-    assert list(digests.accept(np.array([2]))) == [2] and not digests.valid[2]
+    assert list(here.accept(pages)) == [1] and here.valid.tolist() == [0, 0, 1, 0, 0]
+    here.unset(pages)
+    assert list(here.accept(pages)) == [1, 2] and not here.valid.any()
 
 
 @pytest.fixture
@@ -379,7 +372,6 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
         rule=SelectionRule(kind="minmax", head_reduce="max"),
         host_pages=HostPages(SHAPE, keys, keys),
         shape=SHAPE,
-        last_queries=hooks.LastQueries(),
     )
     order = torch.tensor([3, 1, 8, 2, 7, 5, 4, 6])
     locations = (order[:, None] * SIZE + torch.arange(SIZE)).flatten()
@@ -389,7 +381,7 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
     )
     heard = []
     backend = SimpleNamespace(forward_extend=lambda *args: heard.append(args))
-    kv.last_queries.listen_to(backend)
+    kv.last_queries = hooks.LastQueries(backend)
     for chunk, tokens in ((0, 4 * SIZE), (1, 3 * SIZE + 1)):
         lens = SimpleNamespace(rids=["other", "r"], extend_seq_lens_cpu=[5, tokens])
         for layer in range(3):

@@ -10,9 +10,7 @@ import torch
 from fake_sys import use_sys
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.plugin import ranks as ranks_module
-from sglang_scout.worker import host_memory, numa
-from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.client import WorkerClient
+from sglang_scout.worker import numa
 
 
 def _meet(rank, path):
@@ -96,10 +94,8 @@ NODE_0 = [*range(4), *range(8, 12)]
 def test_a_gpu_on_the_second_of_two_nodes(
     allowed, given, other, expected, rest, nodes, background, monkeypatch, tmp_path
 ):
-    """From /sys and the cpuset to CPUs, table, arena and memory policy, as a decode server does it."""
+    """From /sys and the cpuset to CPUs, table and nodes, as a decode server does it."""
     use_sys(monkeypatch, tmp_path)
-    bound = []
-    monkeypatch.setattr(host_memory, "_mbind", lambda *call: bound.append(call) or 0)
     pci = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pci)
     monkeypatch.setattr(ranks_module, "PROCESS_CPUS", frozenset(allowed))
@@ -116,18 +112,4 @@ def test_a_gpu_on_the_second_of_two_nodes(
     far = "this process may run on none of the CPUs near the GPU (4-7,12-15)"
     assert plan.warning == (far if is_far else "")
     assert (list(cpus.by_node), cpus.counts) == (list(nodes), list(nodes.values()))
-    by_node = numa.cpus_by_node(allowed)
     assert plan.background == background
-
-    spec = ArenaSpec(2, 4000, 32, 2, 4, 64, "bfloat16", 0.125, 4, 8, len(nodes))
-    with Arena.create(spec, numa_nodes=list(nodes), hugepages=False) as arena:
-        begin = arena.address
-        for address, nbytes, node in bound:
-            assert address == begin and nbytes > 0 and node in nodes
-            begin += nbytes
-        assert begin == arena.address + arena.nbytes
-        # The ring, then K and V of two layers, with a stripe on each node.
-        assert len(bound) == (1 if len(nodes) == 1 else 1 + 4 * len(nodes))
-        client = WorkerClient(arena, plan.threads, nodes=list(cpus.by_node.values()))
-        found = [list(nodes)[i] for i in client.snapshot().cpu_nodes]
-        assert found == [next(n for n in by_node if cpu in by_node[n]) for cpu in plan.threads]

@@ -141,14 +141,12 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
             return None
         inside = prefix_lens_cpu % size != 0  # the prefix's last page continues
         last = last_loc.cpu() if bool(inside.any()) else torch.zeros_like(prefix_lens_cpu)
-        pieces, first = [], 0
+        pieces, slots = [], (taken[:, None] * size + torch.arange(size)).flatten()
         for row, count in enumerate(opened.tolist()):
             begin, end = int(prefix_lens_cpu[row]), int(seq_lens_cpu[row])
             rest = min(-begin % size, end - begin)
-            pieces.append(int(last[row]) + 1 + torch.arange(rest))
-            whole = taken[first : first + count, None] * size + torch.arange(size)
-            pieces.append(whole.flatten()[: end - begin - rest])
-            first += count
+            pieces += int(last[row]) + 1 + torch.arange(rest), slots[: end - begin - rest]
+            slots = slots[count * size :]
         return self._result(torch.cat(pieces))
 
     def alloc_decode(

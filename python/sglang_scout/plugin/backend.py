@@ -27,7 +27,6 @@ from sglang_scout.plugin.model import (
     before_layer,
     decoder_layers,
     make_projectors,
-    model_shape,
     rank_weights,
 )
 from sglang_scout.plugin.pool import HostKVPool, lock
@@ -67,7 +66,7 @@ class ScoutAttnBackend(AttentionBackend):
         self.plan, self.cpu_plan = self.pool.plan, self.pool.cpus.plan
         device, context_tokens = runner.device, runner.model_config.context_len
         layers, num_requests = decoder_layers(runner.model), runner.max_running_requests
-        shape, cpus = model_shape(runner), self.cpu_plan.threads
+        shape, cpus = self.pool.shape, self.cpu_plan.threads
         path = self.config.recall_profile
         profile = None if path is None else load_profile(path)  # validated by the launcher
         self.policy = make_policy(
@@ -278,9 +277,6 @@ class ScoutAttnBackend(AttentionBackend):
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
         )
         return out.flatten(1)
-
-    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise NotImplementedError("--kv-offload: the decode server does not prefill")
 
     def close(self) -> None:
         """Stop the attention process and the copies. Also runs at interpreter exit."""

@@ -82,7 +82,7 @@ def around_init_pools(original, runner, **given):
             context,
         )
     build = functools.partial(original, runner, **given)
-    parts = {"size": size, "plan": plan, "cpus": cpus, "weights": rank_weights(config)}
+    parts = {"server_size": size, "plan": plan, "cpus": cpus, "weights": rank_weights(config)}
     return build_pools(build, runner, functools.partial(HostKVPool, **parts), HostKVPool)[0]
 
 
@@ -168,20 +168,18 @@ def around_process_batch_result(original, processor, batch, result) -> None:
     backend = current_backend()
     backend.check_results(result.copy_done)
     damaged = backend.damaged_pages()
-    if not len(damaged):
-        original(processor, batch, result)
-        return
     _fail_owners(batch.reqs, damaged)
     original(processor, batch, result)
-    # All unused pages, damaged ones among them, so that no other request hits those.
-    cache = processor.tree_cache
-    cache.evict(EvictParams(num_tokens=cache.evictable_size()))
+    if len(damaged):
+        # All unused pages, damaged ones among them, so that no other request hits those.
+        cache = processor.tree_cache
+        cache.evict(EvictParams(num_tokens=cache.evictable_size()))
 
 
 def _fail_owners(requests: Sequence[Any], damaged: npt.NDArray[np.int64]) -> None:
     """Abort the running ``requests`` that own a page of ``damaged`` ``[n, 2]``, layers and pages, without the token of
     the step that SGLang will process."""
-    for request in requests:
+    for request in requests if len(damaged) else ():
         if request.finished() or request.is_retracted:
             continue
         own = damaged[np.isin(damaged[:, 1], current_backend().pages_of(request))]
@@ -213,7 +211,7 @@ def around_offload_kv_cache(original, req, tables, allocator) -> None:
     if available - needed >= LEFT_BESIDE_COPIES:
         original(req, tables, allocator)
         return
-    adapter.drop_copy(req)
+    req.kv_offload_dropped = True
     logger.error(
         "request %s was retracted and fails: a copy of its KV needs %s of host memory, and %s are available; lower "
         "--max-running-requests, or free memory",
@@ -226,21 +224,19 @@ def around_offload_kv_cache(original, req, tables, allocator) -> None:
 @hook("managers.scheduler.Scheduler._add_request_to_queue", "around")
 def around_add_request_to_queue(original, scheduler, req, *args, **kwargs) -> None:
     """Restore a retracted request from its KV, also after a pause; fail one whose KV was not kept."""
-    kept = adapter.kept_copy(req)
-    if kept is None:
-        original(scheduler, req, *args, **kwargs)
-        return
-    if kept:
+    if hasattr(req, "kv_offload_dropped"):
+        answer_error(
+            scheduler,
+            req,
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "The request was retracted because the KV pages ran out, and there is no host memory to keep a copy of its "
+            "KV. Send it again later; the server needs fewer concurrent requests or more memory.",
+        )
+    elif adapter.has_copy(req):
         # /pause_generation does not mark this, and would wait for the KV from the prefill server again.
         original(scheduler, req, is_retracted=True)
-        return
-    answer_error(
-        scheduler,
-        req,
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "The request was retracted because the KV pages ran out, and there is no host memory to keep a copy of its KV. "
-        "Send it again later; the server needs fewer concurrent requests or more memory.",
-    )
+    else:
+        original(scheduler, req, *args, **kwargs)
 
 
 @hook("observability.trace.TraceReqContext.trace_slice", "before")

@@ -164,11 +164,8 @@ def around_cumulate_penalty(original, batch) -> None:
     An overlapped step does not know its newest token, so SGLang counts each token a step late. After a transfer the
     first token is known in the first step, and is still the newest in the next.
     """
-    joined = [
-        request
-        for request in batch.reqs
-        if batch.enable_overlap and request.decode_batch_idx == 0 and len(request.output_ids) == 1
-    ]
+    reqs = batch.reqs if batch.enable_overlap else []
+    joined = [r for r in reqs if r.decode_batch_idx == 0 and len(r.output_ids) == 1]
     tokens = [request.output_ids.pop() for request in joined]
     original(batch)
     for request, token in zip(joined, tokens, strict=True):

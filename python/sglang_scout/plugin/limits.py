@@ -126,7 +126,7 @@ def _refuse(args: ServerArgs, name: str, why: str) -> NoReturn:
 
 
 def device_of(args: ServerArgs) -> str:
-    """ "cpu" or "cuda": what SGLang will choose, before it has set the field."""
+    """The device, cpu or cuda, that SGLang will choose, before it has set the field."""
     return torch.device(args.device or get_device()).type
 
 

@@ -80,7 +80,7 @@ class HostKVPool(MHATokenToKVPool):
     """Decode side: all KV in one memory file that the attention process maps too, and the digests of its pages.
 
     Args:
-        size, plan: of this rank.
+        server_size, plan: of this rank.
         cpus: of its attention process; the arena's pages are bound to their NUMA nodes.
         weights: that compute the digests, if any.
     """
@@ -88,7 +88,7 @@ class HostKVPool(MHATokenToKVPool):
     def __init__(
         self,
         *args: Any,
-        size: ServerSize,
+        server_size: ServerSize,
         plan: MemoryPlan,
         cpus: RankCpus,
         weights: PageWeights | None,
@@ -96,12 +96,12 @@ class HostKVPool(MHATokenToKVPool):
     ) -> None:
         self.plan, self.cpus = plan, cpus
         super().__init__(*args, **kwargs)
-        shape, kind = size.shape, size.config.digest
-        context = context_pages(self.arena, shape)
+        self.shape, kind = server_size.shape, server_size.config.digest
+        context = context_pages(self.arena, self.shape)
         checksums = PageChecksums(self.arena) if plan.arena.checksums else None
-        self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer, context, checksums)
+        self.host_pages = HostPages(self.shape, self.k_buffer, self.v_buffer, context, checksums)
         hints = plan.hint_bytes > 0
-        self.digests = DigestPool(shape, plan.num_pages, self.device, kind, weights, hints)
+        self.digests = DigestPool(self.shape, plan.num_pages, self.device, kind, weights, hints)
 
     def _create_buffers(self) -> None:
         adapter.create_buffers(self, super()._create_buffers)

@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,50 +35,40 @@ from sglang_scout.policy.base import Context, make_policy
 
 logger = logging.getLogger(__name__)
 
-
-KEPT_BATCHES = 3
-"""More than one, as SGLang sends a batch's KV while the next one runs."""
-
-
-class _Batch(NamedTuple):
-    rids: list[str]
-    last: torch.Tensor  # [B] row of each request's last token
-    layers: list[torch.Tensor]  # [B, HQ, D] each
+KEPT_BATCHES = 3  # more than one, as SGLang sends a batch's KV while the next one runs
 
 
 class LastQueries:
-    """The real queries of each prompt's last token, in the newest batches of prefill."""
+    """The real queries of each prompt's last token, in the newest batches of SGLang's attention ``backend``."""
 
-    def __init__(self) -> None:
-        self._batches: deque[_Batch] = deque(maxlen=KEPT_BATCHES)
-
-    def listen_to(self, backend: Any) -> None:
-        """Record the calls of SGLang's attention ``backend`` from now on."""
+    def __init__(self, backend: Any) -> None:
+        # Of each batch the requests, the row of each one's last token, and the queries [B, HQ, D] of each layer.
+        self._batches: deque[tuple[list[str], torch.Tensor, list[torch.Tensor]]]
+        self._batches = deque(maxlen=KEPT_BATCHES)
         original = backend.forward_extend
 
         def forward_extend(q, k, v, layer, forward_batch, *args, **kwargs):
-            self.note(q, layer, forward_batch)
+            self._note(q, layer, forward_batch)
             return original(q, k, v, layer, forward_batch, *args, **kwargs)
 
         backend.forward_extend = forward_extend
 
-    def note(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+    def _note(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         """``q`` ``[T, HQ * D]`` of all tokens of a batch, after RoPE."""
         if not forward_batch.rids:
             return  # SGLang warms up or captures
         if layer.layer_id == 0:
             last = np.cumsum(forward_batch.extend_seq_lens_cpu) - 1
-            self._batches.append(_Batch(forward_batch.rids, upload(last, q.device), []))
-        batch = self._batches[-1]
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        batch.layers.append(q.index_select(0, batch.last))
+            self._batches.append((forward_batch.rids, upload(last, q.device), []))
+        _, rows, layers = self._batches[-1]
+        layers.append(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).index_select(0, rows))
 
     def of(self, rid: str) -> torch.Tensor | None:
         """``[L, HQ, D]`` fp32 queries of the last token of request ``rid`` in its newest batch."""
-        for batch in reversed(self._batches):
-            if rid in batch.rids:
-                row = batch.rids.index(rid)
-                return torch.stack([queries[row] for queries in batch.layers]).float()
+        for rids, _, layers in reversed(self._batches):
+            if rid in rids:
+                row = rids.index(rid)
+                return torch.stack([queries[row] for queries in layers]).float()
         return None
 
 
@@ -119,8 +109,7 @@ def after_init_attention_backends(_, runner) -> None:
     """Record the real queries of each prompt's last token."""
     pool = runner.token_to_kv_pool
     if isinstance(pool, DigestKVPool) and pool.digests.hints is not None:
-        pool.last_queries = LastQueries()
-        pool.last_queries.listen_to(runner.attn_backend)
+        pool.last_queries = LastQueries(runner.attn_backend)
 
 
 @hook("disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk", "before")
@@ -177,11 +166,10 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
     SGLang would pair V with digests. A hint is in the row of its prompt's last page. SGLang's decode server does not
     refuse KV of another --dtype, nor of a server that was restarted with another --kv-cache-dtype.
     """
-    source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
-    of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
-    if not of_kv:
+    source, target, items = (kwargs[x] for x in ("src_data_ptrs", "dst_data_ptrs", "item_lens"))
+    if kwargs.get("state_type") is not None or source != manager.kv_args.kv_data_ptrs:
         return original(manager, *args, **kwargs)
-    layers, own = num_layers(kwargs["item_lens"]), kwargs["item_lens"][0]
+    layers, own = num_layers(items), items[0]
     there = manager.decode_kv_args_table[kwargs["mooncake_session_id"]].dst_kv_item_len
     if own != there:
         server = manager.server_args
@@ -196,7 +184,7 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
         return -1
     if not _same_layers(len(source), len(target), layers):
         return -1
-    items, common = kwargs["item_lens"], min(len(source), len(target)) // (2 * layers)
+    common = min(len(source), len(target)) // (2 * layers)
     if common > 1 and not same_items(items, target, layers, 1):
         _warn_once(
             "--kv-offload: the decode server has another `digest` in --kv-offload-config, so it gets no digests and "
@@ -214,10 +202,9 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
     if common < 3 or not same_items(items, target, layers, 2):
         return 0
     last = {name: kwargs[name][-1:] for name in ("prefill_data_indices", "dst_data_indices")}
-    row = [of_groups(kwargs[name], layers, 2)[0] for name in ("src_data_ptrs", "item_lens")]
+    row = (of_groups(values, layers, 2)[0] for values in (source, items))
     # No hint before the end of a prompt.
-    is_hint = has_hint(*row, int(last["prefill_data_indices"][0]))
-    return send(2, 1, **last) if is_hint else 0
+    return send(2, 1, **last) if has_hint(*row, int(last["prefill_data_indices"][0])) else 0
 
 
 @hook("disaggregation.mooncake.conn.MooncakeKVManager.send_kvcache_slice", "around")

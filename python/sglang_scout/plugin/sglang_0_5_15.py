@@ -100,11 +100,6 @@ def extend_end(req: Any) -> int:
     return int(req.extend_range.end)
 
 
-def kept_copy(req: Any) -> bool | None:
-    """Whether the KV of a retracted request was kept; None: it was not retracted."""
-    return req.kv_cache_cpu is not None if hasattr(req, "kv_cache_cpu") else None
-
-
-def drop_copy(req: Any) -> None:
-    """Do not keep the KV of a request that is being retracted."""
-    req.kv_cache_cpu = None
+def has_copy(req: Any) -> bool:
+    """Whether there is a copy of the KV of this request, which has been retracted."""
+    return hasattr(req, "kv_cache_cpu")

@@ -104,11 +104,5 @@ def extend_end(req: Any) -> int:
     return int(req.extend_end)
 
 
-def kept_copy(req: Any) -> bool | None:
-    if getattr(req, "kv_offload_dropped", False):
-        return False
-    return True if req.kv.retraction_backup is not None else None
-
-
-def drop_copy(req: Any) -> None:
-    req.kv_offload_dropped = True
+def has_copy(req: Any) -> bool:
+    return req.kv.retraction_backup is not None
