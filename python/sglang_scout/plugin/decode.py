@@ -63,13 +63,13 @@ def around_init_pools(original, runner, **given):
     tokens, max_batch = adapter.pool_sizes(runner, **given)
     num_pages, context = tokens // shape.page_size + 1, runner.model_config.context_len
     size, cpus = size_of(runner, config, shape, max_batch, ranks)
+    # Every rank reads both before any allocates.
+    in_pool = not pool_lacks(size.arena(num_pages), arenas=ranks.size)
     plan = check_memory(
         size,
         num_pages,
-        in_pool=not pool_lacks(size.arena(num_pages), arenas=ranks.size),
-        available_bytes=ranks.least(
-            available_bytes()
-        ),  # every rank has read both before any allocates
+        ranks.least(available_bytes()),
+        in_pool=in_pool,
         device_bytes=_device_bytes,
         shared=torch.device(runner.device).type == "cpu",
         ranks=ranks.size,

@@ -76,9 +76,8 @@ def _prompt_logprobs(request: GenerateReqInput) -> bool:
     starts = _each(request.logprob_start_len)
     if not (_logprob(request) and any(isinstance(at, int) and at >= 0 for at in starts)):
         return False
-    is_batch = isinstance(request.text, list)
-    is_batch = is_batch or any(isinstance(ids, list) for ids in _each(request.input_ids))
-    return bool(request.stream) or is_batch or any(_each(request.top_logprobs_num))
+    of_several = (isinstance(ids, list) for ids in (request.text, *_each(request.input_ids)))
+    return bool(request.stream) or any(of_several) or any(_each(request.top_logprobs_num))
 
 
 _NONE_FOR_PROMPT = "a prefill-decode pair has none for the prompt; drop the field"
@@ -124,11 +123,8 @@ def before_normalize(request: GenerateReqInput) -> None:
     Before SGLang makes ``n`` requests of it, with one bootstrap room for all.
     """
     for field, limit in LIMITS.items():
-        if limit.asked is None:
-            is_asked = any(_each(getattr(request, field, None)))  # not in every release
-        else:
-            is_asked = limit.asked(request)
-        if is_asked:
+        given = getattr(request, field, None)  # not in every release
+        if any(_each(given)) if limit.asked is None else limit.asked(request):
             raise ValueError(f"{field}: {limit.sentence}")
 
 

@@ -112,13 +112,18 @@ class HostKVPool(MHATokenToKVPool):
             lock(
                 self.arena.address, self.arena.nbytes, "--kv-offload-host-gb: {}, or lower the flag"
             )
-        tokens = (self.plan.num_pages * self.page_size, self.head_num, self.head_dim)
-        layers = range(self.layer_num)
-        self.k_buffer = [_tensor(self.arena.k_pages(i), self.store_dtype, tokens) for i in layers]
-        self.v_buffer = [_tensor(self.arena.v_pages(i), self.store_dtype, tokens) for i in layers]
+        size = (-1, self.head_num, self.head_dim)
+        # 16-bit floats are uint16 in the arena, because numpy has no bfloat16; SGLang stores fp8 as bytes.
+        self.k_buffer, self.v_buffer = (
+            [
+                torch.from_numpy(of(i)).view(self.store_dtype).view(size)
+                for i in range(self.layer_num)
+            ]
+            for of in (self.arena.k_pages, self.arena.v_pages)
+        )
 
     def get_cpu_copy(self, indices: torch.Tensor, **_: Any) -> Any:
-        """Of a request that SGLang retracts. Whole pages are copied, the last one too."""
+        """Of a request that SGLang retracts, in whole pages, which are copied many times faster than tokens."""
         pages, checksums = self._pages_of(indices), self.host_pages.checksums
         words = None if checksums is None else checksums.taken(pages)
         return self.host_pages.save(pages), words
@@ -219,8 +224,3 @@ def lock(address: int, nbytes: int, message: str) -> None:
         lock_memory(address, nbytes, progress)
     except MemoryError as error:
         raise ConfigError(message.format(error)) from None
-
-
-def _tensor(pages: npt.NDArray[Any], dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:
-    # 16-bit floats arrive as uint16, because numpy has no bfloat16; SGLang stores fp8 as bytes.
-    return torch.from_numpy(pages).view(dtype).view(size)

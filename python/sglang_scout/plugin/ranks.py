@@ -91,13 +91,11 @@ class RankCpus(NamedTuple):
     """The CPUs of a rank's attention process."""
 
     plan: CpuPlan
-    by_node: dict[
-        int, list[int]
-    ]  # of the NUMA nodes that its pages are divided among; empty: not bound to nodes
+    by_node: dict[int, list[int]]  # by NUMA node, if its pages are divided among those nodes
 
     @property
     def counts(self) -> list[int]:
-        """On each of those nodes, or of all."""
+        """How many are on each node that the pages are divided among."""
         return [len(cpus) for cpus in self.by_node.values()] or [len(self.plan.threads)]
 
 
