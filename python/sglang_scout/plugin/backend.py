@@ -23,12 +23,7 @@ from sglang_scout.plugin.allocator import RequestTables, ScoutAllocator
 from sglang_scout.plugin.dummy_kv import DummyKV
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.limits import check_context, uses_graph_transport
-from sglang_scout.plugin.model import (
-    before_layer,
-    decoder_layers,
-    make_projectors,
-    rank_weights,
-)
+from sglang_scout.plugin.model import before_layer, decoder_layers, make_projectors, rank_weights
 from sglang_scout.plugin.pool import HostKVPool, lock
 from sglang_scout.plugin.query_check import QueryProbe
 from sglang_scout.plugin.ranks import AttentionRanks

@@ -23,16 +23,9 @@ from sglang_scout.core.config import (
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import trained_weights
 from sglang_scout.core.profile import load_profile
+from sglang_scout.plugin import limits
 from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import apply, hook, hooks_of
-from sglang_scout.plugin.limits import (
-    BACKEND_NAME,
-    check_deployment,
-    check_model,
-    check_resolved_graphs,
-    device_of,
-    flag_of,
-)
 from sglang_scout.plugin.release import adapter
 from sglang_scout.policy.base import policies
 
@@ -123,7 +116,7 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
             value = getattr(self, name)
             if name != "kv_offload" and value is not None:
                 raise ConfigError(
-                    f"{flag_of(name)} {value!r}: has no effect without --kv-offload; add --kv-offload "
+                    f"{limits.flag_of(name)} {value!r}: has no effect without --kv-offload; add --kv-offload "
                     "POLICY or drop it"
                 )
         original(self)
@@ -132,15 +125,15 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
         # The scheduler processes parse it again, and the file may be gone by then.
         self.kv_offload_config = json.dumps(load_json(self.kv_offload_config))
     config = parse(self)
-    check_deployment(self, config)
+    limits.check_deployment(self, config)
     if self.disaggregation_mode == "decode":
         check_files(config)
     profile = None if config.recall_profile is None else load_profile(config.recall_profile)
     _apply_defaults(self)
     original(self)
     if self.disaggregation_mode == "decode":
-        check_resolved_graphs(adapter.resolved(self), config)
-    check_model(self, config, profile, trained_weights(config))
+        limits.check_resolved_graphs(adapter.resolved(self), config)
+    limits.check_model(self, config, profile, trained_weights(config))
     apply(hooks_of("http"))
     # After halves.py has read the first, which knows better than a timeout whether the other half of a request waits
     # in a queue or is lost. A queue of long prompts takes longer than SGLang's 300 s.
@@ -171,7 +164,7 @@ def _apply_defaults(args: ServerArgs) -> None:
     # one just as the router sends a request on it, and the other server waits for that request in vain.
     os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "120")
     reach_directly(args.host)
-    on_cpu = device_of(args) == "cpu"
+    on_cpu = limits.device_of(args) == "cpu"
     if on_cpu:
         # With other CPU backends SGLang chooses Triton for page bookkeeping, which needs a GPU.
         args.attention_backend = args.prefill_attention_backend = "torch_native"
@@ -181,7 +174,7 @@ def _apply_defaults(args: ServerArgs) -> None:
             # SGLang's 20 s. A scheduler that ends takes the server with it.
             os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
         return
-    args.decode_attention_backend = BACKEND_NAME
+    args.decode_attention_backend = limits.BACKEND_NAME
     if not on_cpu:
         # They would write to host pages as if these were on the device.
         args.disable_prefill_cuda_graph = True

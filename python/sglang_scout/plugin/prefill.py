@@ -17,19 +17,13 @@ from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_pool import choose_hint
 from sglang_scout.engine.hints import has_hint, hint_bytes
 from sglang_scout.engine.memory import bytes_beside_digests
+from sglang_scout.plugin import pool as pools
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import DigestListener
 from sglang_scout.plugin.hooks import hook
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.model import model_shape, rank_weights
-from sglang_scout.plugin.pool import (
-    DigestKVPool,
-    build_pools,
-    num_layers,
-    of_groups,
-    pools_target,
-    same_items,
-)
+from sglang_scout.plugin.pool import DigestKVPool, build_pools, pools_target
 from sglang_scout.plugin.release import adapter
 from sglang_scout.policy.base import Context, make_policy
 
@@ -169,7 +163,7 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
     source, target, items = (kwargs[x] for x in ("src_data_ptrs", "dst_data_ptrs", "item_lens"))
     if kwargs.get("state_type") is not None or source != manager.kv_args.kv_data_ptrs:
         return original(manager, *args, **kwargs)
-    layers, own = num_layers(items), items[0]
+    layers, own = pools.num_layers(items), items[0]
     there = manager.decode_kv_args_table[kwargs["mooncake_session_id"]].dst_kv_item_len
     if own != there:
         server = manager.server_args
@@ -185,7 +179,7 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
     if not _same_layers(len(source), len(target), layers):
         return -1
     common = min(len(source), len(target)) // (2 * layers)
-    if common > 1 and not same_items(items, target, layers, 1):
+    if common > 1 and not pools.same_items(items, target, layers, 1):
         _warn_once(
             "--kv-offload: the decode server has another `digest` in --kv-offload-config, so it gets no digests and "
             "computes its own; set the same on both servers"
@@ -194,15 +188,15 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
 
     def send(first: int, count: int, **others: Any) -> int:
         for name in ("src_data_ptrs", "item_lens", "dst_data_ptrs"):
-            others[name] = of_groups(kwargs[name], layers, first, count)
+            others[name] = pools.of_groups(kwargs[name], layers, first, count)
         return original(manager, *args, **kwargs | others)
 
     if status := send(0, min(common, 2)):
         return status
-    if common < 3 or not same_items(items, target, layers, 2):
+    if common < 3 or not pools.same_items(items, target, layers, 2):
         return 0
     last = {name: kwargs[name][-1:] for name in ("prefill_data_indices", "dst_data_indices")}
-    row = (of_groups(values, layers, 2)[0] for values in (source, items))
+    row = (pools.of_groups(values, layers, 2)[0] for values in (source, items))
     # No hint before the end of a prompt.
     return send(2, 1, **last) if has_hint(*row, int(last["prefill_data_indices"][0])) else 0
 
@@ -215,14 +209,14 @@ def around_send_kvcache_slice(
 
     It computes them. SGLang slices every buffer of the list by heads as if it held K or V.
     """
-    infos, layers = manager.kv_args, num_layers(manager.kv_args.kv_item_lens)
+    infos, layers = manager.kv_args, pools.num_layers(manager.kv_args.kv_item_lens)
     if not _same_layers(len(infos.kv_data_ptrs), len(target), layers):
         return -1
     if len(set(infos.kv_item_lens)) > 1:
         manager, infos = copy.copy(manager), copy.copy(infos)
-        infos.kv_data_ptrs = of_groups(infos.kv_data_ptrs, layers, 0)
+        infos.kv_data_ptrs = pools.of_groups(infos.kv_data_ptrs, layers, 0)
         manager.kv_args = infos
-        target = of_groups(target, layers, 0)
+        target = pools.of_groups(target, layers, 0)
     return original(manager, session, pages, target, *args, **kwargs)
 
 

@@ -56,8 +56,7 @@ METRICS = {
     "context_pages_total": gauge("pages", "Capacity for tokens that heads keep, over all layers"),
     "context_pages_used": gauge("pages", "In use for tokens that heads keep, over all layers"),
     "worker_restarts": counter(
-        "starts",
-        "Starts of the CPU attention process but the first, failed ones included",
+        "starts", "Starts of the CPU attention process but the first, failed ones included"
     ),
     "worker_up": gauge("1 or 0", "1 while the CPU attention process serves, otherwise 0"),
     "step_seconds": histogram(
