@@ -164,10 +164,6 @@ CASES = {
         f"checksums and {x['kv_offload']}": (x | keys(page_checksums=True), ["page_checksums", "for scout"])
         for x in SYSTEMS
     },
-    **{
-        f"window and {x['kv_offload']}": (x | {"model_path": "WINDOW"}, ["--model-path", "sliding-window"])
-        for x in SYSTEMS
-    },
     "model of forecast": (
         SPARDA | {"model_path": "THETA"},
         ["--kv-offload-config: forecast_file = ", "own_forecast'", "THETA", "--kind forecast"],
@@ -313,17 +309,12 @@ def outcome(tiny_model, tmp_path_factory):
     identity = ModelIdentity("Qwen3ForCausalLM", 4, 4, 2, 64, config_digest(own))
     own_profile = RecallProfile(1, "tiny", 32, 128, 0.12, [8] * 4, 4, identity=identity)
     save_profile(own_profile, str(profile))
-    files = {
-        "forecast": forecast_weights(identity, own["hidden_size"]),
-        "pilot": pilot_weights(identity),
-    }
-    for kind, weights in files.items():
-        save_weights(weights, str(folder / f"own_{kind}"))
     (folder / "config.json").write_text('{"recall": "fixed"}')
     named = paths | {"OWN": str(profile), "FILE": f"@{folder}/config.json"}
-    named |= {
-        kind.upper(): json.dumps({f"{kind}_file": str(folder / f"own_{kind}")}) for kind in files
-    }
+    forecast = forecast_weights(identity, own["hidden_size"])
+    for kind, weights in (("forecast", forecast), ("pilot", pilot_weights(identity))):
+        save_weights(weights, str(folder / f"own_{kind}"))
+        named[kind.upper()] = json.dumps({f"{kind}_file": str(folder / f"own_{kind}")})
     cases = [
         {"model_path": str(model)}
         | {key: named.get(x, x) if isinstance(x, str) else x for key, x in given.items()}
