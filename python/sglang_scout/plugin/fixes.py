@@ -11,10 +11,9 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
-from threading import Thread
 from typing import Any
 
 import torch
@@ -238,9 +237,7 @@ def around_ensure_parallel_info(original, manager, address: str) -> bool:
     questions: dict[str, Future[bool]] = vars(manager).setdefault("kv_offload_questions", {})
     is_new = address not in questions
     if is_new:
-        questions[address] = Future()
-        asked = (original, manager, address, questions[address])
-        Thread(target=_ask, args=asked, daemon=True).start()
+        questions[address] = ThreadPoolExecutor(1).submit(original, manager, address)
     try:
         answer = questions[address].result(_ANSWER_S if is_new else 0)
     except TimeoutError:
@@ -253,15 +250,6 @@ def around_ensure_parallel_info(original, manager, address: str) -> bool:
             manager.update_status(room, KVPoll.Failed)
     del questions[address]
     return answer
-
-
-def _ask(
-    original: Callable[[Any, str], bool], manager: Any, address: str, answer: Future[bool]
-) -> None:
-    try:
-        answer.set_result(original(manager, address))
-    except Exception as error:
-        answer.set_exception(error)
 
 
 @on_decode("disaggregation.mooncake.conn.MooncakeKVManager._on_heartbeat_success", "after")

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 from aiohttp import web
-from fastapi import HTTPException
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_scout.plugin.hooks import hook
-from sglang_scout.plugin.shutdown import aborted
+from sglang_scout.plugin.shutdown import aborted, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +82,7 @@ class Halves:
         if known and known.nth <= self._nth(request):
             del self._heard[room]
             request.kv_offload_ended = True
-            # The status of a stream has been sent.
-            if known.status == HTTPStatus.BAD_REQUEST or request.stream:
-                raise ValueError(known.message)
-            raise HTTPException(known.status, known.message)
+            refuse(request, known.status, known.message)
         if flags.disaggregation_mode == "decode":
             port = request.bootstrap_port or flags.disaggregation_bootstrap_port
             address = NetworkAddress(request.bootstrap_host, port).to_host_port_str()

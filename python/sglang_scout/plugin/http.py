@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 
 from sglang_scout.plugin.halves import halves
 from sglang_scout.plugin.hooks import hook
-from sglang_scout.plugin.shutdown import refuse_new
+from sglang_scout.plugin.shutdown import REFUSAL, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,8 @@ def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> No
     """
     if not isinstance(obj, GenerateReqInput):
         return  # SGLang refuses it itself
-    refuse_new(manager, obj)
+    if manager.gracefully_exit:
+        refuse(obj, HTTPStatus.SERVICE_UNAVAILABLE, REFUSAL)
     if not isinstance(obj.sampling_params, dict):
         raise ValueError("sampling_params must be one object for one prompt")
     _check(obj.sampling_params, manager.sampling_params_class, "sampling_params")

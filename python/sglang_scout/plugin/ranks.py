@@ -104,7 +104,10 @@ def rank_cpus(runner: Any, config: OffloadConfig, ranks: AttentionRanks) -> Rank
     near = _near_cpus(runner) if torch.device(runner.device).type == "cuda" else None
     share, allowed = None, set(PROCESS_CPUS)
     if ranks.size > 1:
-        home = sorted(_omp_cpus(runner) if near is None else near)
+        # On the CPU device SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on.
+        home = near
+        if home is None:
+            home = sorted(parse_cpu_list(adapter.omp_cpus(runner), set(range(1 << 16))))
         found = ranks.gather([sorted(PROCESS_CPUS), home])
         allowed = {cpu for cpus, _ in found for cpu in cpus}
         homes = [home or cpus for cpus, home in found]
@@ -134,11 +137,6 @@ def _near_cpus(runner: Any) -> list[int]:
     """CPUs close to this rank's GPU; empty if unknown."""
     gpu = torch.cuda.get_device_properties(runner.gpu_id)
     return numa.near_cpus(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
-
-
-def _omp_cpus(runner: Any) -> tuple[int, ...]:
-    """SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on."""
-    return parse_cpu_list(adapter.omp_cpus(runner), set(range(1 << 16)))
 
 
 def size_of(

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import AbortReq, ShutdownReq
@@ -41,18 +41,16 @@ def answer_error(scheduler: Any, request: Any, status: int, message: str) -> Non
     scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
 
 
-def refuse_new(manager: Any, request: Any) -> None:
-    """Refuse a request that arrives after the signal.
+def refuse(request: Any, status: int, message: str) -> NoReturn:
+    """Refuse a ``request`` in the HTTP process.
 
     Raises:
-        HTTPException: status 503.
-        ValueError: in a stream, whose status has already been sent.
+        HTTPException: with this status.
+        ValueError: status 400, or a stream, whose status has already been sent.
     """
-    if not manager.gracefully_exit:
-        return
-    if request.stream:
-        raise ValueError(REFUSAL)
-    raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, REFUSAL)
+    if status == HTTPStatus.BAD_REQUEST or request.stream:
+        raise ValueError(message)
+    raise HTTPException(status, message)
 
 
 @hook("managers.tokenizer_manager.TokenizerManager.sigterm_watchdog", "around", roles="http")
