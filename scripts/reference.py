@@ -15,7 +15,7 @@ import yaml
 from sglang_scout.core.config import KEYS, PUBLIC_KEYS, Key
 from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import ROLES, Hook, hooks_of
-from sglang_scout.plugin.metrics import METRICS
+from sglang_scout.plugin.status import METRICS
 from sglang_scout.policy.base import policies
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

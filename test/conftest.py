@@ -16,7 +16,7 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 # Their helper modules; test modules are imported by file, see below.
-for folder in ("", "e2e", "engine", "ops", "plugin", "policy", "ring", "worker"):
+for folder in ("", "e2e", "engine", "ops", "policy", "ring", "worker"):
     sys.path.insert(0, str(ROOT / "test" / folder))
 
 # Before anything imports triton: without a GPU its kernels run in the interpreter, on CPU tensors.

@@ -148,6 +148,12 @@ def test_hands_out_what_sglang_s_own_does_and_says_so(operations, need_sort):
         assert listener.out == held and ours.allocator.used_pages == len(held)
 
 
+def extend(made, total):
+    """A new request of ``total`` tokens."""
+    none, end = torch.zeros(1, dtype=torch.int64), torch.tensor([total])
+    return made.alloc_extend(none, none, end, end, none - 1, total)
+
+
 def test_says_which_row_opened_which_page():
     made = make(allocator.ScoutAllocator, True)
     made.listener = Listener()
@@ -174,15 +180,8 @@ def test_a_transfer_waits_for_a_step_that_may_still_write_a_page(monkeypatch):
     assert listener.out & listener.fresh and not waits
     made.alloc(SIZE)
     assert len(waits) == 1
-    nothing, end = torch.zeros(1, dtype=torch.int64), torch.tensor([SIZE])
-    made.alloc_extend(nothing, nothing, end, end, nothing - 1, SIZE)
+    extend(made, SIZE)
     assert len(waits) == 2
-
-
-def extend(made, total):
-    """A new request of ``total`` tokens."""
-    none, end = torch.zeros(1, dtype=torch.int64), torch.tensor([total])
-    return made.alloc_extend(none, none, end, end, none - 1, total)
 
 
 def kv_cache(**spec):

@@ -3,6 +3,7 @@
 On real servers: test/e2e/test_process_faults.py.
 """
 
+import functools
 import os
 import socket
 import threading
@@ -19,14 +20,6 @@ from sglang.srt.layers.attention import torch_native_backend as torch_native
 
 from harness import wait_until
 from sglang_scout.plugin import fixes
-from sglang_scout.plugin.fixes import (
-    after_heartbeat_success,
-    around_connect,
-    around_connect_to_decode,
-    around_poll,
-    before_kv_manager,
-    before_on_idle,
-)
 from sglang_scout.plugin.launch import reach_directly
 from sglang_scout.plugin.release import VERSION
 
@@ -44,27 +37,16 @@ def prefill():
 
 
 def connect(endpoint):
-    return around_connect(CommonKVReceiver._connect.__func__, CommonKVReceiver, endpoint)
+    return fixes.around_connect(CommonKVReceiver._connect.__func__, CommonKVReceiver, endpoint)
 
 
-only_there = pytest.mark.skipif(VERSION != "0.5.15.post1", reason="SGLang mends it since")
-
-
-@only_there
-def test_a_living_one_keeps_its_socket(prefill):
-    server, endpoint = prefill
-    sock, _ = connect(endpoint)
-    sock.send(b"a")
-    assert server.recv() == b"a"
-    assert connect(endpoint)[0] is sock
-
-
-@only_there
+@pytest.mark.skipif(VERSION != "0.5.15.post1", reason="SGLang mends it since")
 def test_a_message_to_one_that_is_gone_does_not_block(prefill):
     server, endpoint = prefill
     sock, _ = connect(endpoint)
     sock.send(b"a")
     assert server.recv() == b"a"
+    assert connect(endpoint)[0] is sock, "of one that lives"
     server.close()
     wait_until("the end is seen", lambda: not sock.poll(0, zmq.POLLOUT), 10)
     other, _ = connect(endpoint)
@@ -93,12 +75,12 @@ def test_a_replaced_one_is_noticed():
         dead.bind(("127.0.0.1", 0))  # without listening
         port, gone = lives.getsockname()[1], dead.getsockname()[1]
         manager = manager_of(port, port)
-        after_heartbeat_success(None, manager, "host:1")
+        fixes.after_heartbeat_success(None, manager, "host:1")
         assert manager.failed == []
         manager = manager_of(port, gone)
-        after_heartbeat_success(None, manager, "host:2")  # another prefill server's heartbeat
+        fixes.after_heartbeat_success(None, manager, "host:2")  # another prefill server's heartbeat
         assert manager.failed == []
-        after_heartbeat_success(None, manager, "host:1")
+        fixes.after_heartbeat_success(None, manager, "host:1")
         assert manager.failed == ["host:1"]
 
 
@@ -119,11 +101,11 @@ def test_the_pages_of_a_transfer_that_failed_are_kept_for_a_while(monkeypatch):
     monkeypatch.setattr(fixes.time, "monotonic", lambda: clock[0])
     early = Receiver(status=KVPoll.Failed, init_time=None)
     late = Receiver(status=KVPoll.Success, init_time=1.0)
-    polls = lambda: around_poll(_poll_with_failure_injection, [early, late])  # noqa: E731
+    polls = lambda: fixes.around_poll(_poll_with_failure_injection, [early, late])  # noqa: E731
     assert polls() == [KVPoll.Failed, KVPoll.Success]
     # A health check's, as SGLang's FakeKVReceiver.
     health = SimpleNamespace(poll=lambda: KVPoll.Failed)
-    assert around_poll(_poll_with_failure_injection, [health]) == [KVPoll.Failed]
+    assert fixes.around_poll(_poll_with_failure_injection, [health]) == [KVPoll.Failed]
     with monkeypatch.context() as failing:
         failing.setenv("SGLANG_TEST_DISAGG_FAILURE_PROB", "1.0")
         assert polls() == [KVPoll.Failed, KVPoll.Transferring]
@@ -151,7 +133,7 @@ def test_messages_of_two_threads_do_not_mix(prefill, prefill_manager):
 
     def send(message):
         for _ in range(count):
-            around_connect_to_decode(
+            fixes.around_connect_to_decode(
                 CommonKVManager._connect, prefill_manager, endpoint
             ).send_multipart(message)
 
@@ -166,7 +148,7 @@ def test_messages_of_two_threads_do_not_mix(prefill, prefill_manager):
 
 def test_a_message_to_a_closed_socket_is_lost_and_no_more(prefill, prefill_manager):
     _, endpoint = prefill
-    sender = around_connect_to_decode(CommonKVManager._connect, prefill_manager, endpoint)
+    sender = fixes.around_connect_to_decode(CommonKVManager._connect, prefill_manager, endpoint)
     prefill_manager._socket_cache[endpoint].close()  # as by another thread that detected it
     sender.send_multipart([b"a"])
 
@@ -179,18 +161,12 @@ class _Poller(zmq.Poller):
         return super().poll(timeout)
 
 
-@pytest.mark.parametrize("idle", [False, True])
-def test_it_sleeps_while_requests_are_on_their_way(idle):
+@pytest.mark.parametrize(("idle", "with_flag"), [(False, True), (True, True), (False, False)])
+def test_with_the_flag_it_sleeps_while_requests_are_on_their_way(idle, with_flag):
     poller = _Poller()
-    scheduler = SimpleNamespace(
-        idle_sleeper=SimpleNamespace(poller=poller), is_fully_idle=lambda: idle
-    )
-    before_on_idle(scheduler)
-    assert poller.polls == (not idle)  # without requests SGLang itself sleeps
-
-
-def test_it_polls_on_without_the_flag():
-    before_on_idle(SimpleNamespace(idle_sleeper=None, is_fully_idle=lambda: False))
+    sleeper = SimpleNamespace(poller=poller) if with_flag else None
+    fixes.before_on_idle(SimpleNamespace(idle_sleeper=sleeper, is_fully_idle=lambda: idle))
+    assert poller.polls == (with_flag and not idle)  # without requests SGLang itself sleeps
 
 
 OWN = ("http://127.0.0.1:1/health", "http://localhost:1", "http://[::1]:1", "http://10.1.2.3:1")
@@ -209,23 +185,24 @@ def direct(*urls):
     return [should_bypass_proxies(url, no_proxy=None) for url in urls]
 
 
-@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY", None])
-def test_a_launcher_reaches_itself_directly_and_the_hub_by_the_proxy(monkeypatch, name):
-    if name:
-        monkeypatch.setenv(name, "also")
-    assert not any(direct(*OWN, HUB, PAIR))
+@pytest.mark.parametrize(
+    ("name", "value", "others"),
+    [
+        ("no_proxy", "also", [True, False, False]),
+        ("NO_PROXY", "also", [True, False, False]),
+        ("no_proxy", "", [False, False, False]),
+        ("no_proxy", "*", [True, True, True]),
+    ],
+)
+def test_a_launcher_reaches_itself_directly_and_others_as_before(monkeypatch, name, value, others):
+    monkeypatch.setenv(name, value)
+    assert direct(ALSO, HUB, PAIR) == others and any(direct(*OWN)) == (value == "*")
     reach_directly("10.1.2.3")
-    assert all(direct(*OWN)) and direct(ALSO, HUB, PAIR) == [name is not None, False, False]
-
-
-def test_without_a_proxy_for_any_host_it_stays_so(monkeypatch):
-    monkeypatch.setenv("no_proxy", "*")
-    reach_directly("10.1.2.3")
-    assert all(direct(*OWN, HUB, PAIR))
+    assert all(direct(*OWN)) and direct(ALSO, HUB, PAIR) == others
 
 
 def test_a_scheduler_reaches_the_other_server_directly():
-    before_kv_manager()
+    fixes.before_kv_manager()
     assert os.environ["no_proxy"] == "*" and all(direct(*OWN, PAIR))
 
 
@@ -260,15 +237,17 @@ def run(function, lengths, *, causal=True, dtype=torch.float32, heads=4, kv_head
     )
 
 
-def ours(calls):
-    def around(*args, **kwargs):
-        def original(*args, **kwargs):
-            calls.append(args[7].tolist())
+def ours(calls, options=None):
+    """The hook, recording the calls of SGLang's function; with ``options`` these only, and nothing is computed."""
+
+    def original(*args, **kwargs):
+        calls.append(args[7].tolist())
+        if options is None:
             return ORIGINAL(*args, **kwargs)
+        assert all(kwargs.get(k, args[-1]) is options[k] for k in options), "all is handed on"
+        return args[2]
 
-        return fixes.around_extend(original, *args, **kwargs)
-
-    return around
+    return functools.partial(fixes.around_extend, original)
 
 
 @pytest.mark.parametrize(
@@ -301,14 +280,5 @@ def test_the_rows_are_those_of_sglang(monkeypatch, mask_elements, heads, dtype, 
 )
 def test_what_it_does_not_know_goes_to_sglang(options):
     calls: list[list[int]] = []
-
-    def around(*args, **kwargs):
-        def original(*args, **kwargs):
-            calls.append(args[7].tolist())
-            assert all(kwargs.get(k, args[-1]) is options[k] for k in options), "all is handed on"
-            return args[2]
-
-        return fixes.around_extend(original, *args, **kwargs)
-
-    got = run(around, [(100, 20), (7, 1)], **options)
+    got = run(ours(calls, options), [(100, 20), (7, 1)], **options)
     assert calls == [[120, 8]] and got.isnan().all(), "nothing is written here"

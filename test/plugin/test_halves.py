@@ -48,11 +48,8 @@ class Server:
         assert abort.rid in self.rid_to_state
 
     def _handle_abort_req(self, abort):
-        request = self.rid_to_state.pop(abort.rid).obj
-        self.ended[abort.rid] = (
-            abort.finished_reason["status_code"],
-            abort.finished_reason["message"],
-        )
+        request, reason = self.rid_to_state.pop(abort.rid).obj, abort.finished_reason
+        self.ended[abort.rid] = reason["status_code"], reason["message"]
         self.halves.tell(request, *self.ended[abort.rid])  # as its answer would be; nobody hears it
 
 

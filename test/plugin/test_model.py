@@ -11,14 +11,14 @@ from page_weights import forecast_weights, identity
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.ops import triton
 from sglang_scout.ops.predict import rms_norm, rotate_heads
-from sglang_scout.plugin import model as support
+from sglang_scout.plugin import model
 from sglang_scout.plugin.release import VERSION
 
 HIDDEN, HQ, H, D, TOKENS = 96, 6, 2, 64, 5
 Q, ALL = HQ * D, (HQ + 2 * H) * D
 
 
-class RotatedInput(support.UnquantizedLinearMethod):
+class RotatedInput(model.UnquantizedLinearMethod):
     """Keeps a float weight, but transforms the input before the product."""
 
     def apply(self, layer, x, bias=None):
@@ -31,29 +31,19 @@ def quantise(weight):
     return (weight / step).round().to(torch.int8), step
 
 
-class Int8LinearMethod(support.UnquantizedLinearMethod):
-    """The float weight is dropped once quantised, as in SGLang's methods, which need a GPU or AMX."""
+class Int8LinearMethod(model.UnquantizedLinearMethod):
+    """Drops the float weight once it is quantised, as SGLang's methods do, which need a GPU or AMX; one launch."""
 
     def process_weights_after_loading(self, layer):
-        layer.codes, layer.step = quantise(layer.weight.data)
-        del layer.weight
-
-    def apply(self, layer, x, bias=None):
-        return torch.nn.functional.linear(x, layer.codes.float() * layer.step, bias)
-
-
-class OneProduct(support.UnquantizedLinearMethod):
-    """A quantised product in one launch, for counting."""
-
-    def process_weights_after_loading(self, layer):
-        layer.packed = layer.weight.data
+        codes, step = quantise(layer.weight.data)
+        layer.packed = codes * step
         del layer.weight
 
     def apply(self, layer, x, bias=None):
         return torch.nn.functional.linear(x, layer.packed, bias)
 
 
-class Rope(support.RotaryEmbedding):
+class Rope(model.RotaryEmbedding):
     """SGLang's class with its own table: the constructor would need a running server."""
 
     def __init__(self):
@@ -64,7 +54,7 @@ class Rope(support.RotaryEmbedding):
 
 
 def norm(size, rng):
-    made = support.RMSNorm(size)
+    made = model.RMSNorm(size)
     made.weight.data = torch.rand(size, generator=rng) + 0.5
     return made
 
@@ -102,15 +92,14 @@ def attention_layer(method=None, bias=True, q_norm=True, skip_bias_add=False, tp
 def predicted(layer, weight, bias, x, residual, positions, norm=None, heads=HQ, norm_heads=True):
     """By the formula, with the query rows of this weight."""
     attention, norm = layer.self_attn, norm or layer.input_layernorm
-    q_norm, rope = getattr(attention, "q_norm", None), attention.rotary_emb
-    q_norm = q_norm if norm_heads else None
+    q_norm = getattr(attention, "q_norm", None) if norm_heads else None
     x = rms_norm(x + residual, norm.weight, norm.variance_epsilon)
     q = torch.nn.functional.linear(x, weight[: heads * D], None if bias is None else bias[:Q])
     return rotate_heads(
         q,
         None if q_norm is None else q_norm.weight,
         0.0 if q_norm is None else q_norm.variance_epsilon,
-        rope.cos_sin_cache,
+        attention.rotary_emb.cos_sin_cache,
         positions,
         D,
         True,
@@ -144,13 +133,13 @@ def counted(layer):
 def test_plain_weights_are_sliced_and_quantised_ones_go_through_the_module(agree, token, given):
     layer, weight, bias = attention_layer(**given)
     calls = counted(layer)
-    (project,) = support.make_projectors([layer])
+    (project,) = model.make_projectors([layer])
     agree(rotate_heads, predict(project, *token), predicted(layer, weight, bias, *token))
     assert not calls
     layer, weight, bias = attention_layer(Int8LinearMethod(), **given)
     calls = counted(layer)
     assert not hasattr(layer.self_attn.qkv_proj, "weight")
-    (project,) = support.make_projectors([layer])
+    (project,) = model.make_projectors([layer])
     codes, step = quantise(weight)
     got = predict(project, *token)
     agree(rotate_heads, got, predicted(layer, codes * step, bias, *token))
@@ -160,12 +149,12 @@ def test_plain_weights_are_sliced_and_quantised_ones_go_through_the_module(agree
 
 @pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
 @pytest.mark.parametrize(("bias", "product"), [(False, ["mm"]), (True, ["addmm"])])
-@pytest.mark.parametrize("method", [None, OneProduct()])
+@pytest.mark.parametrize("method", [None, Int8LinearMethod()])
 def test_a_norm_a_product_and_a_rotation_are_launched(token, bias, product, method):
     from launches import Launches  # imports triton
 
     layer, *_ = attention_layer(method, bias)
-    (project,) = support.make_projectors([layer])
+    (project,) = model.make_projectors([layer])
     for _ in range(2):  # kernels are imported at their first use
         with Launches() as counted:
             predict(project, *token)
@@ -173,12 +162,10 @@ def test_a_norm_a_product_and_a_rotation_are_launched(token, bias, product, meth
 
 
 def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(agree, token):
-    layers, weights = (
-        [attention_layer()[0] for _ in range(3)],
-        forecast_weights(identity(3, HQ, H, D), HIDDEN),
-    )
+    layers = [attention_layer()[0] for _ in range(3)]
+    weights = forecast_weights(identity(3, HQ, H, D), HIDDEN)
     layers[0].input_layernorm.weight.data *= 3
-    for target, project in enumerate(support.make_projectors(layers, weights)):
+    for target, project in enumerate(model.make_projectors(layers, weights)):
         norm, w = layers[max(target - 1, 0)].input_layernorm, weights.arrays["w"][target]
         got = predict(project, *token)
         assert got.shape == (TOKENS, H, D)
@@ -188,7 +175,7 @@ def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(ag
 
 def test_a_float_weight_of_another_method_is_not_sliced(agree, token):
     layer, weight, bias = attention_layer(method=RotatedInput())
-    (project,) = support.make_projectors([layer])
+    (project,) = model.make_projectors([layer])
     agree(rotate_heads, predict(project, *token), predicted(layer, weight.flip(-1), bias, *token))
 
 
@@ -199,7 +186,7 @@ def test_a_weight_of_another_dtype_is_not_sliced(token, dtype):
     projection.weight.data = projection.weight.data.to(dtype)
     projection.forward = lambda x: (x.new_ones(len(x), ALL), None)
     del layer.self_attn.q_norm
-    (project,) = support.make_projectors([layer])
+    (project,) = model.make_projectors([layer])
     x, residual, positions = token
     assert predict(project, x, residual, torch.zeros_like(positions)).eq(1).all()
 
@@ -209,7 +196,7 @@ def test_a_layer_without_the_expected_parts_is_refused(what):
     layer, *_ = attention_layer()
     setattr(layer.self_attn, what, None)
     with pytest.raises(ConfigError, match=f"layer 0 .* unexpected {what}"):
-        support.make_projectors([layer])
+        model.make_projectors([layer])
 
 
 def shape_of(kv_dtype, monkeypatch, logit_cap=0, **scales):
@@ -222,12 +209,12 @@ def shape_of(kv_dtype, monkeypatch, logit_cap=0, **scales):
         layer_id=2,
         **scales,
     )
-    monkeypatch.setattr(support.adapter, "tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(model.adapter, "tp_group", lambda: SimpleNamespace(world_size=1))
     layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
     config = SimpleNamespace(
         model_path="m", dtype=torch.bfloat16, head_dim=64, get_num_kv_heads=lambda ranks: 2 // ranks
     )
-    return support.model_shape(
+    return model.model_shape(
         SimpleNamespace(
             model=SimpleNamespace(model=SimpleNamespace(layers=layers)),
             model_config=config,
@@ -242,7 +229,7 @@ def test_capped_logits_are_refused(monkeypatch):
         shape_of(torch.bfloat16, monkeypatch, logit_cap=30.0)
 
 
-@pytest.mark.parametrize("fp8", support.TORCH_FP8)
+@pytest.mark.parametrize("fp8", model.TORCH_FP8)
 def test_kv_in_fp8_takes_half_the_bytes(fp8, monkeypatch):
     """With scales absent or set to 1 by SGLang."""
     plain = shape_of(torch.bfloat16, monkeypatch, k_scale=torch.tensor(0.5))

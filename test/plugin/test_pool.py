@@ -1,4 +1,4 @@
-"""K, V and digests in SGLang's KV transfer, and restoring a retracted request."""
+"""K, V, digests and hints in SGLang's KV transfer, and what a retracted request keeps."""
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
@@ -10,14 +10,81 @@ import torch
 from sglang.srt.disaggregation.common import conn
 
 from page_weights import digest_weights, identity, pilot_weights
-from sending import ONLY_K_AND_V, lists, sent, transfers
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine.digest_pool import KINDS, DigestPool
+from sglang_scout.engine.hints import HINT_PAGES
+from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin import fixes, pool
 from sglang_scout.plugin import prefill as hooks
+from sglang_scout.plugin.ranks import RankCpus
+from sglang_scout.policy.base import SelectionRule
+from sglang_scout.worker.cpus import CpuPlan
 
 SIZE = 32
 SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
+
+
+def lists():
+    """Buffer lists of a stock pool: K of three layers, then V."""
+    return [10, 11, 12, 20, 21, 22], [1] * 6, [100] * 6
+
+
+def target_of(digests=None):
+    """Buffers of a decode server with these digests."""
+    stock = [50, 51, 52, 60, 61, 62]
+    return stock if digests is None else pool.with_digests((stock, [1] * 6, [0] * 6), digests)[0]
+
+
+def transfers(source, target, items):
+    """(source, target, item bytes) as SGLang pairs them."""
+    manager = SimpleNamespace(kv_args=SimpleNamespace(prefill_start_layer=0))
+    mapped = conn.CommonKVManager.get_mha_kv_ptrs_with_pp(manager, source, target)
+    src_k, src_v, dst_k, dst_v, layers = mapped
+    return [
+        *((src_k[i], dst_k[i], items[i]) for i in range(layers)),
+        *((src_v[i], dst_v[i], items[layers + i]) for i in range(layers)),
+    ]
+
+
+def sent(source_lists, target, pages=(1, 2, 3), item_bytes=100):
+    """What a prefill server with the flag sends to a decode server with these buffers, K of a page in ``item_bytes``.
+
+    None: a failure is reported to SGLang. First for all of ``pages``, then, as separate lists, for the last one only.
+    """
+    manager = SimpleNamespace(
+        kv_args=SimpleNamespace(kv_data_ptrs=source_lists[0]),
+        decode_kv_args_table={"session": SimpleNamespace(dst_kv_item_len=item_bytes)},
+        server_args=SimpleNamespace(kv_cache_dtype="fp8_e4m3", dtype="auto"),
+    )
+    calls = {}
+
+    def send(_, src_data_ptrs, dst_data_ptrs, item_lens, mooncake_session_id, **indices):
+        prefill_data_indices, dst_data_indices = indices.values()
+        assert list(dst_data_indices) == [10 * page for page in prefill_data_indices]
+        found = transfers(src_data_ptrs, dst_data_ptrs, item_lens)
+        calls[tuple(prefill_data_indices)] = found
+        return 0
+
+    pages = np.array(pages)
+    status = hooks.around_send_kvcache(
+        send,
+        manager,
+        mooncake_session_id="session",
+        src_data_ptrs=source_lists[0],
+        dst_data_ptrs=target,
+        item_lens=source_lists[2],
+        prefill_data_indices=pages,
+        dst_data_indices=10 * pages,
+    )
+    if status:
+        assert status == -1 and not calls
+        return None
+    assert set(calls) <= {tuple(pages), tuple(pages[-1:])}
+    return [*calls[tuple(pages)], *([calls[tuple(pages[-1:])]] if len(calls) > 1 else [])]
+
+
+ONLY_K_AND_V = [(here + i, here + 40 + i, 100) for here in (10, 20) for i in range(3)]
 
 
 def digest_pool(shape, pages, kind):
@@ -30,7 +97,7 @@ def digest_pool(shape, pages, kind):
 def test_digests_land_in_digests_and_kv_in_kv(kind):
     here, there = digest_pool(SHAPE, 4, kind), digest_pool(SHAPE, 9, kind)
     source = pool.with_digests(lists(), here)
-    target = pool.with_digests(([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), there)[0]
+    target = target_of(there)
     pairs = {s: (d, n) for s, d, n in sent(source, target)}
     for layer in range(3):
         assert pairs[10 + layer] == (50 + layer, 100)
@@ -46,15 +113,11 @@ def test_digests_land_in_digests_and_kv_in_kv(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_without_the_flag_gets_and_sends_k_and_v_only(kind):
     source = pool.with_digests(lists(), digest_pool(SHAPE, 4, kind))
-    assert sent(source, [50, 51, 52, 60, 61, 62]) == ONLY_K_AND_V
-    target = pool.with_digests(
-        ([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), digest_pool(SHAPE, 9, kind)
-    )
+    assert sent(source, target_of()) == ONLY_K_AND_V
+    target = target_of(digest_pool(SHAPE, 9, kind))
     source, _, items = lists()
-    assert transfers(source, target[0], items) == ONLY_K_AND_V
-    assert sent(lists(), target[0]) == ONLY_K_AND_V, (
-        "with the flag, and prefill_digests switched off"
-    )
+    assert transfers(source, target, items) == ONLY_K_AND_V
+    assert sent(lists(), target) == ONLY_K_AND_V, "with the flag, and prefill_digests switched off"
 
 
 class Engine:
@@ -130,6 +193,9 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
 
 
 def host_pool(dtype, tokens=40 * SIZE):
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    config = OffloadConfig("scout", digest="minmax", page_checksums=True)
+    size = ServerSize(config, shape, max_batch=2, context_tokens=4 * SIZE, node_cpus=[1])
     made = pool.HostKVPool(
         tokens,
         page_size=SIZE,
@@ -139,21 +205,11 @@ def host_pool(dtype, tokens=40 * SIZE):
         layer_num=3,
         device="cpu",
         enable_memory_saver=False,
-        numa_nodes=[],
-        arena_spec={
-            "num_layers": 3,
-            "page_size": SIZE,
-            "num_kv_heads": 2,
-            "num_q_heads": 4,
-            "head_dim": 64,
-            "kv_dtype": str(dtype).removeprefix("torch."),
-            "scale": 0.125,
-            "max_batch": 2,
-            "max_pages": 4,
-            "checksums": True,
-        },
+        server_size=size,
+        plan=size.plan(tokens // SIZE + 1),
+        cpus=RankCpus(CpuPlan([0], [], [], ""), {}),
+        weights=None,
     )
-    made.attach(dataclasses.replace(SHAPE, dtype=dtype), None, "minmax")
     for plane in (*made.k_buffer, *made.v_buffer):
         plane.copy_(torch.randn(plane.shape))
     return made
@@ -215,40 +271,28 @@ def test_other_layers_fail_the_session_and_not_the_thread(caplog):
 
 def test_kv_of_other_bytes_is_not_sent(caplog):
     source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", "minmax"))
-    assert sent(source, [50, 51, 52, 60, 61, 62], item_bytes=200) is None
-    for part in (
-        "--kv-cache-dtype fp8_e4m3",
-        "--dtype auto",
-        "100 bytes here and 200 on the decode",
-    ):
-        assert part in caplog.text
+    assert sent(source, target_of(), item_bytes=200) is None
+    assert "--kv-cache-dtype fp8_e4m3, --dtype auto: K of a page takes 100 bytes" in caplog.text
+    assert "here and 200 on the decode" in caplog.text
 
 
 @pytest.mark.parametrize(("layer", "half"), [(0, 0), (1, 1), (2, 0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half):
-    shape = dataclasses.replace(SHAPE, page_size=32)
-    k = [torch.randn(5, 32, shape.num_kv_heads, 64) for _ in range(shape.num_layers)]
-    host = HostPages(shape, *([x.flatten(0, 1) for x in k] for _ in "kv"))
-    there, here = (digest_pool(shape, 5, kind) for _ in range(2))
-    there.build(np.array([1, 2]), host)
+    k = [torch.randn(5 * SIZE, 2, 64) for _ in range(3)]
+    host = HostPages(SHAPE, k, k)
+    there, here = (digest_pool(SHAPE, 5, kind) for _ in range(2))
+    pages = np.array([1, 2])
+    assert list(here.accept(pages)) == [1, 2]
+    there.build(pages, host)
     for part, (mine, theirs) in enumerate(zip(here.parts, there.parts, strict=True)):
         mine[:, 2] = theirs[:, 2]
-        for i in range(shape.num_layers):
+        for i in range(3):
             if (i, part) != (layer, half):
                 mine[i, 1] = theirs[i, 1]
-    assert list(here.accept(np.array([1, 2]))) == [1]
-
-
-def test_digests_are_unset_until_written():
-    digests = DigestPool(SHAPE, 5, "cpu", "minmax")
-    pages = np.array([1, 2, 3])
-    assert list(digests.accept(pages)) == [1, 2, 3]
-    for part in digests.parts:
-        part[:, 2] = 0
-    assert list(digests.accept(pages)) == [1, 3] and digests.valid[2]
-    digests.unset(np.array([2]))
-    assert list(digests.accept(np.array([2]))) == [2] and not digests.valid[2]
+    assert list(here.accept(pages)) == [1] and here.valid.tolist() == [0, 0, 1, 0, 0]
+    here.unset(pages)
+    assert list(here.accept(pages)) == [1, 2] and not here.valid.any()
 
 
 @pytest.fixture
@@ -273,13 +317,89 @@ def test_memory_that_the_transfer_engine_does_not_take_ends_the_server(transfer_
     assert fixes.around_batch_register(original, transfer_engine, pointers, lengths) == 0
     with pytest.raises(RuntimeError) as caught:  # they overlap with themselves
         fixes.around_batch_register(original, transfer_engine, pointers, lengths)
-    for part in (
-        "4 buffers",
-        "0.00 GiB",
-        "limit on locked memory is",
-        "nvidia_peermem",
-        "--kv-offload-host-gb",
-        "mooncake_tcp",
-    ):
-        assert part in str(caught.value)
+    parts = "4 buffers,0.00 GiB,limit on locked memory is,nvidia_peermem,--kv-offload-host-gb,mooncake_tcp"
+    assert all(part in str(caught.value) for part in parts.split(","))
     transfer_engine.batch_deregister(pointers)
+
+
+@pytest.mark.parametrize("kind_there", ["minmax", "rotated-2"])
+@pytest.mark.parametrize("hints_there, chunk_is_last", [(True, True), (True, False), (False, True)])
+def test_a_hint_is_sent_with_the_last_chunk_if_both_have_them(
+    kind_there, hints_there, chunk_is_last
+):
+    here = DigestPool(SHAPE, 4, "cpu", "minmax", hints=True)
+    if chunk_is_last:
+        here.hints.put(3, np.zeros((3, HINT_PAGES), np.int32))
+    there = DigestPool(SHAPE, 90, "cpu", kind_there, hints=hints_there)
+    target = target_of(there)
+    pairs = sent(pool.with_digests(lists(), here), target)
+    if kind_there != "minmax":
+        assert pairs == ONLY_K_AND_V
+    elif not (hints_there and chunk_is_last):
+        assert len(pairs) == 12
+    else:
+        *pairs, hints = pairs
+        assert len(pairs) == 12 and len(hints) == 6
+        assert hints == [
+            (mine[i].data_ptr(), theirs[i].data_ptr(), HINT_PAGES)  # of 2 bytes, in two parts
+            for mine, theirs in zip(here.hints.parts, there.hints.parts, strict=True)
+            for i in range(3)
+        ]
+    stock = transfers(lists()[0], target, lists()[2])
+    assert stock == ONLY_K_AND_V, "from a prefill server without the flag"
+
+
+def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
+    """Two chunks; the first one's last query selects other pages."""
+    keys = [0.1 * torch.randn(9 * SIZE, 2, 64) for _ in range(3)]
+    wanted = torch.tensor([8, 2, 7])  # page of each layer, with a key that stands out
+    for of_layer, page in zip(keys, wanted, strict=True):
+        of_layer[page * SIZE + 30] *= 10
+    digests = DigestPool(SHAPE, 9, "cpu", "minmax", hints=True)
+    request = SimpleNamespace(
+        rid="r",
+        disagg_kv_sender=SimpleNamespace(),
+        start_send_idx=0,
+        origin_input_ids=[0] * (7 * SIZE + 1),
+    )
+    monkeypatch.setattr(hooks.adapter, "row_of", lambda req: 0)
+    monkeypatch.setattr(hooks.adapter, "extend_end", lambda req: 7 * SIZE + 1)
+    monkeypatch.setattr(hooks, "DigestKVPool", SimpleNamespace)
+    kv = SimpleNamespace(
+        page_size=SIZE,
+        device="cpu",
+        digests=digests,
+        rule=SelectionRule(kind="minmax", head_reduce="max"),
+        host_pages=HostPages(SHAPE, keys, keys),
+        shape=SHAPE,
+    )
+    order = torch.tensor([3, 1, 8, 2, 7, 5, 4, 6])
+    locations = (order[:, None] * SIZE + torch.arange(SIZE)).flatten()
+    scheduler = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kv),
+        req_to_token_pool=SimpleNamespace(req_to_token=locations[None]),
+    )
+    heard = []
+    backend = SimpleNamespace(forward_extend=lambda *args: heard.append(args))
+    kv.last_queries = hooks.LastQueries(backend)
+    for chunk, tokens in ((0, 4 * SIZE), (1, 3 * SIZE + 1)):
+        lens = SimpleNamespace(rids=["other", "r"], extend_seq_lens_cpu=[5, tokens])
+        for layer in range(3):
+            q = torch.randn(5 + tokens, 4, 64)
+            for head in range(4):
+                q[-1, head] = (
+                    99 * keys[layer][wanted[layer] * SIZE + 30, head // 2] * (2 * chunk - 1)
+                )
+            of = SimpleNamespace(layer_id=layer, tp_q_head_num=4, qk_head_dim=64)
+            backend.forward_extend(q.flatten(1), None, None, of, lens)
+    assert len(heard) == 6
+    hooks.before_send_kv_chunk(scheduler, request, end_idx=4 * SIZE)
+    assert digests.hints.of(6, 7) is None
+    request.start_send_idx = 4 * SIZE
+    hooks.before_send_kv_chunk(scheduler, request, last_chunk=True)
+    hint = digests.hints.of(6, 7)
+    assert digests.valid[order[:7]].all() and not digests.valid[6]
+    assert (np.sort(hint[:, :7]) == np.arange(7)).all() and (hint[:, 7:] == -1).all()
+    assert order[hint[:, 2]].tolist() == wanted.tolist(), (
+        "first behind the first and the newest page"
+    )

@@ -1,6 +1,9 @@
-"""Communication between a server's ranks, and the division of their host pages among NUMA nodes."""
+"""A server's ranks: communication, the CPUs of each one's attention, and host memory without --kv-offload-host-gb."""
 
+import dataclasses
 import gc
+import json
+import math
 import multiprocessing
 from types import SimpleNamespace
 
@@ -8,11 +11,24 @@ import pytest
 import torch
 
 from fake_sys import use_sys
-from sglang_scout.core.config import OffloadConfig
+from page_weights import forecast_weights, pilot_weights
+from sglang_scout.cli.sizes import make_plan
+from sglang_scout.core.config import OffloadConfig, parse_config
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.forecast import save_weights
+from sglang_scout.core.page_bytes import input_bytes
+from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.memory import ServerSize
+from sglang_scout.engine.stores import ModelShape
+from sglang_scout.plugin import decode as hooks
+from sglang_scout.plugin import limits
+from sglang_scout.plugin import prefill as prefill_hooks
 from sglang_scout.plugin import ranks as ranks_module
+from sglang_scout.plugin.release import VERSION
+from sglang_scout.policy.base import policies
 from sglang_scout.worker import host_memory, numa
-from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.client import WorkerClient
+from sglang_scout.worker.arena_fits import pool, pool_lacks
+from sglang_scout.worker.cpus import CpuPlan
 
 
 def _meet(rank, path):
@@ -58,10 +74,9 @@ def test_two_ranks(tmp_path):
 )  # fmt: skip
 def test_pages_are_divided_the_same_way_on_all_ranks(nodes, others, divided, monkeypatch, caplog):
     found = {node: [2 * node, 2 * node + 1] for node in range(nodes)}
-    group = SimpleNamespace(size=1 + len(others), gather=lambda own: [own, *others])
-    monkeypatch.setattr(ranks_module, "AttentionRanks", lambda: group)
-    monkeypatch.setattr(ranks_module, "cpus_by_node", lambda cpus: found)
-    made = ranks_module.worker_nodes(range(2 * nodes))
+    ranks = SimpleNamespace(size=1 + len(others), gather=lambda own: [own, *others])
+    monkeypatch.setattr(numa, "cpus_by_node", lambda cpus: found)
+    made = ranks_module._by_node(range(2 * nodes), ranks)
     assert made == (found if divided else {})
     assert ("--kv-offload-cpus" in caplog.text) == (nodes > 1 and not divided)
 
@@ -95,45 +110,226 @@ NODE_0 = [*range(4), *range(8, 12)]
     ],
 )  # fmt: skip
 def test_a_gpu_on_the_second_of_two_nodes(
-    allowed, given, other, expected, rest, nodes, background, monkeypatch, tmp_path, caplog
+    allowed, given, other, expected, rest, nodes, background, monkeypatch, tmp_path
 ):
-    """From /sys and the cpuset to CPUs, table, arena and memory policy, as a decode server does it."""
+    """From /sys and the cpuset to CPUs, table and nodes, as a decode server does it."""
     use_sys(monkeypatch, tmp_path)
-    bound = []
-    monkeypatch.setattr(host_memory, "_mbind", lambda *call: bound.append(call) or 0)
     pci = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pci)
     monkeypatch.setattr(ranks_module, "PROCESS_CPUS", frozenset(allowed))
-    ranks_module._warn_once.cache_clear()
 
     def gather(own):
         return [own if isinstance(own, int) else [own[0], other], own]
 
-    group = SimpleNamespace(size=1 if other is None else 2, rank=1, gather=gather)
-    monkeypatch.setattr(ranks_module, "AttentionRanks", lambda: group)
+    ranks = SimpleNamespace(size=1 if other is None else 2, rank=1, gather=gather)
     runner, config = SimpleNamespace(device="cuda", gpu_id=0), OffloadConfig("scout", cpus=given)
-    plan = ranks_module.cpu_plan(runner, config)
+    cpus = ranks_module.rank_cpus(runner, config, ranks)
+    plan = cpus.plan
     assert [(use.cpus, use.used_by) for use in plan.rows] == expected + rest
     is_far = numa.near_cpus("0000:01:00.0") and not set(allowed) & {4, 5, 6, 7}
-    assert (
-        "far from the GPU: this process may run on none of the CPUs near the GPU (4-7,12-15)"
-        in caplog.text
-    ) == is_far
-    assert ranks_module.nodes_of_worker(runner, config) == (list(nodes), list(nodes.values()))
-    by_node = numa.cpus_by_node(allowed)
+    far = "this process may run on none of the CPUs near the GPU (4-7,12-15)"
+    assert plan.warning == (far if is_far else "")
+    assert (list(cpus.by_node), cpus.counts) == (list(nodes), list(nodes.values()))
     assert plan.background == background
 
-    spec = ArenaSpec(2, 4000, 32, 2, 4, 64, "bfloat16", 0.125, 4, 8, len(nodes))
-    with Arena.create(spec, numa_nodes=list(nodes), hugepages=False) as arena:
-        begin = arena.address
-        for address, nbytes, node in bound:
-            assert address == begin and nbytes > 0 and node in nodes
-            begin += nbytes
-        assert begin == arena.address + arena.nbytes
-        # The ring, then K and V of two layers, with a stripe on each node.
-        assert len(bound) == (1 if len(nodes) == 1 else 1 + 4 * len(nodes))
-        client = WorkerClient(
-            arena, plan.threads, nodes=list(ranks_module.worker_nodes(plan.threads).values())
+
+SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
+PAGE_BYTES = 2 * SHAPE.page_bytes * SHAPE.num_layers
+RANKS_OF = {"0.5.23": {"num_dp_ranks": 1}}  # published by a server
+
+
+def config_of(**kwargs):
+    return parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048, **kwargs)
+
+
+SIZE = ServerSize(config_of(), SHAPE, max_batch=64, context_tokens=40960, node_cpus=[5, 5])
+
+
+@pytest.fixture
+def default(monkeypatch):
+    """default(...) -> bytes of all ranks; ``available``: by node, and under None of the machine."""
+
+    def size(available, *, ranks=1, bound_to=([],), nodes=(), on_device=None):
+        monkeypatch.setattr(host_memory, "available_bytes", lambda node=None: available[node])
+        monkeypatch.setattr(ranks_module.numa, "nodes", lambda: nodes)
+        group = SimpleNamespace(size=ranks, least=lambda own: own, gather=lambda own: bound_to)
+        return ranks_module.default_bytes(SIZE, bound_to[0], group, on_device)
+
+    return size
+
+
+def fake_pool(monkeypatch, folder, gib):
+    """Of a machine on which all of it is free."""
+    monkeypatch.setattr(host_memory, "_SYS_MM", folder)
+    host_memory.pool_folder().mkdir(parents=True, exist_ok=True)
+    for name in ("free", "nr"):
+        (host_memory.pool_folder() / f"{name}_hugepages").write_text(f"{gib * 512}\n")
+
+
+@pytest.mark.parametrize(
+    ("bound_to", "most"),
+    [
+        ([[1]], 30 << 30),  # of that node only
+        ([[0, 1]], 60 << 30),
+        ([[0], [1]], 60 << 30),
+        ([[1], [1]], 30 << 30),  # divided
+    ],
+)
+def test_no_more_than_the_nodes_have_that_it_is_bound_to(default, bound_to, most):
+    available, ranks = {None: 100 << 30, 0: 30 << 30, 1: 30 << 30}, len(bound_to)
+    got = default(available, ranks=ranks, bound_to=bound_to, nodes=[0, 1])
+    assert got == (most - ranks * SIZE.worker.total_bytes) // 2
+    alone = default(available, ranks=ranks, bound_to=bound_to, nodes=[0])  # half of what is left
+    assert (
+        SIZE.worker.total_bytes > 2**27
+        and alone == ((100 << 30) - ranks * SIZE.worker.total_bytes) // 2
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pool_of_huge_pages_is_the_default_if_it_was_made_for_that(
+    default, monkeypatch, tmp_path, ranks
+):
+    """Of 512 GiB, 100 of which are outside of the pool of 400."""
+    fake_pool(monkeypatch, tmp_path, 400)
+    arena = SIZE.arena(default({None: 100 << 30}, ranks=ranks) // ranks // PAGE_BYTES + 1)
+    assert not pool_lacks(arena, arenas=ranks)
+    more = dataclasses.replace(arena, num_pages=arena.num_pages + 1)
+    assert not pool(arenas=ranks).has(more), "all of it"
+    fake_pool(monkeypatch, tmp_path, 10)
+    assert default({None: 100 << 30}) > 40 << 30, "somebody else's"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_default_is_no_more_than_a_device_has_digests_of(default, caplog, ranks):
+    got = default({None: 2000 << 30}, ranks=ranks, on_device=8 << 30) // ranks
+    half = (4 << 30) // PAGE_BYTES
+    assert SIZE.plan(got // PAGE_BYTES + 1, 8 << 30).num_slots == half > 256
+    assert f"beside {half} resident slots; a budget for each" in caplog.text
+    assert "--max-running-requests 64 would need 4224" in caplog.text
+    host = default({None: 100 << 30}, ranks=ranks)
+    assert default({None: 100 << 30}, ranks=ranks, on_device=8 << 30) == host, "if that is less"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"on_device": 3 * PAGE_BYTES},
+            "device memory left.* hold 2 of the 3 pages that each rank needs; raise --mem-fraction-static$",
+        ),
+        (
+            {"available": {None: 1 << 30}, "ranks": 4},
+            "requests 64: .* need 1.46 GiB, 0.46 more .* fewer CPUs in --kv-offload-cpus",
+        ),
+    ],
+)
+def test_what_leaves_no_room_is_named(default, given, message):
+    with pytest.raises(ConfigError, match=message):
+        default(**{"available": {None: 2000 << 30}} | given)
+
+
+def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages():
+    def given(host_gb, ranks=1):
+        group = SimpleNamespace(size=ranks)
+        return ranks_module.host_bytes(None, config_of(host_gb=host_gb), SHAPE, group, 8 << 30)
+
+    assert given(3, ranks=2) == 3 * 2**29
+    assert given(1024) == 1024 << 30
+    assert given(2 * PAGE_BYTES / 2**30) == 2 * PAGE_BYTES
+    with pytest.raises(ConfigError, match=r"\(0.009\): 0.009.* hold 1 of the 2 pages.* raise it"):
+        given(0.009)
+
+
+def test_a_size_that_nothing_can_hold_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(limits, "available_bytes", lambda: 100 << 30)
+    with pytest.raises(ConfigError, match="--kv-offload-host-gb 400: only 100.0 GiB .*MEMORY_GB=N"):
+        limits.check_memory_flag(config_of(host_gb=400))
+    fake_pool(monkeypatch, tmp_path, 401)
+    limits.check_memory_flag(config_of(host_gb=400))
+
+
+@pytest.mark.parametrize("keys", [{}, {"prefill_digests": False}])
+def test_pages_and_digests_of_a_prefill_server_share_what_sglang_found(monkeypatch, keys):
+    config = config_of(config=keys)
+    monkeypatch.setattr(prefill_hooks, "parse", lambda args: config)
+    monkeypatch.setattr(prefill_hooks, "model_shape", lambda runner: SHAPE)
+    found, runner = 40 << 30, SimpleNamespace(server_args=None)
+    got = prefill_hooks.around_profile_available_bytes(lambda runner, before: found, runner, 0)
+    page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
+    num_pages = got // page_bytes
+    digests = 0
+    if config.prefill_digests:
+        held = DigestPool(dataclasses.replace(SHAPE, num_layers=1), 1, "cpu", config.digest)
+        digests = SHAPE.num_layers * sum(part.nbytes for part in held.parts)
+    assert num_pages * (page_bytes + digests) <= found < (num_pages + 1) * (page_bytes + digests)
+
+
+def test_sglang_keeps_as_many_words_of_each_token_as_are_counted():
+    made = pytest.importorskip("sglang.srt.model_executor.cuda_graph_buffer_registry")
+    context = pytest.importorskip("sglang.srt.runtime_context")
+    with context.get_parallel().override(**RANKS_OF.get(VERSION, {})):
+        registry = made.build_eager_registry(
+            device=torch.device("cpu"), max_bs=4, max_num_token=1000, cache_loc_dtype=torch.int64
         )
-        found = [list(nodes)[i] for i in client.snapshot().cpu_nodes]
-        assert found == [next(n for n in by_node if cpu in by_node[n]) for cpu in plan.threads]
+    slots = (registry.get_slot(name) for name in registry.slot_names())
+    shapes = [(slot.shape_fn(4, 1000), slot.dtype) for slot in slots if slot.axis == "tokens"]
+    assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes) == input_bytes(1000)
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("policy", policies())
+def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, policy, kv):
+    keys = {}
+    for kind, weights in (("forecast", forecast_weights()), ("pilot", pilot_weights(rank=24))):
+        if f"{kind}_file" in policies()[policy]:
+            save_weights(weights, str(tmp_path / kind))
+            keys[f"{kind}_file"] = str(tmp_path / kind)
+    model = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 40,
+        "hidden_size": 5120,
+        "head_dim": 128,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    said = make_plan(
+        str(tmp_path),
+        context_tokens=8192,
+        requests=8,
+        kv_cache_dtype=kv,
+        policy=policy,
+        config=json.dumps(keys),
+    )
+
+    planned = []
+    config = parse_config(policy=policy, policies=policies(), config=keys)
+    group = SimpleNamespace(size=1, least=lambda own: own)
+    lists = 8 if config.grain == "head" else 1
+    cpus = ranks_module.RankCpus(CpuPlan([0] * 8 * lists, [], [], ""), {0: [0] * 8 * lists})
+    shape = dataclasses.replace(SHAPE, fp8=None if kv == "auto" else torch.float8_e4m3fn)
+    for module, name, value in (
+        (hooks, "parse", config),
+        (hooks, "AttentionRanks", group),
+        (hooks, "model_shape", shape),
+        (ranks_module, "rank_cpus", cpus),
+        (hooks, "available_bytes", 1 << 50),
+        (hooks, "rank_weights", None),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    monkeypatch.setattr(
+        hooks, "build_pools", lambda *given: planned.append(given[2].keywords["plan"]) or [None]
+    )
+    model_config = SimpleNamespace(context_len=8192)
+    runner = SimpleNamespace(device="cpu", server_args=None, model_config=model_config)
+    monkeypatch.setattr(hooks.adapter, "pool_sizes", lambda runner: (8 * 8192, 8))
+    hooks.around_init_pools(lambda runner: None, runner)
+    assert planned == [said.memory]
+    # With the flag that it says, the arena takes the huge pages that it says.
+    pages = int(said.host_gib * 2**30) // said.server.kv_bytes_per_page
+    monkeypatch.setattr(hooks.adapter, "pool_sizes", lambda runner: (32 * pages, 8))
+    hooks.around_init_pools(lambda runner: None, runner)
+    assert planned[1].arena_bytes == said.huge_pages * host_memory.HUGE_PAGE_BYTES

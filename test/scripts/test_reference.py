@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import reference
-from sglang_scout.plugin.metrics import METRICS
+from sglang_scout.plugin.status import METRICS
 
 KEYS = "<!-- generated: keys -->"
 END = "<!-- end -->"

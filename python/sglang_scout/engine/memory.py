@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
@@ -181,32 +181,28 @@ class ServerSize:
             forced = self.budget_pages
         return max(resident, forced * self.max_batch) + self.max_batch + self.budget_pages
 
-    @property
-    def arena_fields(self) -> dict[str, Any]:
-        """Fields of :class:`ArenaSpec`, all but the numbers of pages."""
+    def arena(self, num_pages: int) -> ArenaSpec:
         config, shape = self.config, self.shape
         lists = config.lists(shape.num_kv_heads)
         dtype = str(shape.dtype).removeprefix("torch.")
-        return {
-            "num_nodes": len(self.node_cpus),
-            "num_layers": shape.num_layers,
-            "page_size": shape.page_size,
-            "num_kv_heads": shape.num_kv_heads,
-            "num_q_heads": shape.num_q_heads,
-            "head_dim": shape.head_dim,
-            "kv_dtype": str(shape.kv_dtype).removeprefix("torch."),
-            "q_dtype": "bfloat16" if dtype == "bfloat16" else "float32",
-            "scale": shape.scale,
-            "max_batch": self.max_batch * lists,
-            "lists": lists,
+        return ArenaSpec(
+            num_layers=shape.num_layers,
+            num_pages=num_pages,
+            page_size=shape.page_size,
+            num_kv_heads=shape.num_kv_heads,
+            num_q_heads=shape.num_q_heads,
+            head_dim=shape.head_dim,
+            kv_dtype=str(shape.kv_dtype).removeprefix("torch."),
+            scale=shape.scale,
+            max_batch=self.max_batch * lists,
             # Before its evaluation a request keeps all its tokens.
-            "max_pages": self._context_pages if config.context_share else self.budget_pages,
-            "checksums": config.page_checksums,
-        }
-
-    def arena(self, num_pages: int) -> ArenaSpec:
-        context_pages = int(num_pages * self.config.context_share) * self.shape.num_kv_heads
-        return ArenaSpec(num_pages=num_pages, context_pages=context_pages, **self.arena_fields)
+            max_pages=self._context_pages if config.context_share else self.budget_pages,
+            q_dtype="bfloat16" if dtype == "bfloat16" else "float32",
+            lists=lists,
+            num_nodes=len(self.node_cpus),
+            context_pages=int(num_pages * config.context_share) * shape.num_kv_heads,
+            checksums=config.page_checksums,
+        )
 
     def plan(self, num_pages: int, device_bytes: int | None = None) -> MemoryPlan:
         """Sizes of the stores.

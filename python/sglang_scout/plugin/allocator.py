@@ -6,7 +6,7 @@ wait for all launched work.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.lifecycle import PageLifecycle
 
 NODE_RUN_PAGES = 8
 """Consecutive pages that a request gets from one NUMA node before the next node: 256 tokens."""
@@ -21,20 +22,8 @@ NODE_RUN_PAGES = 8
 _NO_PAGES = torch.empty(0, dtype=torch.int64)
 
 
-class PageListener(Protocol):
-    """Is notified about pages."""
-
-    def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None: ...
-
-    def free_pages(self, pages: npt.NDArray[np.int64]) -> None: ...
-
-    def may_be_written(self, pages: npt.NDArray[np.int64]) -> bool: ...
-
-    def clear(self) -> None: ...
-
-
 class DigestListener:
-    """Prefill side: only digests depend on the pages."""
+    """The listener of a prefill server, where only digests depend on the pages."""
 
     def __init__(self, digests: DigestPool) -> None:
         self._digests = digests
@@ -53,14 +42,10 @@ class DigestListener:
 
 
 def alternate_nodes(pages: torch.Tensor, stripe_pages: int) -> torch.Tensor:
-    """Free pages in an order in which the first n are spread evenly over the NUMA nodes.
+    """Free ``pages`` ``[n]`` in an order in which the first ones, however many, are spread evenly over the NUMA nodes.
 
-    In runs of ``NODE_RUN_PAGES`` consecutive pages, which the KV transfer sends in one piece. A node with fewer free
-    pages than the others is used up first.
-
-    Args:
-        pages: int64 [n], page ids.
-        stripe_pages: page i is on node ``i // stripe_pages``.
+    Page i is on node ``i // stripe_pages``. Runs of ``NODE_RUN_PAGES`` stay together, as the KV transfer sends
+    consecutive pages in one piece. A node with fewer free pages than the others is used up first.
     """
     pages = torch.sort(pages).values
     _, counts = torch.unique_consecutive(pages // stripe_pages, return_counts=True)
@@ -70,17 +55,14 @@ def alternate_nodes(pages: torch.Tensor, stripe_pages: int) -> torch.Tensor:
 
 
 class ScoutAllocator(PagedTokenToKVPoolAllocator):
-    """SGLang's page allocator with a listener; results are on ``device``, its lists on the host.
-
-    The single source of truth on pages: they outlive requests in the radix cache, and requests end in many ways
-    (finished, aborted, retracted), but every page is allocated and freed here.
+    """SGLang's page allocator with its lists on the host; results are on ``device``.
 
     Attributes:
-        listener: notified of every page allocated or freed.
+        listener: notified of every page allocated or freed, however its request ended.
         opened: ``[B]`` page that each row of the last :meth:`alloc_decode` has opened, -1: none.
     """
 
-    listener: PageListener | None = None
+    listener: PageLifecycle | DigestListener | None = None
     opened: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
     @property
@@ -159,14 +141,12 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
             return None
         inside = prefix_lens_cpu % size != 0  # the prefix's last page continues
         last = last_loc.cpu() if bool(inside.any()) else torch.zeros_like(prefix_lens_cpu)
-        pieces, first = [], 0
+        pieces, slots = [], (taken[:, None] * size + torch.arange(size)).flatten()
         for row, count in enumerate(opened.tolist()):
             begin, end = int(prefix_lens_cpu[row]), int(seq_lens_cpu[row])
             rest = min(-begin % size, end - begin)
-            pieces.append(int(last[row]) + 1 + torch.arange(rest))
-            whole = taken[first : first + count, None] * size + torch.arange(size)
-            pieces.append(whole.flatten()[: end - begin - rest])
-            first += count
+            pieces += int(last[row]) + 1 + torch.arange(rest), slots[: end - begin - rest]
+            slots = slots[count * size :]
         return self._result(torch.cat(pieces))
 
     def alloc_decode(
@@ -218,14 +198,13 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
 
 
 class RequestTables:
-    """Tracks what SGLang writes into its request table, without reading the device at each step.
+    """The pages in SGLang's request table, on the host.
 
-    Whole requests are written once, when they are admitted or hit a shared prefix; their pages are then read from the
-    device. A page opened by decoding is known from the allocator.
+    Whole requests are read from the device when SGLang writes them, as they are admitted or hit a shared prefix. A page
+    opened by decoding is known from the allocator.
 
     Args:
         pool: SGLang's request pool; its ``write`` is wrapped from now on.
-        page_size: tokens of a page.
     """
 
     def __init__(self, pool: Any, page_size: int) -> None:
@@ -242,8 +221,9 @@ class RequestTables:
         row, tokens = indices
         if not isinstance(tokens, slice):
             return  # from a decode step: see open_pages
-        first = -(-(tokens.start or 0) // self._size)  # first page that begins in the slice
-        starts = values[first * self._size - (tokens.start or 0) :: self._size]
+        start = tokens.start or 0
+        first = -(-start // self._size)  # page that begins in the slice
+        starts = values[first * self._size - start :: self._size]
         if len(starts):
             pages = (starts // self._size).cpu().numpy()
             self._pages[int(row), first : first + len(pages)] = pages
@@ -258,11 +238,10 @@ class RequestTables:
         positions: npt.NDArray[np.int64],
         opened: npt.NDArray[np.int64],
     ) -> None:
-        """Before a decode step of ``rows`` ``[B]`` of the table.
+        """Before a decode step of ``rows`` ``[B]``, which writes tokens at ``positions`` ``[B]``.
 
         Args:
-            positions: ``[B]`` of the tokens that it writes.
-            opened: ``[B]`` pages that start with them, -1: none.
+            opened: ``[B]`` pages that start with these tokens, -1: none.
         """
         opens = opened >= 0
         self._pages[rows[opens], positions[opens] // self._size] = opened[opens]

@@ -23,17 +23,10 @@ from sglang_scout.plugin.allocator import RequestTables, ScoutAllocator
 from sglang_scout.plugin.dummy_kv import DummyKV
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.limits import check_context, uses_graph_transport
-from sglang_scout.plugin.metrics import start_metrics
-from sglang_scout.plugin.model import (
-    before_layer,
-    decoder_layers,
-    make_projectors,
-    model_shape,
-    rank_weights,
-)
+from sglang_scout.plugin.model import before_layer, decoder_layers, make_projectors, rank_weights
 from sglang_scout.plugin.pool import HostKVPool, lock
 from sglang_scout.plugin.query_check import QueryProbe
-from sglang_scout.plugin.ranks import AttentionRanks, cpu_plan, worker_nodes
+from sglang_scout.plugin.ranks import AttentionRanks
 from sglang_scout.plugin.release import adapter
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.client import WorkerClient
@@ -42,7 +35,7 @@ from sglang_scout.worker.settings import WorkerConfig
 logger = logging.getLogger(__name__)
 
 HOST_SPIN_US = 50
-DEVICE_SPIN_US = 20_000  # as long as a step
+DEVICE_SPIN_US = 20_000  # as long as a step: a kernel cannot wake a sleeping thread, and the attendant does so late
 READY_TIMEOUT_S = 60.0
 
 _current: ScoutAttnBackend | None = None
@@ -55,18 +48,6 @@ def current_backend() -> ScoutAttnBackend:
     return _current
 
 
-def worker_config(config: OffloadConfig, device: str) -> WorkerConfig:
-    """Configuration of the attention process for a server on ``device``."""
-    return WorkerConfig(
-        ready_timeout_s=READY_TIMEOUT_S,
-        # A kernel cannot wake a sleeping thread: the attendant does, but later.
-        spin_us=DEVICE_SPIN_US if uses_graph_transport(config, device) else HOST_SPIN_US,
-        threads_per_group=config.worker_threads_per_group,
-        # Page-locked host pages are allocated at start.
-        populate=torch.device(device).type == "cuda",
-    )
-
-
 class ScoutAttnBackend(AttentionBackend):
     """Attention of decode steps. Everything else runs on SGLang's own backend."""
 
@@ -77,35 +58,37 @@ class ScoutAttnBackend(AttentionBackend):
         self.config: OffloadConfig = parse(runner.server_args).of_rank(self.ranks.rank)
         self.pool: HostKVPool = runner.token_to_kv_pool
         self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
-        self._device = runner.device
+        self.plan, self.cpu_plan = self.pool.plan, self.pool.cpus.plan
+        device, context_tokens = runner.device, runner.model_config.context_len
         layers, num_requests = decoder_layers(runner.model), runner.max_running_requests
-        shape = model_shape(runner)
+        shape, cpus = self.pool.shape, self.cpu_plan.threads
         path = self.config.recall_profile
         profile = None if path is None else load_profile(path)  # validated by the launcher
         self.policy = make_policy(
             Context(self.config, shape.num_layers, 2 * shape.page_bytes, profile)
         )
-        self.plan = self.pool.plan
-        self.cpu_plan = cpu_plan(runner, self.config)
-        cpus = self.cpu_plan.threads
+        in_graph = uses_graph_transport(self.config, device)
+        self.transport = "graph" if in_graph else "host"
+        of_worker = WorkerConfig(
+            ready_timeout_s=READY_TIMEOUT_S,
+            spin_us=DEVICE_SPIN_US if in_graph else HOST_SPIN_US,
+            threads_per_group=self.config.worker_threads_per_group,
+            populate=torch.device(device).type == "cuda",  # the pages were allocated by locking
+        )
         self.worker = WorkerClient(
             self.pool.arena,
             cpus,
             background_cpus=self.cpu_plan.background,
-            nodes=list(worker_nodes(cpus).values()) or None,
-            config=worker_config(self.config, runner.device),
+            nodes=list(self.pool.cpus.by_node.values()) or None,
+            config=of_worker,
         )
         facts = status.facts(self.config, shape.num_layers, cpus)
-        context_tokens, page_size = runner.model_config.context_len, shape.page_size
         # Not the width of SGLang's request table, which is a few tokens more: a step launched before its request's end
         # is seen writes to position context_len - 2 at most, and one more page would double the table width of a 2^n
         # context, also in the kernels.
-        max_pages = -(-context_tokens // page_size)
-        self.transport = "host"
-        worker: WorkerClient | GraphTransport = self.worker
-        if uses_graph_transport(self.config, runner.device):
-            check_context(context_tokens, page_size)
-            self.transport, worker = "graph", self._graph_transport()
+        max_pages = -(-context_tokens // shape.page_size)
+        if in_graph:
+            check_context(context_tokens, shape.page_size)
         self.engine = StepEngine(
             self.config,
             self.policy,
@@ -119,8 +102,8 @@ class ScoutAttnBackend(AttentionBackend):
             ),
             self.pool.host_pages,
             make_projectors(layers, rank_weights(self.config)),
-            worker,
-            device=runner.device,
+            self._graph_transport(device, of_worker.wait_timeout_s) if in_graph else self.worker,
+            device=device,
             digests=self.pool.digests,
             tracer=Tracer(self.config.trace, self.config.trace_steps, self.worker, facts),
             ranks=self.ranks if self.ranks.size > 1 else None,
@@ -140,34 +123,33 @@ class ScoutAttnBackend(AttentionBackend):
         self.worker.start()
         atexit.register(self.close)
         _current = self
-        self.metrics = start_metrics(self, runner.server_args)
-        self._log_plan(runner)
+        server_args = adapter.resolved(runner.server_args)
+        self.metrics = status.Metrics(self, server_args) if server_args.enable_metrics else None
+        self._log_plan(num_requests)
 
-    def _graph_transport(self) -> GraphTransport:
+    def _graph_transport(self, device: str, timeout_s: float) -> GraphTransport:
         faults = None
         if self.ranks.size > 1:
             faults = self.ranks.shared_words(self.ranks.size)
-            if torch.device(self._device).type == "cuda":
+            if torch.device(device).type == "cuda":
                 shared = "--tp-size: a page that the ranks share: {}"
                 lock(faults.data_ptr(), faults.nbytes, shared)
-        ring = device_ring(
-            self.pool.arena,
-            self.worker,
-            self._device,
-            worker_config(self.config, self._device).wait_timeout_s,
-            faults,
-            self.ranks.rank,
-        )
+        ring = device_ring(self.pool.arena, self.worker, device, timeout_s, faults, self.ranks.rank)
         return GraphTransport(ring, lambda: self.worker.device_epoch)
 
-    def _log_plan(self, runner: Any) -> None:
+    def _log_plan(self, max_batch: int) -> None:
+        if self.cpu_plan.warning:
+            logger.warning(
+                "--kv-offload: attention threads are far from the GPU: %s; allow them (cpuset, taskset)",
+                self.cpu_plan.warning,
+            )
         lines = [f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.plan.rows]
         lines += [f"  CPUs {use.cpus}: {use.used_by} ({use.why})" for use in self.cpu_plan.rows]
         logger.info(
             "--kv-offload %s: budget %d tokens, %d requests at most\n%s",
             self.policy.name,
             self.config.budget_tokens,
-            runner.max_running_requests,
+            max_batch,
             "\n".join(lines),
         )
 
@@ -187,24 +169,16 @@ class ScoutAttnBackend(AttentionBackend):
         """SGLang's requests join the batch, new or after a retraction, with KV of ``tokens`` tokens each."""
         rows = [adapter.row_of(request) for request in requests]
         size = self.config.page_size_tokens
-        full = [
-            np.zeros(0, np.int64),
-            *(
-                self._tables.pages_of(row, count // size * size)
-                for row, count in zip(rows, tokens, strict=True)
-            ),
-        ]
+        full = [np.zeros(0, np.int64)]
+        for request, row, count in zip(requests, rows, tokens, strict=True):
+            full.append(self._tables.pages_of(row, count // size * size))
+            self.engine.boundary.arrivals.admit(request.rid, row)
         # SGLang has capped max_new_tokens by the context.
         ends = [len(r.origin_input_ids) + r.sampling_params.max_new_tokens for r in requests]
-        for request, row in zip(requests, rows, strict=True):
-            self.engine.boundary.arrivals.admit(request.rid, row)
         self.engine.boundary.admit(rows, np.concatenate(full), ends)
 
     def announce_step(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        """A decode step is about to run for ``rows`` ``[B]`` of the request table, both on the host.
-
-        ``positions`` ``[B]`` are those of the tokens that it writes.
-        """
+        """A decode step of ``rows`` ``[B]`` will write tokens at ``positions`` ``[B]``; both are on the host."""
         self._tables.open_pages(rows.numpy(), positions.numpy(), self.allocator.opened)
         self._announced = True
 
@@ -247,14 +221,13 @@ class ScoutAttnBackend(AttentionBackend):
         return self._tables.pages_of(adapter.row_of(request), tokens)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Before an eager step; it has begun already if a replay was considered."""
+        """Before an eager step, which has begun if a replay was considered."""
         if forward_batch.forward_mode.is_decode() and not self._begun:
             self.begin(forward_batch)
         self._begun = False
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a replay, or the capture of an empty step; SGLang also recaptures while serving, after a weight
-        update."""
+        """Before a replay or a capture, which SGLang repeats after a weight update."""
         self._begun = False
         if in_capture:
             self.engine.pause()
@@ -299,9 +272,6 @@ class ScoutAttnBackend(AttentionBackend):
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
         )
         return out.flatten(1)
-
-    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise NotImplementedError("--kv-offload: the decode server does not prefill")
 
     def close(self) -> None:
         """Stop the attention process and the copies. Also runs at interpreter exit."""

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
-from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -20,13 +19,13 @@ from sglang_scout.engine.memory import check_memory
 from sglang_scout.plugin import status
 from sglang_scout.plugin.backend import ScoutAttnBackend, current_backend
 from sglang_scout.plugin.hooks import hook
-from sglang_scout.plugin.host_size import host_bytes, size_of
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.limits import BACKEND_NAME
 from sglang_scout.plugin.model import model_shape, rank_weights
 from sglang_scout.plugin.pool import HostKVPool, build_pools, pools_target
-from sglang_scout.plugin.ranks import AttentionRanks
+from sglang_scout.plugin.ranks import AttentionRanks, host_bytes, size_of
 from sglang_scout.plugin.release import adapter
+from sglang_scout.plugin.shutdown import answer_error
 from sglang_scout.worker.arena_fits import pool_lacks
 from sglang_scout.worker.host_memory import available_bytes, gib
 
@@ -34,14 +33,7 @@ logger = logging.getLogger(__name__)
 
 DENSE = "dense"
 LEFT_BESIDE_COPIES = 2**29  # bytes of host memory
-TRACED = (
-    "steps",
-    "selected_pages",
-    "cpu_pages",
-    "recalled_pages",
-    "gpu_wait_us",
-    "recall_wait_us",
-)
+TRACED = "steps selected_pages cpu_pages recalled_pages gpu_wait_us recall_wait_us".split()
 _GRAPHS = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 _device_bytes: int | None = None  # for digests and resident pages; None: the CPU device
@@ -54,8 +46,7 @@ def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
     """Size the KV pool by host memory.
 
     Returns:
-        Bytes for the KV pages of this rank: its share of host memory, independent of GPU memory. All ranks must get
-        the same number of pages, as they allocate the same ids.
+        Bytes for the KV pages of this rank. All ranks must get the same number of pages, as they allocate the same ids.
     """
     global _device_bytes
     config, ranks, shape = parse(runner.server_args), AttentionRanks(), model_shape(runner)
@@ -71,15 +62,15 @@ def around_init_pools(original, runner, **given):
     config, shape, ranks = parse(runner.server_args), model_shape(runner), AttentionRanks()
     tokens, max_batch = adapter.pool_sizes(runner, **given)
     num_pages, context = tokens // shape.page_size + 1, runner.model_config.context_len
-    size, nodes = size_of(runner, config, shape, max_batch)
+    size, cpus = size_of(runner, config, shape, max_batch, ranks)
     # Every rank reads both before any allocates.
     in_pool = not pool_lacks(size.arena(num_pages), arenas=ranks.size)
     plan = check_memory(
         size,
         num_pages,
         ranks.least(available_bytes()),
-        device_bytes=_device_bytes,
         in_pool=in_pool,
+        device_bytes=_device_bytes,
         shared=torch.device(runner.device).type == "cpu",
         ranks=ranks.size,
     )
@@ -91,15 +82,8 @@ def around_init_pools(original, runner, **given):
             context,
         )
     build = functools.partial(original, runner, **given)
-    make_pool = functools.partial(
-        HostKVPool,
-        arena_spec=size.arena_fields,
-        numa_nodes=nodes,
-        context_share=config.context_share,
-    )
-    result, pool, _ = build_pools(build, runner, make_pool, HostKVPool)
-    pool.attach(shape, plan, config.digest, rank_weights(config), plan.hint_bytes > 0)
-    return result
+    parts = {"server_size": size, "plan": plan, "cpus": cpus, "weights": rank_weights(config)}
+    return build_pools(build, runner, functools.partial(HostKVPool, **parts), HostKVPool)[0]
 
 
 @hook("disaggregation.decode.DecodeTransferQueue.pop_transferred", "after")
@@ -111,10 +95,7 @@ def after_pop_transferred(result: list[Any], *args, **kwargs) -> list[Any]:
 
 @hook("disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch", "around")
 def around_get_new_prebuilt_batch(original, scheduler, *args):
-    """Delay a request's admission until its first pages have been copied, so that no step waits for them.
-
-    While others decode, it waits until the copies are in flight, during a step of theirs.
-    """
+    """Delay a request's admission until its first pages have been copied, so that no step waits for them."""
     queue, running = scheduler.waiting_queue, scheduler.running_batch
     if scheduler.enable_priority_scheduling:
         scheduler.policy.calc_priority(queue, running)
@@ -187,22 +168,18 @@ def around_process_batch_result(original, processor, batch, result) -> None:
     backend = current_backend()
     backend.check_results(result.copy_done)
     damaged = backend.damaged_pages()
-    if not len(damaged):
-        original(processor, batch, result)
-        return
     _fail_owners(batch.reqs, damaged)
     original(processor, batch, result)
-    # All unused pages, damaged ones among them, so that no other request hits those.
-    cache = processor.tree_cache
-    cache.evict(EvictParams(num_tokens=cache.evictable_size()))
+    if len(damaged):
+        # All unused pages, damaged ones among them, so that no other request hits those.
+        cache = processor.tree_cache
+        cache.evict(EvictParams(num_tokens=cache.evictable_size()))
 
 
 def _fail_owners(requests: Sequence[Any], damaged: npt.NDArray[np.int64]) -> None:
-    """Abort the running ``requests`` that own a page of ``damaged`` ``[n, 2]``, layers and pages.
-
-    SGLang frees a request's resources when it processes the step, whose token is dropped here.
-    """
-    for request in requests:
+    """Abort the running ``requests`` that own a page of ``damaged`` ``[n, 2]``, layers and pages, without the token of
+    the step that SGLang will process."""
+    for request in requests if len(damaged) else ():
         if request.finished() or request.is_retracted:
             continue
         own = damaged[np.isin(damaged[:, 1], current_backend().pages_of(request))]
@@ -234,7 +211,7 @@ def around_offload_kv_cache(original, req, tables, allocator) -> None:
     if available - needed >= LEFT_BESIDE_COPIES:
         original(req, tables, allocator)
         return
-    adapter.drop_copy(req)
+    req.kv_offload_dropped = True
     logger.error(
         "request %s was retracted and fails: a copy of its KV needs %s of host memory, and %s are available; lower "
         "--max-running-requests, or free memory",
@@ -247,30 +224,26 @@ def around_offload_kv_cache(original, req, tables, allocator) -> None:
 @hook("managers.scheduler.Scheduler._add_request_to_queue", "around")
 def around_add_request_to_queue(original, scheduler, req, *args, **kwargs) -> None:
     """Restore a retracted request from its KV, also after a pause; fail one whose KV was not kept."""
-    kept = adapter.kept_copy(req)
-    if kept is None:
-        original(scheduler, req, *args, **kwargs)
-        return
-    if kept:
+    if hasattr(req, "kv_offload_dropped"):
+        answer_error(
+            scheduler,
+            req,
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "The request was retracted because the KV pages ran out, and there is no host memory to keep a copy of its "
+            "KV. Send it again later; the server needs fewer concurrent requests or more memory.",
+        )
+    elif adapter.has_copy(req):
         # /pause_generation does not mark this, and would wait for the KV from the prefill server again.
         original(scheduler, req, is_retracted=True)
-        return
-    reason = {
-        "type": "abort",
-        "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
-        "message": "The request was retracted because the KV pages ran out, and there is no host memory to keep a "
-        "copy of its KV. Send it again later; the server needs fewer concurrent requests or more memory.",
-    }
-    scheduler.ipc_channels.send_to_tokenizer.send_output(
-        AbortReq(finished_reason=reason, rid=req.rid), req
-    )
+    else:
+        original(scheduler, req, *args, **kwargs)
 
 
 @hook("observability.trace.TraceReqContext.trace_slice", "before")
 def before_trace_slice(context, slice, *_, **__) -> None:
     """With `--enable-trace`: add step counters as attributes to each token's span.
 
-    ``decode_loop`` is a token's span: it gets the batch's counts since the request's previous token.
+    They are the batch's, since the request's previous token.
     """
     if slice.slice_name == "decode_loop":
         counters = current_backend().engine.counters

@@ -1,10 +1,7 @@
 """Entry point of ``sglang.srt.plugins``.
 
-The launcher gets the flags and, once it has read ``--kv-offload``, the request validation (``launch.py``); the
-scheduler process of such a server gets the hooks of its role. Without the flag SGLang is unchanged.
-
-SGLang logs and swallows an exception in a plugin, and would then serve without it. A server with ``--kv-offload`` must
-not: such an error is raised as ``SystemExit``, which is not swallowed.
+The launcher gets the flags and, once it has read ``--kv-offload``, the hooks of HTTP (``launch.py``); a scheduler
+process of such a server gets those of its role. Without the flag SGLang is unchanged.
 """
 
 import os
@@ -16,8 +13,8 @@ def register() -> None:
     try:
         install()
     except Exception as error:
-        # The flag need not be on the command line (Engine, YAML), but if it is, or if the launcher has already enabled
-        # the offload, starting without it is wrong.
+        # SGLang would log and swallow the error, and serve without the offload: not if the flag is on the command line,
+        # where it need not be (Engine, YAML), nor in a scheduler of such a server.
         asked = any(arg.startswith("--kv-offload") for arg in sys.argv[1:])
         if asked or os.environ.get("SGLANG_SCOUT_ROLE"):
             raise SystemExit(f"sglang-scout: cannot serve with --kv-offload: {error}") from error
@@ -42,7 +39,7 @@ def install() -> None:
         add_attention_backend_choices([BACKEND_NAME])
     apply(hooks_of("flags"))
     if launched := launched_as():
-        # SGLang requests the same later; a scheduler whose launcher ended before that would fail without exiting,
-        # because the transfer engine's threads keep it alive, and so would its attention process.
+        # SGLang does the same later; if the launcher ends before that, the transfer engine's threads keep the failed
+        # scheduler alive, and its attention process.
         die_with_parent(launched.launcher)
         apply(hooks_of(launched.role))

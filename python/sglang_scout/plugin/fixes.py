@@ -1,7 +1,6 @@
 """Mends what SGLang itself does wrong in a scheduler process, and what harms other requests or the pair.
 
-With a release or a pull request where SGLang has mended it; a hook of 0.5.15.post1 only is needless in 0.5.23. Drop
-the hook with the last release that needs it.
+A hook names the releases that need it, if not all do, or the pull request that mends it. Drop it with the last of them.
 """
 
 from __future__ import annotations
@@ -12,19 +11,18 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
-from threading import Thread
 from typing import Any
 
 import torch
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.managers.io_struct import AbortReq
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_scout.plugin.hooks import hook
+from sglang_scout.plugin.shutdown import answer_error
 
 logger = logging.getLogger(__name__)
 
@@ -51,26 +49,20 @@ def around_handle_generate_request(original, scheduler, request, **more) -> None
         _check_room(scheduler, request.bootstrap_room)
         original(scheduler, request, **more)
     except Exception as error:
-        message, status = str(error), HTTPStatus.BAD_REQUEST
-        if isinstance(error, _Refusal):
-            status = error.status
-        else:
-            message = f"The server cannot take up this request ({type(error).__name__}: {error})."
+        if not isinstance(error, _Refusal):
             logger.exception("--kv-offload: request %s was refused", request.rid)
             _forget(scheduler, request.rid)
-        reason = {"type": "abort", "status_code": status, "message": message}
-        answer = AbortReq(rid=request.rid, finished_reason=reason)
-        scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
+            message = f"The server cannot take up this request ({type(error).__name__}: {error})."
+            error = _Refusal(HTTPStatus.BAD_REQUEST, message)
+        answer_error(scheduler, request, *error.args)
 
 
 class _Refusal(Exception):
-    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
-        super().__init__(message)
-        self.status = status
+    """Status and message."""
 
 
 def _check_size(scheduler: Any, request: Any) -> None:
-    """With more a prompt would wait forever, and all behind it: SGLang also reserves room, even on an idle server."""
+    """SGLang reserves room, even on an idle server. A prompt that needs it would wait forever, and all behind it."""
     size, page = scheduler.max_total_num_tokens, scheduler.page_size
     if scheduler.server_args.disaggregation_mode == "decode":
         reserved = scheduler.disagg_decode_prealloc_queue.num_reserved_decode_tokens
@@ -80,13 +72,14 @@ def _check_size(scheduler: Any, request: Any) -> None:
     most, tokens = most // page * page, len(request.input_ids or ())
     if tokens > most:
         raise _Refusal(
-            f"The prompt has {tokens} tokens, but this server accepts at most {most}: its KV pool has {size}, {why}."
+            HTTPStatus.BAD_REQUEST,
+            f"The prompt has {tokens} tokens, but this server accepts at most {most}: its KV pool has {size}, {why}.",
         )
 
 
 def _check_room(scheduler: Any, room: int | None) -> None:
-    """A status of this room from before the request came would end the process, or the request: its other half may have
-    failed already, or an earlier request had this room."""
+    """A status that the room has from an earlier request, or because the other half has already failed, would end the
+    process."""
     of_decode = scheduler.server_args.disaggregation_mode == "decode"
     name = "disagg_decode_prealloc_queue" if of_decode else "disagg_prefill_bootstrap_queue"
     manager = getattr(scheduler, name).kv_manager
@@ -96,11 +89,11 @@ def _check_room(scheduler: Any, room: int | None) -> None:
     if all(req.bootstrap_room != room for req in _held(scheduler)):
         for table in (statuses, getattr(manager, "transfer_infos", {})):
             table.pop(room, None)
-    message = (
+    raise _Refusal(
+        HTTPStatus.SERVICE_UNAVAILABLE,  # SGLang's router then sends it again
         f"The other half of this request has failed, or bootstrap_room {room} was used before. Send the request again "
-        "with a new room."
+        "with a new room.",
     )
-    raise _Refusal(message, HTTPStatus.SERVICE_UNAVAILABLE)  # SGLang's router does so
 
 
 def _held(scheduler: Any) -> Iterator[Any]:
@@ -157,8 +150,7 @@ def around_abort_request(original, scheduler, request) -> None:
 def before_on_idle(scheduler) -> None:
     """With `--sleep-on-idle`, do not busy-poll while requests are in transfer.
 
-    There is no batch to run. SGLang sleeps only if it holds no request either; a server whose requests wait for the
-    other server would busy-poll, on a core that the other server or an attention process may need.
+    SGLang sleeps only if it holds no request. The other server or an attention process may need the core.
     """
     if scheduler.idle_sleeper is not None and not scheduler.is_fully_idle():
         scheduler.idle_sleeper.poller.poll(IDLE_POLL_MS)  # ends at a message
@@ -168,15 +160,11 @@ def before_on_idle(scheduler) -> None:
 def around_cumulate_penalty(original, batch) -> None:
     """With penalties, do not count a request's first token twice.
 
-    A step that overlaps its predecessor does not know the newest token: one server counts each token a step late, and
-    in the first step after the prompt the prompt's last. Here the first token is known then, and is the newest in the
-    next step too.
+    An overlapped step does not know its newest token, so SGLang counts each token a step late. After a transfer the
+    first token is known in the first step, and is still the newest in the next.
     """
-    joined = [
-        request
-        for request in batch.reqs
-        if batch.enable_overlap and request.decode_batch_idx == 0 and len(request.output_ids) == 1
-    ]
+    reqs = batch.reqs if batch.enable_overlap else []
+    joined = [r for r in reqs if r.decode_batch_idx == 0 and len(r.output_ids) == 1]
     tokens = [request.output_ids.pop() for request in joined]
     original(batch)
     for request, token in zip(joined, tokens, strict=True):
@@ -188,11 +176,10 @@ def around_cumulate_penalty(original, batch) -> None:
 
 @hook(f"{_KV}Manager.__init__", "before")
 def before_kv_manager(*_, **__) -> None:
-    """Do not ask the other server of the pair through a proxy.
-
-    Runs once the model is loaded; from here on this process talks to other servers only.
-    """
-    os.environ["no_proxy"] = "*"
+    """Do not ask the other server of the pair through a proxy."""
+    os.environ["no_proxy"] = (
+        "*"  # the model is loaded: from here on this process talks to other servers only
+    )
 
 
 @hook(
@@ -225,10 +212,9 @@ def around_batch_register(original, engine, pointers: list[int], lengths: list[i
 def around_connect(original, receiver, endpoint: str, is_ipv6: bool = False):
     """Do not block forever on a message to a prefill server that is gone.
 
-    SGLang's PUSH sockets do not reconnect, and one that has lost its peer blocks in ``send``. The scheduler's thread
-    sends, holding the socket's lock, which the heartbeat thread that would detect the loss waits for. A new socket
-    queues messages before it is connected; without a peer they are lost, and heartbeats fail the requests. Newer
-    releases bound the wait: https://github.com/sgl-project/sglang/pull/31144.
+    SGLang's PUSH sockets do not reconnect, and one that has lost its peer blocks in ``send``, holding a lock that the
+    heartbeat thread waits for. A new socket queues messages instead, and heartbeats fail the requests. Newer releases
+    bound the wait: https://github.com/sgl-project/sglang/pull/31144.
     """
     connected = original(receiver, endpoint, is_ipv6)
     sock, lock = connected
@@ -243,17 +229,15 @@ def around_connect(original, receiver, endpoint: str, is_ipv6: bool = False):
 def around_ensure_parallel_info(original, manager, address: str) -> bool:
     """Ask a prefill server for its ranks without blocking the steps of other requests.
 
-    SGLang asks in the scheduler's thread, for 5 s if there is no answer, and asks again each second. What differs
-    between the servers, such as the page size, it raises: then the requests of this address fail.
+    SGLang asks in the scheduler's thread, for 5 s if there is no answer, each second. It raises if the servers differ,
+    for example in page size; here the requests of this address fail.
     """
     if address in manager.prefill_info_table:
         return True
     questions: dict[str, Future[bool]] = vars(manager).setdefault("kv_offload_questions", {})
     is_new = address not in questions
     if is_new:
-        future = questions[address] = Future()
-        asked = (original, manager, address, future)
-        Thread(target=_ask, args=asked, daemon=True).start()
+        questions[address] = ThreadPoolExecutor(1).submit(original, manager, address)
     try:
         answer = questions[address].result(_ANSWER_S if is_new else 0)
     except TimeoutError:
@@ -268,32 +252,18 @@ def around_ensure_parallel_info(original, manager, address: str) -> bool:
     return answer
 
 
-def _ask(
-    original: Callable[[Any, str], bool], manager: Any, address: str, answer: Future[bool]
-) -> None:
-    try:
-        answer.set_result(original(manager, address))
-    except Exception as error:
-        answer.set_exception(error)
-
-
 @on_decode("disaggregation.mooncake.conn.MooncakeKVManager._on_heartbeat_success", "after")
 def after_heartbeat_success(_, manager, address: str) -> None:
     """Notice that a prefill server was replaced between two heartbeats.
 
-    The bootstrap server at ``address`` answers. If nothing listens at its scheduler's old address, it was replaced
-    since the last heartbeat, or will be: drop the old one, and fail the requests that wait for it.
+    Its bootstrap server at ``address`` answers. If nothing listens where its schedulers were, fail the requests that
+    wait for them.
     """
     with manager.connection_lock:
-        known = [
-            (info["rank_ip"], info["rank_port"])
-            for key, infos in manager.connection_pool.items()
-            if key.startswith(f"{address}_")
-            for info in infos
-        ]
-    for place in known:
+        pool = list(manager.connection_pool.items())
+    for info in (info for key, infos in pool if key.startswith(f"{address}_") for info in infos):
         try:
-            socket.create_connection(place, _PROBE_S).close()
+            socket.create_connection((info["rank_ip"], info["rank_port"]), _PROBE_S).close()
         except ConnectionRefusedError:
             manager._handle_node_failure(address)
             return
@@ -305,8 +275,7 @@ def after_heartbeat_success(_, manager, address: str) -> None:
 def around_poll(original, receivers: Sequence[Any]) -> list[int]:
     """Notify the prefill server of an aborted transfer, and free its pages once they are no longer written.
 
-    Keeps the pages of a transfer that failed, or whose client has disconnected, for ``HOLD_S``: SGLang frees them at
-    once, and another request may get them while the prefill server still writes.
+    SGLang frees them at once, and another request may get them; here the transfer goes on for ``HOLD_S``.
     """
     return [_kept(*polled) for polled in zip(receivers, original(receivers), strict=True)]
 
@@ -346,8 +315,7 @@ class Sender:
 def around_connect_to_decode(original, manager, *args, **kwargs) -> Sender:
     """Serialise messages, as several threads share a socket; survive the loss of a decode server.
 
-    Else parts of two messages merge into one: an answer to an abort swallows the end-of-transfer message, and the other
-    request waits forever, or the thread of the decode server that reads them ends.
+    Parts of two messages could merge, and a request whose message is lost waits forever.
     """
     return Sender(original(manager, *args, **kwargs), manager._socket_lock)
 
@@ -361,8 +329,7 @@ def around_connect_to_decode(original, manager, *args, **kwargs) -> Sender:
 def around_resume_retracted_reqs(original, queue, *args, **kwargs) -> list[Any]:
     """With the radix cache, free all pages of a retracted request.
 
-    SGLang would look it up in the radix cache again, and then neither lock the pages that it finds nor free those that
-    they replace.
+    SGLang would look it up again, and neither lock the pages that it finds nor free those that they replace.
     """
     restored = original(queue, *args, **kwargs)
     for req in restored:
@@ -433,8 +400,8 @@ def around_extend(
 ) -> torch.Tensor:
     """On a CPU: skip attention for tokens with cached KV, which SGLang computes and discards.
 
-    With a long cached prefix that is nearly all of the work. Sequences with more new tokens than cached ones use the
-    original, which is then faster. So do encoders, cross attention and sliding windows.
+    Sequences with more new tokens than cached ones use the original, which is then faster. So do encoders, cross
+    attention and sliding windows.
 
     Args:
         query, output: [T, HQ, D]; the latter is filled and returned.
@@ -456,13 +423,12 @@ def around_extend(
             slots = table[rows[i], :total]
             k, v = (cache[slots].movedim(1, 0)[None].to(q.dtype) for cache in caches)
             columns = torch.arange(total, device=q.device)
-            for places in columns[total - count :].split(max(1, MASK_ELEMENTS // total)):
-                part = slice(int(places[0]) - total + count, int(places[-1]) + 1 - total + count)
+            for part in columns[:count].split(max(1, MASK_ELEMENTS // total)):
                 found = scaled_dot_product_attention(
                     q[part].movedim(1, 0)[None],
                     k,
                     v,
-                    attn_mask=columns <= places[:, None],
+                    attn_mask=columns <= (part + total - count)[:, None],
                     enable_gqa=options.get("enable_gqa", False),
                     scale=options.get("scaling"),
                 )

@@ -1,10 +1,9 @@
 """The two halves of a request tell each other when one is refused or fails.
 
-SGLang's router sends a request to both servers of a pair. If only one of them refuses it, because its pool is smaller,
-say, the other half would wait for it until a timeout, with pages. So the HTTP processes talk: the prefill server's
-bootstrap server, which every request names, has a WebSocket for each decode server. In both directions goes the room of
-every request that ended with an error, and to the prefill server that of every request that its decode server has: so
-it waits as long as that server is there, however long its queue, and no longer. A stock server has no such route.
+SGLang's router sends a request to both servers of a pair. If only one refuses it, say because its pool is smaller, the
+other half would hold pages and wait until a timeout. So each decode server has a WebSocket to the bootstrap server that
+a request names. Both servers tell each other the room of every request that ended with an error, and the decode server
+that of every request that it has: the prefill server waits as long as that server is there, and no longer.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 from aiohttp import web
-from fastapi import HTTPException
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_scout.plugin.hooks import hook
+from sglang_scout.plugin.shutdown import aborted, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,7 @@ _HEARTBEAT_S = 120.0  # for a host that is lost; much longer than a process may 
 
 
 class Half(msgspec.Struct):
-    """``nth``: a room may be used again; of its requests, in the order in which they came. ``status``: 0 while there is
-    no error."""
+    """``nth``: of the requests of a room, which may be used again. ``status``: 0 while there is no error."""
 
     room: int
     nth: int
@@ -60,8 +58,8 @@ class _Link(NamedTuple):
 
 
 class Halves:
-    """Of this HTTP process. Attributes of SGLang's requests of one prompt: ``kv_offload_nth``; ``kv_offload_sent``, to
-    the scheduler; ``kv_offload_ended``, because the other half was."""
+    """Of this HTTP process. It marks SGLang's requests of one prompt: ``kv_offload_nth``, as of :class:`Half`;
+    ``kv_offload_sent``, to the scheduler; ``kv_offload_ended``, because the other half was."""
 
     def __init__(self) -> None:
         self._manager: Any = None
@@ -84,10 +82,7 @@ class Halves:
         if known and known.nth <= self._nth(request):
             del self._heard[room]
             request.kv_offload_ended = True
-            # The status of a stream has been sent.
-            if known.status == HTTPStatus.BAD_REQUEST or request.stream:
-                raise ValueError(known.message)
-            raise HTTPException(known.status, known.message)
+            refuse(request, known.status, known.message)
         if flags.disaggregation_mode == "decode":
             port = request.bootstrap_port or flags.disaggregation_bootstrap_port
             address = NetworkAddress(request.bootstrap_host, port).to_host_port_str()
@@ -120,11 +115,8 @@ class Halves:
                     )
                 await self._listen(socket)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            logger.info(
-                "--kv-offload: no connection to %s, which reports failed requests: %r",
-                address,
-                error,
-            )
+            failed = "--kv-offload: no connection to %s, which reports failed requests: %r"
+            logger.info(failed, address, error)
         await asyncio.sleep(_RETRY_S)  # then the next request tries again
         del self._links[address]
 
@@ -164,17 +156,13 @@ class Halves:
         if self._manager is None or self._manager.server_args.disaggregation_mode != "decode":
             return []
         requests = (state.obj for state in self._manager.rid_to_state.values())
-        return [
-            Half(one.bootstrap_room, one.kv_offload_nth)
-            for one in requests
-            if hasattr(one, "kv_offload_nth")
-        ]
+        mine = (one for one in requests if hasattr(one, "kv_offload_nth"))
+        return [Half(one.bootstrap_room, one.kv_offload_nth) for one in mine]
 
     def _send(self, half: Half) -> None:
+        data = msgspec.json.encode(half)
         for socket, link in list(self._sockets.items()):
-            asyncio.run_coroutine_threadsafe(
-                socket.send_bytes(msgspec.json.encode(half)), link.loop
-            )
+            asyncio.run_coroutine_threadsafe(socket.send_bytes(data), link.loop)
 
     def _hear(self, half: Half) -> None:
         """The other half has ended: end this one, or remember it until this one comes."""
@@ -201,16 +189,13 @@ class Halves:
             return
         for request in self._of(room):
             if self._nth(request) == nth:
-                message = (
-                    f"No decode server has received this request within {OTHER_HALF_S} s. Send requests to the router, "
-                    "which sends each to both servers."
-                )
+                message = f"No decode server has received this request within {OTHER_HALF_S} s. Send requests to "
+                message += "the router, which sends each to both servers."
                 self._end(request, HTTPStatus.SERVICE_UNAVAILABLE, message)
 
     def _end(self, request: Any, status: int, message: str) -> None:
-        reason = {"type": "abort", "status_code": status, "message": message}
         self._manager._dispatch_to_scheduler(AbortReq(rid=request.rid))
-        self._manager._handle_abort_req(AbortReq(rid=request.rid, finished_reason=reason))
+        self._manager._handle_abort_req(aborted(request.rid, status, message))
 
     def tell(self, request: Any, status: int, message: str) -> None:
         """``request``, of one prompt or several, was answered with an error."""

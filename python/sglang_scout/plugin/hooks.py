@@ -1,7 +1,4 @@
-"""Hooks into SGLang: declared on their functions, applied and verified in the processes of their role.
-
-A hook's parameters that are objects of SGLang have no annotation.
-"""
+"""Hooks into SGLang: declared on their functions, applied and verified in the processes of their role."""
 
 from __future__ import annotations
 
@@ -33,9 +30,8 @@ class Hook(NamedTuple):
     Attributes:
         target: dotted name below ``sglang.srt``; by release if it differs or is hooked in some only.
         kind: as of SGLang's ``HookType``.
-        roles: whose processes it is for.
         why: as it stands in docs/reference/hooks.md too.
-        package: that the target's module imports and that SGLang runs without; where it is absent nothing is hooked.
+        package: that the target's module imports and SGLang runs without; where it is absent nothing is hooked.
     """
 
     target: str | dict[str, str]
@@ -47,7 +43,7 @@ class Hook(NamedTuple):
 
     @property
     def target_here(self) -> str | None:
-        """The target in the installed release; None: not hooked there."""
+        """In the installed release; None: not hooked there."""
         return self.target.get(VERSION) if isinstance(self.target, dict) else self.target
 
 
@@ -57,12 +53,8 @@ _declared: list[Hook] = []
 def hook(
     target: str | dict[str, str], kind: str, *, roles: str = "", why: str = "", package: str = ""
 ) -> Callable[[Any], Any]:
-    """Declare a function or class to be a :class:`Hook`.
-
-    Args:
-        roles: names, if it is not for all that its module is for.
-        why: if it is not the first paragraph of the docstring.
-    """
+    """Declare a function or class to be a :class:`Hook`: for all ``roles`` of its module, because of the first
+    paragraph of its docstring, unless these are given."""
 
     def declare(function: Any) -> Any:
         module = function.__module__.rpartition(".")[2]

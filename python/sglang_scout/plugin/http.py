@@ -1,6 +1,6 @@
 """The hooks of the HTTP process: a request is checked once, before anything is sent to a scheduler.
 
-The types are those with which SGLang declares the message to its scheduler, where a wrong one ends the process.
+A field must have the type that SGLang declares for its message to the scheduler, where a wrong one ends the process.
 SGLang answers a ValueError with status 400.
 """
 
@@ -22,14 +22,11 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 
 from sglang_scout.plugin.halves import halves
 from sglang_scout.plugin.hooks import hook
-from sglang_scout.plugin.shutdown import refuse_new
+from sglang_scout.plugin.shutdown import REFUSAL, refuse
 
 logger = logging.getLogger(__name__)
 
 FLOAT32_MAX = 3.4028234e38
-MAX_TOP_LOGPROBS = 128
-"""Capacity of SGLang's ``MetadataBuffers``."""
-
 RANGES = {
     "bootstrap_port": (1, 2**16 - 1),
     "disagg_prefill_dp_rank": (0, 0),
@@ -38,30 +35,28 @@ RANGES = {
     "routed_dp_rank": (0, 0),
     "sampling_seed": (-(2**63), 2**63 - 1),
     "top_k": (-(2**31), 2**31 - 1),
-    "top_logprobs_num": (0, MAX_TOP_LOGPROBS),
+    "top_logprobs_num": (0, 128),  # capacity of SGLang's MetadataBuffers
 }
 _MADE_HERE = {"input_ids", "mm_inputs", "sampling_params", "session_params"}
+# For what SGLang answers with status 500.
 _STATUSES = {
     "in KVPoll": HTTPStatus.SERVICE_UNAVAILABLE,  # timed out
     "Grammar accept_token failed": HTTPStatus.BAD_REQUEST,  # it matches nothing
 }
-"""For what SGLang answers with status 500."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
 class Limit(NamedTuple):
     """What a client may ask of one server but not of a pair; both servers refuse it by name.
 
-    The prefill server computes the prompt and the first token, and the decode server all others; the client gets the
-    answer of the decode server. What only the prefill server knows is missing there, and SGLang says nothing. Its
-    router adds the log-probabilities of the prompt's tokens to an answer of ``/generate``, to one prompt's and not to a
-    stream.
-
-    ``asked`` is called before SGLang's normalization: fields may be lists, and of any type.
+    The answer is the decode server's, which lacks what only the prefill server knows: the prompt's results and the
+    first token's. SGLang says nothing. Its router adds the log-probabilities of one prompt to an answer of
+    ``/generate``, but not to a stream.
     """
 
     sentence: str
-    asked: Callable[[GenerateReqInput], bool] | None = None  # None: any value but false ones
+    # Before SGLang's normalization: fields may be lists, and of any type. None: any value but false ones.
+    asked: Callable[[GenerateReqInput], bool] | None = None
 
 
 def _each(value: Any) -> list[Any]:
@@ -81,9 +76,8 @@ def _prompt_logprobs(request: GenerateReqInput) -> bool:
     starts = _each(request.logprob_start_len)
     if not (_logprob(request) and any(isinstance(at, int) and at >= 0 for at in starts)):
         return False
-    is_batch = isinstance(request.text, list)
-    is_batch = is_batch or any(isinstance(ids, list) for ids in _each(request.input_ids))
-    return bool(request.stream) or is_batch or any(_each(request.top_logprobs_num))
+    of_several = (isinstance(ids, list) for ids in (request.text, *_each(request.input_ids)))
+    return bool(request.stream) or any(of_several) or any(_each(request.top_logprobs_num))
 
 
 _NONE_FOR_PROMPT = "a prefill-decode pair has none for the prompt; drop the field"
@@ -126,15 +120,11 @@ LIMITS = {
 def before_normalize(request: GenerateReqInput) -> None:
     """Refuse what a pair cannot answer in full, for example `n` above 1.
 
-    Before SGLang makes ``n`` requests of it, for any n, with one bootstrap room for all. SGLang answers a ValueError
-    with status 400.
+    Before SGLang makes ``n`` requests of it, with one bootstrap room for all.
     """
     for field, limit in LIMITS.items():
-        # Not every release has every field.
-        asked = limit.asked or (
-            lambda request, name=field: any(_each(getattr(request, name, None)))
-        )
-        if asked(request):
+        given = getattr(request, field, None)  # not in every release
+        if any(_each(given)) if limit.asked is None else limit.asked(request):
             raise ValueError(f"{field}: {limit.sentence}")
 
 
@@ -166,7 +156,7 @@ def _check(values: dict[str, Any], kind: type[msgspec.Struct], what: str) -> Non
 
 
 def _check_place(request: GenerateReqInput) -> None:
-    """Where the two halves of a request meet. SGLang's router gives all three; without a port it is the flag's."""
+    """Where the two halves of a request meet: SGLang's router gives all three fields, and the port has a flag."""
     host, room = request.bootstrap_host, request.bootstrap_room
     if host == FAKE_BOOTSTRAP_HOST:
         return  # SGLang's health check
@@ -188,12 +178,12 @@ def _check_place(request: GenerateReqInput) -> None:
 def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> None:
     """Refuse requests whose fields would crash a scheduler, by type and range, and requests after SIGTERM.
 
-    Args:
-        obj: a request of one prompt, normalized.
+    ``obj`` is normalized, of one prompt.
     """
     if not isinstance(obj, GenerateReqInput):
         return  # SGLang refuses it itself
-    refuse_new(manager, obj)
+    if manager.gracefully_exit:
+        refuse(obj, HTTPStatus.SERVICE_UNAVAILABLE, REFUSAL)
     if not isinstance(obj.sampling_params, dict):
         raise ValueError("sampling_params must be one object for one prompt")
     _check(obj.sampling_params, manager.sampling_params_class, "sampling_params")
@@ -209,14 +199,11 @@ def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> No
     halves.meet(manager, obj)
     if input_ids is not None and not len(input_ids):
         raise ValueError("the prompt is empty; send at least one token")
-    size = manager.model_config.vocab_size
-    sampling = obj.sampling_params
-    masked = sampling.get("stop_token_ids") if sampling.get("min_new_tokens") else None
-    for name, ids in (
-        ("input_ids", input_ids),
-        ("token_ids_logprob", obj.token_ids_logprob),
-        ("stop_token_ids with min_new_tokens", masked),
-    ):
+    size, sampling = manager.model_config.vocab_size, obj.sampling_params
+    tokens = {"input_ids": input_ids, "token_ids_logprob": obj.token_ids_logprob}
+    if sampling.get("min_new_tokens"):
+        tokens["stop_token_ids with min_new_tokens"] = sampling.get("stop_token_ids")
+    for name, ids in tokens.items():
         if wrong := [token for token in ids or () if not 0 <= token < size]:
             raise ValueError(
                 f"{name} contains {wrong[0]}, which is outside the model's vocabulary: token ids are 0 to {size - 1}"
@@ -252,10 +239,7 @@ def _odd_field(error: Exception) -> ValueError:
 
 @hook("managers.tokenizer_manager.TokenizerManager.generate_request", "around")
 async def around_generate_request(original, manager, obj, request=None) -> AsyncIterator[Any]:
-    """Answer with status 400 if a request raises before it is sent; tell the other server about failed requests.
-
-    Every request of every endpoint.
-    """
+    """Answer with status 400 if a request raises before it is sent; tell the other server about failed requests."""
     try:
         async with aclosing(original(manager, obj, request)) as answers:
             async for answer in answers:
@@ -290,11 +274,8 @@ def _errors(answer: Any) -> Iterator[tuple[str, tuple[int, str]]]:
 
 
 def _status(status: int, message: str) -> int:
-    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
-        for part, better in _STATUSES.items():
-            if part in message:
-                return better
-    return status
+    better = (known for part, known in _STATUSES.items() if part in message)
+    return next(better, status) if status == HTTPStatus.INTERNAL_SERVER_ERROR else status
 
 
 def _is_sent(obj: Any) -> bool:

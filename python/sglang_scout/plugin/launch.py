@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import multiprocessing
@@ -22,16 +23,9 @@ from sglang_scout.core.config import (
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import trained_weights
 from sglang_scout.core.profile import load_profile
+from sglang_scout.plugin import limits
 from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import apply, hook, hooks_of
-from sglang_scout.plugin.limits import (
-    BACKEND_NAME,
-    check_deployment,
-    check_model,
-    check_resolved_graphs,
-    flag_of,
-    on_cpu,
-)
 from sglang_scout.plugin.release import adapter
 from sglang_scout.policy.base import policies
 
@@ -40,8 +34,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_RUNNING_REQUESTS = 64
 LAST_RESORT_S = 3600
 ROLE_ENV = "SGLANG_SCOUT_ROLE"
-"""Only the scheduler processes of a server started with ``--kv-offload`` are hooked. They detect it by this variable,
-which names the launcher: another server that inherits it ignores it."""
+"""From the launcher to its scheduler processes, which are hooked by it. Another server that inherits it ignores it."""
 
 
 class Launched(NamedTuple):
@@ -54,23 +47,21 @@ class Launched(NamedTuple):
 
 def announce(role: str, cpus: Iterable[int]) -> None:
     """In the launcher: set the role for the scheduler processes to be started."""
-    os.environ[ROLE_ENV] = f"{role}:{os.getpid()}:{','.join(map(str, sorted(cpus)))}"
+    os.environ[ROLE_ENV] = json.dumps([role, os.getpid(), sorted(cpus)])
 
 
 def launched_as() -> Launched | None:
     """The launcher's message to this process; None in the launcher itself, and if it is another launcher's."""
-    role, _, rest = os.environ.get(ROLE_ENV, "").partition(":")
-    launcher, _, cpus = rest.partition(":")
-    parent = multiprocessing.parent_process()
-    if not role or parent is None or parent.pid != int(launcher):
+    message, parent = os.environ.get(ROLE_ENV), multiprocessing.parent_process()
+    if not message or parent is None:
         return None
-    return Launched(role, int(launcher), frozenset(map(int, cpus.split(","))))
+    role, launcher, cpus = json.loads(message)
+    return Launched(role, launcher, frozenset(cpus)) if launcher == parent.pid else None
 
 
 _LAUNCHED = launched_as()
 PROCESS_CPUS = _LAUNCHED.cpus if _LAUNCHED else frozenset(os.sched_getaffinity(0))
-"""CPU affinity at server start; SGLang may later bind a scheduler process to a NUMA node, and the model thread to one
-CPU."""
+"""CPU affinity at server start. SGLang may bind a scheduler process to a NUMA node, and its model thread to one CPU."""
 
 _WITH_FIELDS = "Add the `--kv-offload` fields in a subclass, so that its parser has the flags."
 hook({"0.5.23": "server_args.ServerArgs"}, "replace", roles="flags", why=_WITH_FIELDS)(
@@ -103,49 +94,49 @@ def around_resolve(original, self: ServerArgs) -> None:
     try:
         _resolve(original, self)
     except ConfigError:
-        _print_without_a_trace()
+        sys.excepthook = functools.partial(_print_config_error, sys.excepthook)
         raise
 
 
-def _print_without_a_trace() -> None:
+def _print_config_error(
+    otherwise: Callable[..., None], kind: type[BaseException], error: BaseException, trace: Any
+) -> None:
     """An uncaught ConfigError ends the launcher with its message, without a traceback."""
-    otherwise = sys.excepthook
-    if getattr(otherwise, "prints_config_errors", False):
-        return
-
-    def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if isinstance(error, ConfigError):
-            print(f"sglang-scout: {error}", file=sys.stderr)
-        else:
-            otherwise(kind, error, trace)
-
-    print_error.prints_config_errors = True  # type: ignore[attr-defined]
-    sys.excepthook = print_error
+    if isinstance(error, ConfigError):
+        print(f"sglang-scout: {error}", file=sys.stderr)
+    else:
+        otherwise(kind, error, trace)
 
 
 def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
     """Validate before SGLang resolves its own defaults, check the model after it is known."""
     if self.kv_offload == "none":
         os.environ.pop(ROLE_ENV, None)
-        _refuse_stray_flags(self)
+        for name in FIELDS:
+            value = getattr(self, name)
+            if name != "kv_offload" and value is not None:
+                raise ConfigError(
+                    f"{limits.flag_of(name)} {value!r}: has no effect without --kv-offload; add --kv-offload "
+                    "POLICY or drop it"
+                )
         original(self)
         return
     if isinstance(self.kv_offload_config, str) and self.kv_offload_config.startswith("@"):
-        # The scheduler processes parse it again, and the file may have changed or be gone by then.
+        # The scheduler processes parse it again, and the file may be gone by then.
         self.kv_offload_config = json.dumps(load_json(self.kv_offload_config))
     config = parse(self)
-    check_deployment(self, config)
+    limits.check_deployment(self, config)
     if self.disaggregation_mode == "decode":
         check_files(config)
     profile = None if config.recall_profile is None else load_profile(config.recall_profile)
     _apply_defaults(self)
     original(self)
     if self.disaggregation_mode == "decode":
-        check_resolved_graphs(adapter.resolved(self), config)
-    check_model(self, config, profile, trained_weights(config))
+        limits.check_resolved_graphs(adapter.resolved(self), config)
+    limits.check_model(self, config, profile, trained_weights(config))
     apply(hooks_of("http"))
-    # After halves.py has read the first: the HTTP processes know better whether the other half of a request waits in
-    # a queue or is lost. A queue of long prompts takes longer than SGLang's 300 s.
+    # After halves.py has read the first, which knows better than a timeout whether the other half of a request waits
+    # in a queue or is lost. A queue of long prompts takes longer than SGLang's 300 s.
     os.environ["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = str(LAST_RESORT_S)
     os.environ.setdefault("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", str(LAST_RESORT_S))
     announce(self.disaggregation_mode, PROCESS_CPUS)
@@ -165,37 +156,26 @@ def parse(server_args: ServerArgs) -> OffloadConfig:
     )
 
 
-def _refuse_stray_flags(args: ServerArgs) -> None:
-    """A tuning flag without ``--kv-offload`` is a mistake that would otherwise go unnoticed."""
-    for name in FIELDS:
-        value = getattr(args, name)
-        if name != "kv_offload" and value is not None:
-            raise ConfigError(
-                f"{flag_of(name)} {value!r}: has no effect without --kv-offload; add --kv-offload "
-                "POLICY or drop it"
-            )
-
-
 def _apply_defaults(args: ServerArgs) -> None:
     """SGLang settings implied by the flag."""
     adapter.apply_defaults(args)
     args.page_size = PAGE_SIZE_TOKENS
     # Longer than the router keeps an idle connection, observed to be 95 to 100 s: with SGLang's 5 s a server may close
-    # one just as the router sends a request on it, and the other server waits for that request until it times out.
+    # one just as the router sends a request on it, and the other server waits for that request in vain.
     os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "120")
     reach_directly(args.host)
-    if on_cpu(args):
+    on_cpu = limits.device_of(args) == "cpu"
+    if on_cpu:
         # With other CPU backends SGLang chooses Triton for page bookkeeping, which needs a GPU.
         args.attention_backend = args.prefill_attention_backend = "torch_native"
     if args.disaggregation_mode == "prefill":
-        if on_cpu(args):
-            # Else /health waits for the scheduler, whose step on a CPU may take longer than the 20 s after which
-            # SGLang, or the 5 s after which the router, calls the server unhealthy. A scheduler that ends takes the
-            # server with it.
+        if on_cpu:
+            # Else /health waits for the scheduler, whose step on a CPU may take longer than the router's 5 s or
+            # SGLang's 20 s. A scheduler that ends takes the server with it.
             os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
         return
-    args.decode_attention_backend = BACKEND_NAME
-    if not on_cpu(args):
+    args.decode_attention_backend = limits.BACKEND_NAME
+    if not on_cpu:
         # They would write to host pages as if these were on the device.
         args.disable_prefill_cuda_graph = True
     if args.attention_backend is None and args.prefill_attention_backend is None:
@@ -210,11 +190,7 @@ def _apply_defaults(args: ServerArgs) -> None:
 
 
 def reach_directly(host: str) -> None:
-    """Let the warm-up reach this ``host`` without the proxy of ``http_proxy`` or ``all_proxy``.
-
-    SGLang asks itself by ``requests``, which takes the proxy for any host that ``no_proxy`` does not name. Other
-    processes inherit it, and still download a model through the proxy.
-    """
+    """Let SGLang's warm-up reach this ``host`` without a proxy, through which a model may still be downloaded."""
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     if given != "*":
         names = (given, host, "localhost", "127.0.0.1", "::1")

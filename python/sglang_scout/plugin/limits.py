@@ -98,8 +98,6 @@ _SUMMED_BY_PLACE = (
     "with --kv-offload the other requests of a batch decide which pages of a request are on the device, and so in "
     "which order its attention is summed; drop the flag, or serve without --kv-offload"
 )
-# A layer that loads its weights to the device when it runs calls itself for that, which the pre-hooks see as a second
-# layer; and the next layer's query is computed before that layer has loaded its weights.
 _WEIGHTS_ELSEWHERE = (
     "--kv-offload predicts the queries of a layer before it runs, from weights that are on the device; drop the flag, "
     "or spread the weights with --tp-size"
@@ -128,12 +126,8 @@ def _refuse(args: ServerArgs, name: str, why: str) -> NoReturn:
 
 
 def device_of(args: ServerArgs) -> str:
-    """The device that SGLang will choose, before it has set the field."""
-    return str(args.device or get_device())
-
-
-def on_cpu(args: ServerArgs) -> bool:
-    return device_of(args) == "cpu"
+    """The device, cpu or cuda, that SGLang will choose, before it has set the field."""
+    return torch.device(args.device or get_device()).type
 
 
 def uses_graph_transport(config: OffloadConfig, device: str) -> bool:
@@ -184,7 +178,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
     if args.disaggregation_mode == "decode":
         check_machine()
         _check_decode(args, config, policy)
-    if on_cpu(args):
+    if device_of(args) == "cpu":
         _check_cpu_device(args, policy)
 
 
@@ -209,9 +203,11 @@ def _check_decode(args: ServerArgs, config: OffloadConfig, policy: str) -> None:
     if args.decode_attention_backend not in (None, BACKEND_NAME):
         why = f"{policy} has its own backend; drop the flag or set it to {BACKEND_NAME}"
         _refuse(args, "decode_attention_backend", why)
-    _check_unset(args, _UNSET_ON_DECODE)
-    device = device_of(args)
-    on_cuda, on_device = torch.device(device).type == "cuda", uses_graph_transport(config, device)
+    device, on_cuda = device_of(args), device_of(args) == "cuda"
+    on_device = uses_graph_transport(config, device)
+    for name, why in (_UNSET_ON_DECODE | (_UNSET_ON_CUDA if on_cuda else {})).items():
+        if getattr(args, name) not in (None, False, 0, -1):
+            _refuse(args, name, why)
     of_transport = f"--kv-offload-config: transport = {config.transport!r}"
     if config.transport == "host" and on_cuda:
         raise ConfigError(f"{of_transport} needs --device cpu; drop the key")
@@ -222,31 +218,21 @@ def _check_decode(args: ServerArgs, config: OffloadConfig, policy: str) -> None:
     if on_device and args.enable_return_hidden_states:
         why = "makes SGLang capture CUDA graphs again while it serves; drop the flag, or use --device cpu"
         _refuse(args, "enable_return_hidden_states", why)
-    if on_cuda:
-        _check_unset(args, _UNSET_ON_CUDA)
-
-
-def _check_unset(args: ServerArgs, fields: dict[str, str]) -> None:
-    for name, why in fields.items():
-        if getattr(args, name) not in (None, False, 0, -1):
-            _refuse(args, name, why)
 
 
 def check_resolved_graphs(args: ServerArgs, config: OffloadConfig) -> None:
     """Refuse SGLang's resolved flags and defaults if a step would be neither one graph nor eager."""
-    if torch.device(args.device).type != "cuda":
+    if device_of(args) != "cuda":
         return
-    graphs = {
-        phase: getattr(args.cuda_graph_config, phase).backend for phase in ("decode", "prefill")
-    }
+    graphs = args.cuda_graph_config
     for phase, fine in (("decode", ("full", "disabled")), ("prefill", ("disabled",))):
-        if graphs[phase] not in fine:
+        if (backend := getattr(graphs, phase).backend) not in fine:
             raise ConfigError(
-                f"--cuda-graph-backend-{phase} {graphs[phase]}: given, or derived by SGLang from other flags, but a "
+                f"--cuda-graph-backend-{phase} {backend}: given, or derived by SGLang from other flags, but a "
                 f"decode server with --kv-offload runs a step as one CUDA graph or without graphs, and no prefill; set "
                 f"it to {' or '.join(fine)}"
             )
-    if graphs["decode"] == "disabled":
+    if graphs.decode.backend == "disabled":
         return
     if args.disable_cuda_graph_padding:
         # It looks up its graphs by the number of requests, but their keys differ.

@@ -29,11 +29,8 @@ TORCH_FP8 = tuple(getattr(torch, name) for name in FP8_KV.values())
 
 def rank_weights(config: OffloadConfig) -> PageWeights | None:
     """The part of :func:`trained_weights` for this tensor-parallel rank's heads."""
-    weights = trained_weights(config)
-    if weights is None:
-        return None
-    group = adapter.tp_group()
-    return weights.of_rank(group.rank_in_group, group.world_size)
+    weights, group = trained_weights(config), adapter.tp_group()
+    return None if weights is None else weights.of_rank(group.rank_in_group, group.world_size)
 
 
 def model_identity(config: Any) -> ModelIdentity:
@@ -86,9 +83,9 @@ def model_shape(runner: Any) -> ModelShape:
     """Attention shape on this rank, read from the loaded model."""
     config = runner.model_config
     attentions = [layer.self_attn.attn for layer in decoder_layers(runner.model)]  # type: ignore[union-attr]
-    kinds = {(a.scaling, a.sliding_window_size, a.attn_type) for a in attentions}
-    is_capped = any(a.logit_cap for a in attentions)
-    if len(kinds) != 1 or attentions[0].sliding_window_size > 0 or is_capped:
+    kinds = {(a.scaling, a.sliding_window_size, a.attn_type, a.logit_cap) for a in attentions}
+    first = attentions[0]
+    if len(kinds) != 1 or first.sliding_window_size > 0 or first.logit_cap:
         raise ConfigError(
             f"--model-path {config.model_path}: its layers differ in scaling or kind, cap their logits or "
             "use sliding-window attention, which --kv-offload does not support; choose another model"
@@ -98,12 +95,12 @@ def model_shape(runner: Any) -> ModelShape:
         _check_fp8(config.model_path, fp8, config.dtype, attentions)
     return ModelShape(
         num_layers=len(attentions),
-        num_q_heads=attentions[0].tp_q_head_num,
+        num_q_heads=first.tp_q_head_num,
         num_kv_heads=config.get_num_kv_heads(adapter.tp_group().world_size),
         head_dim=config.head_dim,
         page_size=runner.page_size,
         dtype=config.dtype,
-        scale=float(attentions[0].scaling),
+        scale=float(first.scaling),
         fp8=fp8,
     )
 
@@ -119,9 +116,9 @@ def _check_fp8(
         )
     for attention in attentions:
         for name in ("k_scale", "v_scale"):
-            scale = getattr(attention, f"{name}_float", None)
-            scale = getattr(attention, name, None) if scale is None else scale
-            if scale is not None and float(scale) != 1.0:
+            scales = (getattr(attention, x, None) for x in (f"{name}_float", name))
+            scale = next((x for x in scales if x is not None), 1.0)
+            if float(scale) != 1.0:
                 raise ConfigError(
                     f"--kv-cache-dtype: layer {attention.layer_id} has {name} {float(scale):g}; --kv-offload stores K "
                     "and V unscaled; drop --quantization-param-path, or serve a checkpoint without KV scales"
@@ -133,16 +130,15 @@ def make_projectors(
 ) -> list[QueryProjector]:
     """Per layer, a function from a layer input to its query: the layer's own norm, W_q, q-norm and RoPE.
 
-    With forecast ``weights`` one vector per KV head instead, from the input of the previous layer (layer 0: its own),
-    after that layer's norm.
+    With forecast ``weights`` one vector per KV head instead, from the normed input of the previous layer (layer 0: its
+    own).
     """
     made = [_projector(index, layer) for index, layer in enumerate(layers)]
     if weights is None or weights.header.kind != "forecast":
         return made
-    return [
-        _forecast(layers[max(i - 1, 0)], layer, torch.from_numpy(w))
-        for i, (layer, w) in enumerate(zip(layers, weights.arrays["w"], strict=True))
-    ]
+    before = [layers[0], *layers[:-1]]
+    of_layers = zip(before, layers, map(torch.from_numpy, weights.arrays["w"]), strict=True)
+    return [_forecast(*of_layer) for of_layer in of_layers]
 
 
 def _forecast(before: Any, layer: Any, weight: torch.Tensor) -> QueryProjector:
@@ -159,12 +155,13 @@ def _normed(norm: Any) -> Callable[..., torch.Tensor]:
 
 def _heads(layer: Any, heads: int, *, norm_heads: bool = True) -> Callable[..., torch.Tensor]:
     """``[B, heads, D]`` of the projection and positions ``[B]``."""
-    attention = layer.self_attn
-    rope, q_norm = attention.rotary_emb, getattr(attention, "q_norm", None) if norm_heads else None
+    attention, rope = layer.self_attn, layer.self_attn.rotary_emb
+    q_norm = getattr(attention, "q_norm", None) if norm_heads else None
+    weight, epsilon = (None, 0.0) if q_norm is None else (q_norm.weight, q_norm.variance_epsilon)
     return lambda q, positions: rotate_heads(
         q,
-        None if q_norm is None else q_norm.weight,
-        0.0 if q_norm is None else q_norm.variance_epsilon,
+        weight,
+        epsilon,
         rope.cos_sin_cache,
         positions,
         rope.rotary_dim,
@@ -177,19 +174,16 @@ def _heads(layer: Any, heads: int, *, norm_heads: bool = True) -> Callable[..., 
 def _projector(index: int, layer: Any) -> QueryProjector:
     attention, norm = layer.self_attn, layer.input_layernorm
     rope = attention.rotary_emb
-    for what, good in (
-        ("input_layernorm", type(norm) is RMSNorm),
-        (
-            "rotary_emb",
-            isinstance(rope, RotaryEmbedding) and not isinstance(rope, MRotaryEmbedding),
-        ),
-        ("qkv_proj", callable(getattr(attention, "qkv_proj", None))),
-    ):
-        if not good:
-            raise ConfigError(
-                f"--kv-offload: layer {index} of {type(layer).__name__} has an unexpected {what}; "
-                "this model is not supported"
-            )
+    parts = {
+        "input_layernorm": type(norm) is RMSNorm,
+        "rotary_emb": isinstance(rope, RotaryEmbedding) and not isinstance(rope, MRotaryEmbedding),
+        "qkv_proj": callable(getattr(attention, "qkv_proj", None)),
+    }
+    if wrong := [what for what, is_known in parts.items() if not is_known]:
+        raise ConfigError(
+            f"--kv-offload: layer {index} of {type(layer).__name__} has an unexpected {wrong[0]}; this model is not "
+            "supported"
+        )
     normed, heads = _normed(norm), _heads(layer, attention.num_heads)
     q_size, projection = attention.q_size, attention.qkv_proj
     if _has_plain_rows(projection):
@@ -211,8 +205,7 @@ def _projector(index: int, layer: Any) -> QueryProjector:
 def _has_plain_rows(projection: Any) -> bool:
     """Whether output i depends only on row i of the weight: not quantised, not repacked.
 
-    A quantisation method may keep a float weight and still do more than multiply by it, so only SGLang's method for
-    unquantised weights counts; for AMX that one repacks them too.
+    A quantisation method may keep a float weight and still do more than multiply by it.
     """
     weight = getattr(projection, "weight", None)
     return (

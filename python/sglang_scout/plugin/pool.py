@@ -1,9 +1,8 @@
 """KV pools, as subclasses of SGLang's.
 
-Both sides send and receive digests through the KV transfer itself: the transfer engine halves the list of buffers into
-keys and values, so ``[K.., first.., V.., second..]`` carries a page's digest with its K and V, each buffer with its own
-item length. Each part of the digests is followed by that of the hints (``engine/hints.py``), if any. Groups 0, 1 and 2
-are K and V, digests, hints.
+Digests go through the KV transfer itself: SGLang halves the list of buffers into keys and values, so ``[K.., first..,
+V.., second..]`` carries the two parts of a page's digest with its K and V, each buffer with its own item length. Those
+of hints (``engine/hints.py``) follow, if any. Groups 0, 1 and 2 are K and V, digests, hints.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.context_cache import context_pages
 from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.memory import MemoryPlan
+from sglang_scout.engine.memory import MemoryPlan, ServerSize
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin.allocator import ScoutAllocator
+from sglang_scout.plugin.ranks import RankCpus
 from sglang_scout.plugin.release import VERSION, adapter
 from sglang_scout.policy.base import SelectionRule
-from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.checksums import PageChecksums
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ BufferInfos = tuple[list[int], list[int], list[int]]
 
 
 def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
-    """Append the buffers of digests and hints to the K and the V buffers. Lists: pointers, bytes, item bytes."""
+    """Append digests and hints to K and V, in lists of the buffers' pointers, bytes and item bytes."""
     middle = len(infos[0]) // 2
     groups = [digests.parts, *([digests.hints.parts] if digests.hints else [])]
     extra = [
@@ -53,21 +53,13 @@ def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
 
 
 def num_layers(item_lens: list[int]) -> int:
-    """Layers of a pool from the item bytes of its buffers, with or without others besides K and V."""
-    # Items of K and V are pages; all others are much smaller.
+    """Layers of a pool, from the item bytes of its buffers: those of K and V are equal, all others much smaller."""
     return item_lens.count(item_lens[0]) // 2
 
 
-def carries(buffers: int, layers: int) -> bool:
-    """Whether ``buffers`` is a valid count for K and V of these layers, with or without digests and hints."""
-    return buffers in (2 * layers, 4 * layers, 6 * layers)
-
-
 def same_items(items: list[int], target: list[int], layers: int, group: int) -> bool:
-    """Whether the buffers of digests and of ``group`` at ``target`` have the item bytes of ``items``.
-
-    Each part of a group is one allocation, in which a layer has one item per page of that server.
-    """
+    """Whether the buffers of digests and of ``group`` at ``target`` have the item bytes of ``items``: each part of a
+    group is one allocation, in which a layer has one item per page of that server."""
     if layers == 1:
         return False
     sizes = [n for g in (1, group) for n in of_groups(items, layers, g)[::layers]]
@@ -85,61 +77,53 @@ def of_groups(values: list[int], layers: int, first: int, count: int = 1) -> lis
 
 
 class HostKVPool(MHATokenToKVPool):
-    """Decode side: all KV in one memory file that the attention process maps too.
+    """Decode side: all KV in one memory file that the attention process maps too, and the digests of its pages.
 
     Args:
-        arena_spec: everything about the arena except its page counts, which follow from the pool.
-        context_share: of the host pages' memory, additional memory for kept tokens.
-        numa_nodes: nodes to bind the arena's pages to, as many as in ``arena_spec``; empty: no binding.
+        server_size, plan: of this rank.
+        cpus: of its attention process; the arena's pages are bound to their NUMA nodes.
+        weights: that compute the digests, if any.
     """
 
     def __init__(
         self,
         *args: Any,
-        arena_spec: dict[str, Any],
-        numa_nodes: list[int],
-        context_share: float = 0.0,
+        server_size: ServerSize,
+        plan: MemoryPlan,
+        cpus: RankCpus,
+        weights: PageWeights | None,
         **kwargs: Any,
     ) -> None:
-        self._arena_spec, self._context_share = arena_spec, context_share
-        self._numa_nodes = numa_nodes
+        self.plan, self.cpus = plan, cpus
         super().__init__(*args, **kwargs)
+        self.shape, kind = server_size.shape, server_size.config.digest
+        context = context_pages(self.arena, self.shape)
+        checksums = PageChecksums(self.arena) if plan.arena.checksums else None
+        self.host_pages = HostPages(self.shape, self.k_buffer, self.v_buffer, context, checksums)
+        hints = plan.hint_bytes > 0
+        self.digests = DigestPool(self.shape, plan.num_pages, self.device, kind, weights, hints)
 
     def _create_buffers(self) -> None:
         adapter.create_buffers(self, super()._create_buffers)
 
     def _create_buffers_normal(self) -> None:
-        num_pages = (self.size + self.page_size) // self.page_size
-        context_pages = int(num_pages * self._context_share) * self.head_num
-        spec = ArenaSpec(num_pages=num_pages, context_pages=context_pages, **self._arena_spec)
-        self.arena = Arena.create(spec, numa_nodes=self._numa_nodes)
+        self.arena = Arena.create(self.plan.arena, numa_nodes=list(self.cpus.by_node))
         if torch.device(self.device).type == "cuda":
             lock(
                 self.arena.address, self.arena.nbytes, "--kv-offload-host-gb: {}, or lower the flag"
             )
-        tokens = (num_pages * self.page_size, self.head_num, self.head_dim)
-        layers = range(self.layer_num)
-        self.k_buffer = [_tensor(self.arena.k_pages(i), self.store_dtype, tokens) for i in layers]
-        self.v_buffer = [_tensor(self.arena.v_pages(i), self.store_dtype, tokens) for i in layers]
-
-    def attach(
-        self,
-        shape: ModelShape,
-        plan: MemoryPlan,
-        digest: str,
-        weights: PageWeights | None = None,
-        hints: bool = False,
-    ) -> None:
-        """Create the page view and the digest pool, once the model's shape is known."""
-        self.plan = plan
-        context = context_pages(self.arena, shape)
-        checksums = PageChecksums(self.arena) if self.arena.spec.checksums else None
-        self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer, context, checksums)
-        pages = self.host_pages.num_pages
-        self.digests = DigestPool(shape, pages, self.device, digest, weights, hints)
+        size = (-1, self.head_num, self.head_dim)
+        # 16-bit floats are uint16 in the arena, because numpy has no bfloat16; SGLang stores fp8 as bytes.
+        self.k_buffer, self.v_buffer = (
+            [
+                torch.from_numpy(of(i)).view(self.store_dtype).view(size)
+                for i in range(self.layer_num)
+            ]
+            for of in (self.arena.k_pages, self.arena.v_pages)
+        )
 
     def get_cpu_copy(self, indices: torch.Tensor, **_: Any) -> Any:
-        """SGLang retracts a request and frees its pages. Whole pages are copied, the last one too."""
+        """Of a request that SGLang retracts, in whole pages, which are copied many times faster than tokens."""
         pages, checksums = self._pages_of(indices), self.host_pages.checksums
         words = None if checksums is None else checksums.taken(pages)
         return self.host_pages.save(pages), words
@@ -169,19 +153,20 @@ class HostKVPool(MHATokenToKVPool):
 class DigestKVPool(MHATokenToKVPool):
     """Prefill side: SGLang's pool, with digests that are sent along."""
 
-    digests: DigestPool
-
-    def attach(
+    def __init__(
         self,
+        *args: Any,
         shape: ModelShape,
         rule: SelectionRule,
-        weights: PageWeights | None = None,
-        hints: bool = False,
+        weights: PageWeights | None,
+        hints: bool,
+        **kwargs: Any,
     ) -> None:
+        super().__init__(*args, **kwargs)
         self.shape, self.rule = shape, rule
-        num_pages = (self.size + self.page_size) // self.page_size
-        self.digests = DigestPool(shape, num_pages, self.device, rule.kind, weights, hints)
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
+        pages = self.host_pages.num_pages
+        self.digests = DigestPool(shape, pages, self.device, rule.kind, weights, hints)
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
         return with_digests(super().get_contiguous_buf_infos(), self.digests)
@@ -201,15 +186,13 @@ def build_pools(
     """Build SGLang's pools with our classes in place of its own, and verify that they were used.
 
     Args:
-        build: SGLang's function.
-        builder: the object whose method it is.
+        build: SGLang's function, a method of ``builder``.
     Returns:
         What ``build`` returned, the KV pool, the allocator.
     """
     module = adapter.POOLS_MODULE
     stock = module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator
-    module.MHATokenToKVPool = make_pool
-    module.PagedTokenToKVPoolAllocator = ScoutAllocator
+    module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator = make_pool, ScoutAllocator
     try:
         result = build()
     finally:
@@ -221,7 +204,6 @@ def build_pools(
             f"expected {pool_class.__name__} with {ScoutAllocator.__name__}; serve another model, or drop the flags "
             "that choose another KV pool"
         )
-    assert torch.is_tensor(pool.k_buffer[0])
     logger.info("--kv-offload: SGLang %s, %s", VERSION, pool_class.__name__)
     return result, pool, allocator
 
@@ -242,8 +224,3 @@ def lock(address: int, nbytes: int, message: str) -> None:
         lock_memory(address, nbytes, progress)
     except MemoryError as error:
         raise ConfigError(message.format(error)) from None
-
-
-def _tensor(pages: npt.NDArray[Any], dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:
-    # 16-bit floats arrive as uint16, because numpy has no bfloat16; SGLang stores fp8 as bytes.
-    return torch.from_numpy(pages).view(dtype).view(size)

@@ -6,91 +6,67 @@ import copy
 import functools
 import logging
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_pool import choose_hint
 from sglang_scout.engine.hints import has_hint, hint_bytes
 from sglang_scout.engine.memory import bytes_beside_digests
+from sglang_scout.plugin import pool as pools
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import DigestListener
 from sglang_scout.plugin.hooks import hook
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.model import model_shape, rank_weights
-from sglang_scout.plugin.pool import (
-    DigestKVPool,
-    build_pools,
-    carries,
-    num_layers,
-    of_groups,
-    pools_target,
-    same_items,
-)
+from sglang_scout.plugin.pool import DigestKVPool, build_pools, pools_target
 from sglang_scout.plugin.release import adapter
 from sglang_scout.policy.base import Context, make_policy
 
 logger = logging.getLogger(__name__)
 
-
-KEPT_BATCHES = 3
-"""More than one, as SGLang sends a batch's KV while the next one runs."""
-
-
-class _Batch(NamedTuple):
-    rids: list[str]
-    last: torch.Tensor  # [B] row of each request's last token
-    layers: list[torch.Tensor]  # [B, HQ, D] each
+KEPT_BATCHES = 3  # more than one, as SGLang sends a batch's KV while the next one runs
 
 
 class LastQueries:
-    """The real queries of each prompt's last token, captured from prefill attention in the newest batches."""
+    """The real queries of each prompt's last token, in the newest batches of SGLang's attention ``backend``."""
 
-    def __init__(self) -> None:
-        self._batches: deque[_Batch] = deque(maxlen=KEPT_BATCHES)
-
-    def listen_to(self, backend: Any) -> None:
-        """Record the calls of SGLang's attention ``backend`` from now on."""
+    def __init__(self, backend: Any) -> None:
+        # Of each batch the requests, the row of each one's last token, and the queries [B, HQ, D] of each layer.
+        self._batches: deque[tuple[list[str], torch.Tensor, list[torch.Tensor]]]
+        self._batches = deque(maxlen=KEPT_BATCHES)
         original = backend.forward_extend
 
         def forward_extend(q, k, v, layer, forward_batch, *args, **kwargs):
-            self.note(q, layer, forward_batch)
+            self._note(q, layer, forward_batch)
             return original(q, k, v, layer, forward_batch, *args, **kwargs)
 
         backend.forward_extend = forward_extend
 
-    def note(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+    def _note(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         """``q`` ``[T, HQ * D]`` of all tokens of a batch, after RoPE."""
         if not forward_batch.rids:
             return  # SGLang warms up or captures
         if layer.layer_id == 0:
             last = np.cumsum(forward_batch.extend_seq_lens_cpu) - 1
-            self._batches.append(_Batch(forward_batch.rids, upload(last, q.device), []))
-        batch = self._batches[-1]
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        batch.layers.append(q.index_select(0, batch.last))
+            self._batches.append((forward_batch.rids, upload(last, q.device), []))
+        _, rows, layers = self._batches[-1]
+        layers.append(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).index_select(0, rows))
 
     def of(self, rid: str) -> torch.Tensor | None:
         """``[L, HQ, D]`` fp32 queries of the last token of request ``rid`` in its newest batch."""
-        for batch in reversed(self._batches):
-            if rid in batch.rids:
-                row = batch.rids.index(rid)
-                return torch.stack([queries[row] for queries in batch.layers]).float()
+        for rids, _, layers in reversed(self._batches):
+            if rid in rids:
+                row = rids.index(rid)
+                return torch.stack([queries[row] for queries in layers]).float()
         return None
 
 
-@functools.cache
-def _warn_of_other_digests() -> None:
-    """Once."""
-    logger.warning(
-        "--kv-offload: the decode server has another `digest` in --kv-offload-config, so it gets no digests and "
-        "computes its own; set the same on both servers"
-    )
+_warn_once = functools.cache(logger.warning)
 
 
 @hook(pools_target("_profile_available_bytes"), "around")
@@ -106,16 +82,19 @@ def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
 @hook(pools_target("_init_pools"), "around")
 def around_init_pools(original, runner, **given):
     """Allocate a digest pool in addition to the KV pool."""
-    config: OffloadConfig = parse(runner.server_args)
-    wanted = DigestKVPool if config.prefill_digests else MHATokenToKVPool
-    build = functools.partial(original, runner, **given)
-    result, pool, allocator = build_pools(build, runner, wanted, wanted)
-    if isinstance(pool, DigestKVPool):
-        shape = model_shape(runner)
-        policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes))
-        hints = bool(hint_bytes(config, shape.num_layers))
-        pool.attach(shape, policy.rule, rank_weights(config), hints)
-        allocator.listener = DigestListener(pool.digests)
+    config, build = parse(runner.server_args), functools.partial(original, runner, **given)
+    if not config.prefill_digests:
+        return build_pools(build, runner, MHATokenToKVPool, MHATokenToKVPool)[0]
+    shape = model_shape(runner)
+    make_pool = functools.partial(
+        DigestKVPool,
+        shape=shape,
+        rule=make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).rule,
+        weights=rank_weights(config),
+        hints=bool(hint_bytes(config, shape.num_layers)),
+    )
+    result, pool, allocator = build_pools(build, runner, make_pool, DigestKVPool)
+    allocator.listener = DigestListener(pool.digests)
     return result
 
 
@@ -124,8 +103,7 @@ def after_init_attention_backends(_, runner) -> None:
     """Record the real queries of each prompt's last token."""
     pool = runner.token_to_kv_pool
     if isinstance(pool, DigestKVPool) and pool.digests.hints is not None:
-        pool.last_queries = LastQueries()
-        pool.last_queries.listen_to(runner.attn_backend)
+        pool.last_queries = LastQueries(runner.attn_backend)
 
 
 @hook("disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk", "before")
@@ -134,7 +112,7 @@ def before_send_kv_chunk(
 ) -> None:
     """Compute the digests of the pages about to be sent, and the hint: the best pages for the last token.
 
-    Of the full pages of this chunk, while their K is still on the device; with the last chunk the hint.
+    The digests are of the chunk's full pages, whose K is still on the device. The hint comes with the last chunk.
     """
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if torch.device(pool.device).type == "cpu":
@@ -143,9 +121,7 @@ def before_send_kv_chunk(
     if not isinstance(pool, DigestKVPool):
         return
     size = pool.page_size
-    end = end_idx
-    if end is None:
-        end = min(adapter.extend_end(req), len(req.origin_input_ids))
+    end = min(adapter.extend_end(req), len(req.origin_input_ids)) if end_idx is None else end_idx
     # The decode server may already have the first pages.
     first = 0 if last_chunk else req.start_send_idx // size * size
     locations = scheduler.req_to_token_pool.req_to_token[adapter.row_of(req), first:end:size]
@@ -163,9 +139,9 @@ def before_send_kv_chunk(
 
 
 def _same_layers(here: int, there: int, layers: int) -> bool:
-    """Whether the decode server's buffer count matches as many layers. An exception would end SGLang's transfer thread,
-    and with it the transfers to all decode servers; -1 ends those to this one."""
-    same = carries(there, layers)
+    """Whether ``there`` is a count of buffers of as many layers, with or without digests and hints. An exception would
+    end SGLang's transfers to all decode servers, a hook's result of -1 only those to this one."""
+    same = there in (2 * layers, 4 * layers, 6 * layers)
     if not same:
         logger.error(
             "--kv-offload: this server has %d KV buffers and the decode server %d, so no KV is sent: the two serve "
@@ -181,15 +157,13 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
     """Omit the digests for a decode server without the flag, or with digests of another size; of hints, send only the
     prompt's.
 
-    SGLang would pair V with digests. A hint is in the row of its prompt's last page, so only that row of hints is sent.
-    SGLang's decode server refuses a different --kv-cache-dtype, but not KV of another --dtype, nor a server restarted
-    with another flag.
+    SGLang would pair V with digests. A hint is in the row of its prompt's last page. SGLang's decode server does not
+    refuse KV of another --dtype, nor of a server that was restarted with another --kv-cache-dtype.
     """
-    source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
-    of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
-    if not of_kv:
+    source, target, items = (kwargs[x] for x in ("src_data_ptrs", "dst_data_ptrs", "item_lens"))
+    if kwargs.get("state_type") is not None or source != manager.kv_args.kv_data_ptrs:
         return original(manager, *args, **kwargs)
-    layers, own = num_layers(kwargs["item_lens"]), kwargs["item_lens"][0]
+    layers, own = pools.num_layers(items), items[0]
     there = manager.decode_kv_args_table[kwargs["mooncake_session_id"]].dst_kv_item_len
     if own != there:
         server = manager.server_args
@@ -204,25 +178,27 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
         return -1
     if not _same_layers(len(source), len(target), layers):
         return -1
-    items, common = kwargs["item_lens"], min(len(source), len(target)) // (2 * layers)
-    if common > 1 and not same_items(items, target, layers, 1):
-        _warn_of_other_digests()
+    common = min(len(source), len(target)) // (2 * layers)
+    if common > 1 and not pools.same_items(items, target, layers, 1):
+        _warn_once(
+            "--kv-offload: the decode server has another `digest` in --kv-offload-config, so it gets no digests and "
+            "computes its own; set the same on both servers"
+        )
         common = 1
 
     def send(first: int, count: int, **others: Any) -> int:
         for name in ("src_data_ptrs", "item_lens", "dst_data_ptrs"):
-            others[name] = of_groups(kwargs[name], layers, first, count)
+            others[name] = pools.of_groups(kwargs[name], layers, first, count)
         return original(manager, *args, **kwargs | others)
 
     if status := send(0, min(common, 2)):
         return status
-    if common < 3 or not same_items(items, target, layers, 2):
+    if common < 3 or not pools.same_items(items, target, layers, 2):
         return 0
     last = {name: kwargs[name][-1:] for name in ("prefill_data_indices", "dst_data_indices")}
-    row = [of_groups(kwargs[name], layers, 2)[0] for name in ("src_data_ptrs", "item_lens")]
+    row = (pools.of_groups(values, layers, 2)[0] for values in (source, items))
     # No hint before the end of a prompt.
-    is_hint = has_hint(*row, int(last["prefill_data_indices"][0]))
-    return send(2, 1, **last) if is_hint else 0
+    return send(2, 1, **last) if has_hint(*row, int(last["prefill_data_indices"][0])) else 0
 
 
 @hook("disaggregation.mooncake.conn.MooncakeKVManager.send_kvcache_slice", "around")
@@ -231,17 +207,16 @@ def around_send_kvcache_slice(
 ) -> int:
     """Omit the digests for a decode server with another `--tp-size`.
 
-    It gets the K and V of its heads, and computes the digests. SGLang slices every buffer of the list by heads as if it
-    held K or V.
+    It computes them. SGLang slices every buffer of the list by heads as if it held K or V.
     """
-    infos, layers = manager.kv_args, num_layers(manager.kv_args.kv_item_lens)
+    infos, layers = manager.kv_args, pools.num_layers(manager.kv_args.kv_item_lens)
     if not _same_layers(len(infos.kv_data_ptrs), len(target), layers):
         return -1
     if len(set(infos.kv_item_lens)) > 1:
         manager, infos = copy.copy(manager), copy.copy(infos)
-        infos.kv_data_ptrs = of_groups(infos.kv_data_ptrs, layers, 0)
+        infos.kv_data_ptrs = pools.of_groups(infos.kv_data_ptrs, layers, 0)
         manager.kv_args = infos
-        target = of_groups(target, layers, 0)
+        target = pools.of_groups(target, layers, 0)
     return original(manager, session, pages, target, *args, **kwargs)
 
 

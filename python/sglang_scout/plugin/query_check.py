@@ -3,10 +3,8 @@
 SGLang passes a layer its input in parts, which differ between releases. A prediction that lacks one looks like a valid
 query, and selects the wrong pages.
 
-python -m sglang_scout.plugin.query_check
-
-``doctor`` runs this in a subprocess: SGLang's own benchmark decodes a token of a tiny random model on the CPU, with a
-decode server's hooks and probe.
+``doctor`` runs this module: SGLang's own benchmark decodes a token of a tiny random model on the CPU, with a decode
+server's hooks and probe.
 """
 
 from __future__ import annotations
@@ -31,26 +29,17 @@ class UnexpectedQueryError(RuntimeError):
 
 
 class QueryProbe:
-    """Compares each layer's query with its projector's output for the layer's own input.
-
-    Args:
-        projectors: of the model's weights, by layer.
-    """
+    """Compares each layer's query with the output of its projector, of the model's weights, for its own input."""
 
     def __init__(self, projectors: Sequence[QueryProjector]) -> None:
-        self._projectors = dict(enumerate(projectors))
+        self.unseen = dict(enumerate(projectors))  # by layer
         self._predicted: torch.Tensor | None = None
-
-    @property
-    def unseen(self) -> list[int]:
-        """Layers whose query has not been compared yet."""
-        return list(self._projectors)
 
     def layer_input(
         self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
     ) -> None:
         """As of ``StepEngine.layer_input``."""
-        projector = self._projectors.get(layer)
+        projector = self.unseen.get(layer)
         if projector is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self._predicted = projector.finish(projector.start(x, residual), positions)
@@ -74,7 +63,7 @@ class QueryProbe:
                 "SGLang does not pass layers what sglang-scout expects, and pages would be selected with wrong queries"
                 "; install SGLang unmodified, or serve without --kv-offload"
             )
-        del self._projectors[layer]
+        del self.unseen[layer]
 
 
 MODEL = {
@@ -142,7 +131,7 @@ def main() -> None:
         )
         try:
             one_batch.main(server, once)
-            if [probe.unseen for probe in probes] != [[]]:
+            if [probe.unseen for probe in probes] != [{}]:
                 raise UnexpectedQueryError(
                     "SGLang decoded, but the queries of some layers were not seen; install SGLang unmodified"
                 )

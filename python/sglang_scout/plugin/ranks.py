@@ -1,26 +1,32 @@
-"""The tensor-parallel ranks of this server, on SGLang's process groups.
+"""The tensor-parallel ranks of this server, on SGLang's process groups, and each one's CPUs and host memory.
 
 Every rank makes the same calls in the same order, in the scheduler's thread.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import mmap
 import os
-from collections.abc import Collection
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.cpu_list import parse_cpu_list
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.forecast import pilot_rank
+from sglang_scout.engine.memory import LEAST_PAGES, ServerSize
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin.launch import PROCESS_CPUS
 from sglang_scout.plugin.release import adapter
+from sglang_scout.policy.base import Context, make_policy
+from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker.arena_fits import pool
 from sglang_scout.worker.cpus import CpuPlan, deal_cpus, plan_cpus
-from sglang_scout.worker.numa import cpus_by_node, near_cpus
+from sglang_scout.worker.host_memory import LAST_RESORT
 from sglang_scout.worker.spec import MAX_NODES
 
 logger = logging.getLogger(__name__)
@@ -81,35 +87,39 @@ class AttentionRanks:
                 os.close(fd)
 
 
-def cpu_plan(runner: Any, config: OffloadConfig) -> CpuPlan:
-    """CPUs of this rank's attention threads, its share of those configured or of all that the server may use, and the
-    table of all CPUs."""
-    ranks, share, allowed = AttentionRanks(), None, set(PROCESS_CPUS)
+class RankCpus(NamedTuple):
+    """The CPUs of a rank's attention process."""
+
+    plan: CpuPlan
+    by_node: dict[int, list[int]]  # by NUMA node, if its pages are divided among those nodes
+
+    @property
+    def counts(self) -> list[int]:
+        """How many are on each node that the pages are divided among."""
+        return [len(cpus) for cpus in self.by_node.values()] or [len(self.plan.threads)]
+
+
+def rank_cpus(runner: Any, config: OffloadConfig, ranks: AttentionRanks) -> RankCpus:
+    """This rank's share of the configured CPUs, or of all that the server may use."""
     near = _near_cpus(runner) if torch.device(runner.device).type == "cuda" else None
+    share, allowed = None, set(PROCESS_CPUS)
     if ranks.size > 1:
-        home = sorted(_omp_cpus(runner) if near is None else near)
+        # On the CPU device SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on.
+        home = near
+        if home is None:
+            home = sorted(parse_cpu_list(adapter.omp_cpus(runner), set(range(1 << 16))))
         found = ranks.gather([sorted(PROCESS_CPUS), home])
         allowed = {cpu for cpus, _ in found for cpu in cpus}
         homes = [home or cpus for cpus, home in found]
         share = deal_cpus(config.cpus or allowed, homes)[ranks.rank]
     plan = plan_cpus(allowed, near, config.cpus, share)
-    if plan.warning:
-        _warn_once(
-            f"--kv-offload: attention threads are far from the GPU: {plan.warning}; allow them (cpuset, taskset)"
-        )
-    return plan
+    return RankCpus(plan, _by_node(plan.threads, ranks))
 
 
-_warn_once = functools.cache(logger.warning)  # the pools ask too
-
-
-def worker_nodes(cpus: Collection[int]) -> dict[int, list[int]]:
-    """The CPUs of this rank's worker by NUMA node; the host pages are divided among these nodes.
-
-    Empty if unknown, and if other ranks' workers have another number of nodes: the allocation order of pages depends on
-    it, and must be the same on all ranks.
-    """
-    ranks, found = AttentionRanks(), cpus_by_node(cpus)
+def _by_node(cpus: list[int], ranks: AttentionRanks) -> dict[int, list[int]]:
+    """Nothing if unknown, or if the ranks' CPUs are on different numbers of nodes: the order in which pages are
+    allocated depends on it, and must be the same on all ranks."""
+    found = numa.cpus_by_node(cpus)
     counts = ranks.gather(len(found)) if ranks.size > 1 else [len(found)]
     if len(found) <= 1 or (len(set(counts)) == 1 and len(found) <= MAX_NODES):
         return found
@@ -126,17 +136,112 @@ def worker_nodes(cpus: Collection[int]) -> dict[int, list[int]]:
 def _near_cpus(runner: Any) -> list[int]:
     """CPUs close to this rank's GPU; empty if unknown."""
     gpu = torch.cuda.get_device_properties(runner.gpu_id)
-    return near_cpus(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    return numa.near_cpus(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
-def _omp_cpus(runner: Any) -> tuple[int, ...]:
-    """SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on."""
-    return parse_cpu_list(adapter.omp_cpus(runner), set(range(1 << 16)))
+def size_of(
+    runner: Any, config: OffloadConfig, shape: ModelShape, max_batch: int, ranks: AttentionRanks
+) -> tuple[ServerSize, RankCpus]:
+    """What this rank's memory follows from."""
+    cpus = rank_cpus(runner, config, ranks)
+    route = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route
+    context, rank = runner.model_config.context_len, pilot_rank(config)
+    return ServerSize(config, shape, max_batch, context, cpus.counts, route, rank), cpus
 
 
-def nodes_of_worker(runner: Any, config: OffloadConfig) -> tuple[list[int], list[int]]:
-    """The nodes that this rank's pages are bound to, none if unknown, and how many of its worker's CPUs are on each
-    node that the pages are divided among."""
-    cpus = cpu_plan(runner, config).threads
-    nodes = worker_nodes(cpus)
-    return list(nodes), [len(of_node) for of_node in nodes.values()] or [len(cpus)]
+def host_bytes(
+    runner: Any,
+    config: OffloadConfig,
+    shape: ModelShape,
+    ranks: AttentionRanks,
+    device_bytes: int | None,
+) -> int:
+    """Bytes for the KV pages of this rank: its share of ``--kv-offload-host-gb``, or of the default.
+
+    Args:
+        runner: SGLang's model runner, whose pools do not exist yet.
+        device_bytes: for digests and resident pages on a device with separate memory; None: the CPU device.
+    """
+    if config.host_gb is not None:
+        total = int(config.host_gb * 2**30)
+    else:
+        # SGLang lowers the number once the page count is known.
+        most_requests = adapter.resolved(runner.server_args).max_running_requests
+        size, cpus = size_of(runner, config, shape, most_requests, ranks)
+        total = default_bytes(size, list(cpus.by_node), ranks, device_bytes)
+        logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", total / 2**30)
+    of_pages, page_bytes = total // ranks.size, 2 * shape.page_bytes * shape.num_layers
+    if of_pages < LEAST_PAGES * page_bytes:
+        given = "not given" if config.host_gb is None else format(config.host_gb, "g")
+        raise ConfigError(
+            f"--kv-offload-host-gb ({given}): {total / 2**30:.6f} GiB hold {of_pages // page_bytes} of the "
+            f"{LEAST_PAGES} pages of {page_bytes} bytes that each rank needs; raise it, or free memory"
+        )
+    return of_pages
+
+
+def default_bytes(
+    size: ServerSize, nodes: list[int], ranks: AttentionRanks, device_bytes: int | None
+) -> int:
+    """For the KV pages of all ranks: a share of what CPU attention leaves of host memory, or the pool of huge pages;
+    at most the pages whose digests fit on the devices."""
+    # The most pages with which every rank's arena is in the pool.
+    place = pool(nodes, ranks.size)
+    in_pool = place.most_pages(size.arena(place.free_bytes(None) // size.page_bytes + 2))
+    of_pool = ranks.least(_bytes_of(size, ranks, in_pool))
+    worker = ranks.size * size.worker.total_bytes
+    left = ranks.least(_available_bytes(nodes, ranks) - worker)
+    if max(left, of_pool) <= 0:
+        raise ConfigError(
+            f"--max-running-requests {size.max_batch}: ring and partial results of CPU attention need "
+            f"{worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
+            f"lower it, or name fewer CPUs in --kv-offload-cpus; {LAST_RESORT}"
+        )
+    total = int(max(left, 0) * DEFAULT_HOST_SHARE)
+    # A pool of less than half of that is somebody else's.
+    total = of_pool if 2 * of_pool >= total else total
+    return total if device_bytes is None else _with_digests(size, ranks, device_bytes, total)
+
+
+def _bytes_of(size: ServerSize, ranks: AttentionRanks, num_pages: int) -> int:
+    """KV of all ranks, without SGLang's padding page."""
+    return ranks.size * max(num_pages - 1, 0) * size.page_bytes
+
+
+def _with_digests(size: ServerSize, ranks: AttentionRanks, device_bytes: int, total: int) -> int:
+    """``total``, or less: the KV of the pages whose digests fit on the devices beside resident pages."""
+    room = size.room(device_bytes)
+    least = ranks.least(room.num_pages)
+    if least < LEAST_PAGES + 1:
+        raise ConfigError(
+            f"--kv-offload {size.config.policy}: the {(device_bytes - size.step_bytes) / 2**30:.2f} GiB of device "
+            f"memory left for digests and resident pages hold {least} of the {LEAST_PAGES + 1} pages that each rank "
+            "needs; raise --mem-fraction-static"
+        )
+    of_digests = _bytes_of(size, ranks, least)
+    if of_digests >= total:
+        return total
+    message = (
+        f"--kv-offload-host-gb not given: limited to {of_digests / 2**30:.1f} GiB of KV pages, whose digests fit on "
+        f"the device beside {room.num_slots} resident slots"
+    )
+    if room.num_slots >= size.wanted_slots:
+        logger.info(message)
+    else:
+        logger.warning(
+            f"{message}; a budget for each of --max-running-requests {size.max_batch} would need {size.wanted_slots}: "
+            "lower that flag, or raise --mem-fraction-static"
+        )
+    return of_digests
+
+
+def _available_bytes(nodes: list[int], ranks: AttentionRanks) -> int:
+    """Memory for the pages of all ranks if each had as much as this one: of the NUMA nodes that they are bound to, if
+    any. A node that several ranks' pages are bound to is divided among them."""
+    bound_to = ranks.gather(nodes) if ranks.size > 1 else [nodes]
+    available = host_memory.available_bytes()
+    if len(numa.nodes()) <= 1 or not nodes:
+        return available
+    users = Counter(node for of_rank in bound_to for node in of_rank)
+    of_nodes = (host_memory.available_bytes(node) // users[node] for node in nodes)
+    return min(available, ranks.size * sum(of_nodes))

@@ -19,13 +19,13 @@ POOLS_MODULE = model_runner_kv_cache_mixin
 """Module from which SGLang takes its pool classes."""
 FP8_ON_CPU = tuple(FP8_KV)
 """KV dtypes supported with the attention backend ``torch_native``."""
+tp_group = get_attention_tp_group
+"""SGLang's process group of the ranks that share a layer's heads."""
 
 
 def add_fields() -> None:
-    """Insert the fields into the live dataclass ``ServerArgs``; its parser then has the flags. Idempotent.
-
-    It is extended in place, not replaced, because SGLang and its plugins hold references to it.
-    """
+    """Insert the fields into the live dataclass ``ServerArgs``, to which SGLang holds references; its parser then has
+    the flags. Idempotent."""
     for name, (kind, default, text) in FIELDS.items():
         if name in ServerArgs.__dataclass_fields__:
             continue
@@ -56,11 +56,6 @@ def resolved(args: ServerArgs) -> ServerArgs:
 def model_config(args: ServerArgs) -> Any:
     """The configuration of the model."""
     return args.get_model_config()
-
-
-def tp_group() -> Any:
-    """SGLang's process group of the ranks that share a layer's heads."""
-    return get_attention_tp_group()
 
 
 def omp_cpus(runner: Any) -> str:
@@ -105,11 +100,6 @@ def extend_end(req: Any) -> int:
     return int(req.extend_range.end)
 
 
-def kept_copy(req: Any) -> bool | None:
-    """Whether the KV of a retracted request was kept; None: it was not retracted."""
-    return req.kv_cache_cpu is not None if hasattr(req, "kv_cache_cpu") else None
-
-
-def drop_copy(req: Any) -> None:
-    """Do not keep the KV of a request that is being retracted."""
-    req.kv_cache_cpu = None
+def has_copy(req: Any) -> bool:
+    """Whether there is a copy of the KV of this request, which has been retracted."""
+    return hasattr(req, "kv_cache_cpu")

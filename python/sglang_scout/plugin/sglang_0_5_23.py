@@ -48,20 +48,14 @@ def apply_defaults(args: Any) -> None:
         )
     # Digests and arena need the pool's size at start; SGLang would choose it after graph capture.
     os.environ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] = "0"
-    # Cached pages sent before the next step may still be written by the running one; digests are computed from what is
-    # sent. It also needs CUDA.
+    # A running step may still write the cached pages that it sends early, and digests are computed from what is sent.
     os.environ["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"
     if args.disaggregation_mode == "decode":
-        # The other one copies device buffers to its own page-locked pool, without checksums.
+        # The other backup copies device buffers, without checksums.
         args.disaggregation_decode_retraction_backup = "cpu_tensor"
 
 
-def resolved(args: Any) -> Any:
-    return resolving_view(args)
-
-
-def model_config(args: Any) -> Any:
-    return model_config_of(args)
+resolved, model_config = resolving_view, model_config_of
 
 
 def tp_group() -> Any:
@@ -110,11 +104,5 @@ def extend_end(req: Any) -> int:
     return int(req.extend_end)
 
 
-def kept_copy(req: Any) -> bool | None:
-    if getattr(req, "kv_offload_dropped", False):
-        return False
-    return True if req.kv.retraction_backup is not None else None
-
-
-def drop_copy(req: Any) -> None:
-    req.kv_offload_dropped = True
+def has_copy(req: Any) -> bool:
+    return req.kv.retraction_backup is not None

@@ -1,0 +1,151 @@
+"""Hooks of a decode server: which requests join, what a retracted one keeps, and counts on SGLang's spans."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.observability import trace
+from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
+
+from sglang_scout.engine.counters import Counters
+from sglang_scout.plugin import decode as hooks
+
+COPY = 5000
+
+
+class Arrivals:
+    """Copies for the requests ``unstarted`` have not begun."""
+
+    def __init__(self):
+        self.unstarted = set()
+
+    def queue(self, requests, room):
+        self.names, self.room = list(requests), room
+        return self.unstarted & set(self.names)
+
+
+class Scheduler:
+    """The part of SGLang's scheduler that ``get_new_prebuilt_batch`` uses."""
+
+    def __init__(self, running, most, *names, priorities=False):
+        self.enable_priority_scheduling, self.max_running_requests = priorities, most
+        self.req_to_token_pool = SimpleNamespace(size=2 * most)
+        self.running_batch = SimpleNamespace(
+            is_empty=lambda: not self.running, batch_size=lambda: self.running
+        )
+        self.policy = SimpleNamespace(
+            calc_priority=lambda queue, _: queue.sort(key=lambda r: r.rid)
+        )
+        self.running, self.waiting_queue = running, [SimpleNamespace(rid=name) for name in names]
+
+    def join(self):
+        return hooks.around_get_new_prebuilt_batch(self._join, self)
+
+    def _join(self, scheduler):
+        room = self.max_running_requests - self.running
+        joined, self.waiting_queue = self.waiting_queue[:room], self.waiting_queue[room:]
+        return [request.rid for request in joined]
+
+
+@pytest.fixture
+def arrivals(monkeypatch):
+    arrivals = Arrivals()
+    boundary = SimpleNamespace(arrivals=arrivals)
+    backend = SimpleNamespace(engine=SimpleNamespace(boundary=boundary))
+    monkeypatch.setattr(hooks, "current_backend", lambda: backend)
+    return arrivals
+
+
+def test_those_whose_copies_have_not_begun_wait_and_keep_their_place(arrivals):
+    scheduler = Scheduler(3, 4, "a", "b", "c")
+    arrivals.unstarted = {"a", "c"}
+    assert scheduler.join() == ["b"]
+    assert [request.rid for request in scheduler.waiting_queue] == ["a", "c"]
+    assert (arrivals.names, arrivals.room) == (["a", "b", "c"], 1)
+
+
+def test_with_a_full_batch_the_oldest_joins_first_whoever_comes(arrivals):
+    scheduler, order = Scheduler(4, 4, "a"), []
+    for name in "bcdefg":
+        scheduler.waiting_queue.append(SimpleNamespace(rid=name))
+        arrivals.unstarted = {name}
+        scheduler.running = 3 if name > "b" else 4
+        order += scheduler.join()
+    assert order == list("abcde")
+
+
+def test_priorities_decide_who_is_copied_for(arrivals):
+    Scheduler(1, 4, "b", "a", priorities=True).join()
+    assert arrivals.names == ["a", "b"]
+
+
+def request(rid):
+    """Valid for every release: in some its row and its copy are in ``kv``."""
+    kv = {"req_pool_idx": 0, "mamba_pool_idx": None}
+    more = {"retraction_backup": None, "holds_mamba": False}
+    made = SimpleNamespace(rid=rid, seqlen=100, **kv, kv=SimpleNamespace(**kv, **more))
+    made._mamba_pool_needing_backup = lambda *_: None
+    return made
+
+
+@pytest.mark.parametrize(("available", "kept"), [(2 * COPY, True), (2 * COPY - 1, False)])
+def test_a_copy_of_a_retracted_request_that_does_not_fit_fails_it(monkeypatch, available, kept):
+    """Of two ranks, the other of which has more memory."""
+    ranks = SimpleNamespace(size=2, least=lambda value: min(value, 1 << 40))
+    monkeypatch.setattr(hooks, "AttentionRanks", lambda: ranks)
+    monkeypatch.setattr(hooks, "available_bytes", lambda: available + hooks.LEFT_BESIDE_COPIES)
+    pool = SimpleNamespace(copy_bytes={99: COPY}.get)
+    allocator = SimpleNamespace(
+        get_kvcache=lambda: pool, get_cpu_copy=lambda tokens, **_: copied.append(tokens) or tokens
+    )
+    req, copied = request("r"), []
+    tables = SimpleNamespace(req_to_token=np.arange(200)[None])
+    hooks.around_offload_kv_cache(Req.offload_kv_cache, req, tables, allocator)
+    assert [len(tokens) for tokens in copied] == [99] * kept
+
+    # A pause does not mark its requests as retracted, and would have their KV sent again.
+    queued, told = [], []
+    channel = SimpleNamespace(send_output=lambda output, _: told.append(output))
+    scheduler = SimpleNamespace(ipc_channels=SimpleNamespace(send_to_tokenizer=channel))
+    for one in (req, request("new")):
+        hooks.around_add_request_to_queue(
+            lambda _, req, is_retracted=False: queued.append((req.rid, is_retracted)),
+            scheduler,
+            one,
+        )
+    assert queued == ([("r", True)] if kept else []) + [("new", False)]
+    failed = [(one.rid, one.finished_reason["status_code"]) for one in told]
+    assert failed == ([] if kept else [("r", 503)])
+
+
+def test_a_token_s_span_has_what_was_counted_since_the_one_before(monkeypatch):
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "opentelemetry_initialized", True)
+    monkeypatch.setattr(trace, "tracer", provider.get_tracer("test"))
+    counters, original = Counters(4), trace.TraceReqContext.trace_slice
+    backend = SimpleNamespace(engine=SimpleNamespace(counters=counters))
+    monkeypatch.setattr(hooks, "current_backend", lambda: backend)
+
+    def hooked(*given, **named):
+        hooks.before_trace_slice(*given, **named)
+        original(*given, **named)
+
+    monkeypatch.setattr(trace.TraceReqContext, "trace_slice", hooked)
+    times = SchedulerReqTimeStats()
+    times.init_trace_ctx("request", None)
+    times.trace_ctx.trace_req_start()
+    for _ in range(2):
+        times.set_last_decode_finish_time()
+        counters.steps += 1
+        counters.cpu_pages += 3
+        counters.gpu_wait_us += 70
+    times.set_last_decode_finish_time()
+    spans = [x.attributes for x in exporter.get_finished_spans() if x.name == "decode_loop"]
+    assert [x["decode_ct"] for x in spans] == [0, 1, 2]
+    assert [x["kv_offload.cpu_pages"] for x in spans] == [0, 3, 3]
+    assert spans[1]["kv_offload.gpu_wait_us"] == 70 and spans[1]["kv_offload.recalled_pages"] == 0
