@@ -43,17 +43,21 @@ def test_every_step_is_that_of_the_algorithms(make, keys):
         assert kept.min() > 0 and kept.max() < request.length - WINDOW
 
 
+def check_last_step(worker, tokens=None):
+    """Every row attended to ``tokens``, or its whole context."""
+    for layer, outputs in enumerate(worker.outputs):
+        for row, out in enumerate(outputs):
+            expected = worker.dense(row, layer, tokens)
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_beta_0_is_full_attention(make):
     worker = make(hgca_beta=0.0)
     worker.admit(300)
     worker.admit(70)
     for _ in range(40):
         worker.checked_step()
-        for layer in range(2):
-            for row in range(2):
-                torch.testing.assert_close(
-                    worker.outputs[layer][row], worker.dense(row, layer), rtol=1e-5, atol=1e-5
-                )
+        check_last_step(worker)
 
 
 def test_an_infinite_beta_is_the_window(make):
@@ -67,10 +71,7 @@ def test_an_infinite_beta_is_the_window(make):
         worker.checked_step()
         length = worker.requests[0].length
         first = max(0, (length - 1) // SIZE - (WINDOW // SIZE - 1)) * SIZE
-        window = list(range(first, length))
-        for layer in range(2):
-            expected = worker.dense(0, layer, tokens=window)
-            torch.testing.assert_close(worker.outputs[layer][0], expected, rtol=1e-5, atol=1e-5)
+        check_last_step(worker, list(range(first, length)))
     assert not worker.engine_missing.asked and worker.engine.older._cache.used_pages == 0
 
 
@@ -82,9 +83,7 @@ def test_until_an_evaluation_has_ended_attention_is_full(make, monkeypatch):
     monkeypatch.setattr(worker.engine.older._thread, "submit", lambda *_: held)
     for _ in range(70):
         worker.step()
-        for layer in range(2):
-            expected = worker.dense(0, layer)
-            torch.testing.assert_close(worker.outputs[layer][0], expected, rtol=1e-5, atol=1e-5)
+        check_last_step(worker)
 
 
 def test_context_pages_come_back_when_requests_end(make):

@@ -69,17 +69,12 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, dtype, of_head):
         assert made.step_bytes == sum(x.nbytes for x in held.trained)
 
 
-@pytest.mark.parametrize(
-    ("policy", "keys"),
-    [
-        ("scout", "{}"),
-        ("infinigen", "{}"),
-        ("sparda", '{"forecast_file": "w"}'),
-        ("rheo", '{"pilot_file": "w"}'),
-    ],
-)
-def test_bytes_of_a_step_are_those_of_its_buffers(make, policy, keys):
-    engine = (made := make(policy=policy, config=keys)).engine
+FILES = {"sparda": '{"forecast_file": "w"}', "rheo": '{"pilot_file": "w"}'}
+
+
+@pytest.mark.parametrize("policy", ["scout", "infinigen", *FILES])
+def test_bytes_of_a_step_are_those_of_its_buffers(make, policy):
+    engine = (made := make(policy=policy, config=FILES.get(policy, "{}"))).engine
     candidates, lists = engine._inputs.candidates, made.config.lists(made.shape.num_kv_heads)
     held = [engine.transport._staged] if engine.policy.route == "fetch" else []
     if lists > 1:

@@ -8,16 +8,8 @@ from mini_worker import SIZE
 from page_weights import identity
 from sglang_scout.core.step_log import StepLog, ratios_by_age, read_step_log
 
-FACTS = {
-    "policy": "scout",
-    "recall": "fixed",
-    "model": "m",
-    "layers": 3,
-    "budget_tokens": 128,
-    "page_size_tokens": SIZE,
-    "identity": identity(3, 4, 2, 64),
-    "selection": {},
-}
+SIZES = {"layers": 3, "budget_tokens": 128, "page_size_tokens": SIZE}
+FACTS = {"policy": "scout", "recall": "fixed", "model": "m", "selection": {}, **SIZES}
 RECALLS = ("recalled_pages", "recall_bytes", "recall_wait_us")
 
 
@@ -27,18 +19,15 @@ def logged(make, tmp_path):
 
     def build(path=tmp_path / "steps.jsonl", **kwargs):
         worker = make(verify=False, **kwargs)
-        worker.engine.boundary.step_log = StepLog(str(path), FACTS)
+        facts = FACTS | {"identity": identity(3, 4, 2, 64)}
+        worker.engine.boundary.step_log = StepLog(str(path), facts)
         return worker
 
     return build
 
 
-@pytest.fixture
-def mini(logged):
-    return logged(config='{"recall": "fixed", "recall_interval": 2}')
-
-
-def test_lines_are_what_was_counted(mini, tmp_path):
+def test_lines_are_what_was_counted(logged, tmp_path):
+    mini = logged(config='{"recall": "fixed", "recall_interval": 2}')
     mini.admit(20 * SIZE)
     cosines = []
     for step in range(11):  # the selections of the last two are not known at the end
@@ -75,7 +64,8 @@ def test_lines_are_what_was_counted(mini, tmp_path):
     assert np.allclose(mean, counters.cpu_pages_by_layer / budget)
 
 
-def test_a_request_of_unknown_age_is_marked(mini, tmp_path):
+def test_a_request_of_unknown_age_is_marked(logged, tmp_path):
+    mini = logged()
     mini.admit(20 * SIZE)
     mini.engine.boundary._first_step.clear()
     for _ in range(3):

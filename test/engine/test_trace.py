@@ -199,15 +199,10 @@ def test_impossible_events_are_dropped_and_counted(small):
     """The worker's memory may hold any values that pass the ring reader's checks."""
     tracer, log, path = small
     now = time.monotonic_ns()
-    for step, begin_ns, end_ns in (
-        (7, now, now + 1),
-        (6, now, now + 1),
-        (8, now, now + 1),
-        (2**64 - 1, now, now + 1),
-        (7, tracer._start_ns - 1, now),
-        (7, now, now + 10**15),
-    ):
-        log.add(0, 1, step, 0, begin_ns, end_ns)
+    for step in (7, 6, 8, 2**64 - 1):
+        log.add(0, 1, step, 0, now, now + 1)
+    for begin_ns, end_ns in ((tracer._start_ns - 1, now), (now, now + 10**15)):
+        log.add(0, 1, 7, 0, begin_ns, end_ns)
     log.lost = 2
     tracer.write()
     assert len(load(path)[1]) == 1 and tracer._events_lost == 2 + 5
