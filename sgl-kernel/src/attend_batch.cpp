@@ -1,10 +1,9 @@
-#include "attend_batch.h"
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <memory>
 
+#include "scout/attend.h"
 #include "split.h"
 #include "thread_pool.h"
 

@@ -22,11 +22,4 @@ void attend_sequence(const KvPages& kv, const AttendParams& params, const float*
   attend_avx2(args);
 }
 
-bool valid_pages(const KvPages& kv, const int32_t* pages, int32_t n) {
-  for (int32_t i = 0; i < n; ++i) {
-    if (pages[i] >= kv.num_pages) return false;
-  }
-  return true;
-}
-
 }  // namespace scout

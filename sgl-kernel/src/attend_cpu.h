@@ -18,8 +18,8 @@ struct AttendArgs {
   float* lse;
 };
 
-// head_dim must be a multiple of 16, for attend_avx512 of 32. attend_avx512bf16 takes bf16 pages, of
-// which it must be one of 32, and fp8 pages, of 64.
+// head_dim must be a multiple of 16, for attend_avx512 of 32. attend_avx512bf16 takes bf16 pages,
+// of which it must be one of 32, and fp8 pages, of 64.
 void attend_avx2(const AttendArgs& args);
 void attend_avx512(const AttendArgs& args);
 void attend_avx512bf16(const AttendArgs& args);

@@ -9,7 +9,6 @@
 #define SCOUT_STORAGE SCOUT_FLOATS
 #endif
 
-#include "attend_rows.h"
 #include "attend_tile.h"
 #include "attend_tile_values.h"
 #if SCOUT_STORAGE == SCOUT_BF16

@@ -3,9 +3,8 @@
 // The walk follows memory: page by page, of a page first K and then V, in blocks of a few tokens
 // with all their heads; while a block is computed, what comes 16 KiB later in this order is
 // prefetched line by line, in the order of addresses, and where memory binds what comes 8 KiB later
-// once more. What binds is how many lines can be on their way: hardware prefetchers hardly help a
-// reader that computes, but follow hints that rise evenly; hints in bursts are dropped, so the
-// softmax, which reads nothing, asks for nothing. docs/results/README.md has what was measured.
+// once more. What binds is how many lines can be on their way: hints that rise evenly are followed,
+// hints in bursts are dropped. docs/results/README.md has what was measured.
 //
 // As in attend_tile.h, nothing of the standard library is used.
 #pragma once
@@ -15,7 +14,6 @@
 
 #include "attend_cpu.h"
 #include "attend_dispatch.h"
-#include "attend_rows.h"
 #include "scout/attend.h"
 
 namespace scout {
@@ -76,6 +74,20 @@ class Entries {
 
  private:
   const AttendArgs& args_;
+};
+
+// What the sums over all tokens of a query head mean.
+struct RowResult {
+  float inverse;  // by which the sum of weighted values becomes the output
+  float lse;
+
+  RowResult(float highest, float sum) {
+    // At the limit: every score was -inf, as if there were no token. A NaN among them is no score.
+    const bool hidden = highest <= -kScoreLimit && sum == sum;
+    const bool empty = hidden || sum == 0.0f;
+    inverse = empty ? 0.0f : 1.0f / sum;
+    lse = empty ? -kInfinity : static_cast<float>(highest * kLn2 + __builtin_log(sum));
+  }
 };
 
 // Where one page begins.

@@ -27,6 +27,23 @@ constexpr int element_bytes() {
   return bytes_of(T);
 }
 
+// From natural column order to that of load_pair.
+template <DType T>
+void pack_row(const float* from, void* to, int dim) {
+  constexpr int W = Vec::kLanes;
+  float* const row = static_cast<float*>(to);
+  for (int d = 0; d < dim; d += 2 * W)
+    for (int i = 0; i < 2 * W; ++i) row[d + i] = Vec::lift(T) * from[d + Vec::column(T, i)];
+}
+
+// And back.
+template <DType T>
+void unpack_row(const float* from, float factor, float* to, int dim) {
+  constexpr int W = Vec::kLanes;
+  for (int d = 0; d < dim; d += 2 * W)
+    for (int i = 0; i < 2 * W; ++i) to[d + Vec::column(T, i)] = factor * from[d + i];
+}
+
 // What to prefetch: lines from `at` on; where kTwice, also those `again` bytes from there. A CPU
 // drops hints while as many lines are on their way as it can follow, and the second hint, nearer to
 // the use, is for what was dropped. Where arithmetic binds it is one instruction too many.
@@ -144,7 +161,7 @@ inline Vec::F within(float limit, Vec::F x) {
 // One step of online softmax: raw dot products of all query heads become weights. Arrays are padded
 // to whole vectors.
 struct Softmax {
-  float scale;  // of the dot products
+  float scale;     // of the dot products
   float lift;      // weights are written as so much more
   float* highest;  // [rows] base-2 logarithm of the largest weight so far, -inf at first
   float* shift;    // [rows] base-2 logarithm of the factor by which earlier sums shrink

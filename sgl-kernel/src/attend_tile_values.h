@@ -1,8 +1,7 @@
 // weigh_block, the weighted sum of V over a block: for few query heads a few tokens at a time with
-// the accumulators in cache (add_rows), for many a few columns at a time with the accumulators in
-// registers (add_columns). The first reads V in the order of memory, four rows side by side, and is
-// the faster one where memory binds; the second has fewer loads and stores of sums, which is why it
-// serves fp8 with AVX2. Include attend_tile.h first.
+// the accumulators in cache (add_rows), which reads V in the order of memory, for where that binds;
+// for many, and fp8 with AVX2, a few columns at a time with the accumulators in registers
+// (add_columns). Include attend_tile.h first.
 #pragma once
 
 #include <cstddef>

@@ -1,12 +1,10 @@
 #include "attendant.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <time.h>
 
 #include <algorithm>
 #include <climits>
-#include <stdexcept>
 
 namespace scout {
 namespace {
@@ -18,15 +16,9 @@ constexpr int64_t kIdlePollUs = 1000;
 
 Attendant::Attendant(const Producer& producer, int64_t poll_us)
     : producer_(producer), ring_(producer.ring()), poll_us_(poll_us) {
-  if (poll_us < 1 || poll_us > 100000)
-    throw std::invalid_argument("ring attendant: poll_us is " + std::to_string(poll_us) +
-                                ", allowed are 1 to 100000");
   rung_ = load_acquire(&ring_.control()->head);
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // leave signals to the main thread
+  const BlockSignals blocked;
   thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   pthread_setname_np(thread_.native_handle(), "scout-attendant");
 }
 

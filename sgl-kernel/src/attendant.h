@@ -1,9 +1,8 @@
 // A thread of the decode server that assists a ring whose producer is a CUDA stream.
 //
-// A kernel can publish a record, but it cannot wake a futex, and while it waits for an answer it
-// cannot detect that the worker has died and fall back to computing the pages itself. The attendant
-// does both: it rings the bell for records posted by a kernel, and answers records that no live
-// worker will. It makes no CUDA calls, so a stream that waits for it cannot deadlock.
+// A kernel can neither wake a futex nor compute the pages itself if the worker dies. The attendant
+// rings the bell for records posted by a kernel, and answers records that no live worker will. It
+// makes no CUDA calls, so a stream that waits for it cannot deadlock.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,6 @@
-// Python module sglang_scout._native. Tensors are passed as addresses and sizes; callers check them
-// (ops/op.py, ops/native.py), except page ids, which are checked here. Calls release the GIL.
+// Python module sglang_scout._native. Tensors are passed as addresses and sizes, in the order of
+// the functions below; callers check them (ops/op.py, ops/native.py), except page ids, which are
+// checked here. Calls release the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -8,7 +9,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "attend_batch.h"
 #include "isa.h"
 #include "pages.h"
 #include "score_cpu.h"
@@ -30,17 +30,6 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Accepts the first `known` values of DType.
-DType checked_dtype(const char* op, int dtype, int known = scout::kDTypes) {
-  if (dtype < 0 || dtype >= known) {
-    throw nb::value_error((std::string(op) + ": dtype=" + std::to_string(dtype) +
-                           "; known are 0 (float32), 1 (bfloat16), 2 (float16)" +
-                           (known > 3 ? ", 3 (float8_e4m3fn), 4 (float8_e5m2)" : ""))
-                              .c_str());
-  }
-  return static_cast<DType>(dtype);
-}
-
 // For checks in loops over pages: the message is only built on failure.
 template <class Message>
 void require_lazily(bool condition, const Message& message) {
@@ -51,38 +40,32 @@ void require(bool condition, const std::string& message) {
   if (!condition) throw nb::value_error(message.c_str());
 }
 
-void check_shape(const char* op, int page_size, int heads, int dim, int group) {
-  require(page_size > 0 && heads > 0 && group > 0 && dim > 0 && dim % 16 == 0 && dim <= 16384,
+void check_shape(const char* op, int page_size, int heads, int dim, int group, int end = 16384) {
+  require(page_size > 0 && heads > 0 && group > 0 && dim > 0 && dim % 16 == 0 && dim <= end,
           std::string(op) + ": S=" + std::to_string(page_size) + " H=" + std::to_string(heads) +
               " G=" + std::to_string(group) + " D=" + std::to_string(dim) +
-              "; all must be positive, D a multiple of 16 up to 16384");
+              "; all must be positive, D a multiple of 16 up to " + std::to_string(end));
 }
 
 void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int page_size,
-                  int heads, int dim, int dtype, int group, float scale,
-                  uintptr_t pages, int batch, int lists, int columns, uintptr_t last_page,
-                  uintptr_t last_len, uintptr_t out, uintptr_t lse, int threads) {
+                  int heads, int dim, int dtype, int group, float scale, uintptr_t pages, int batch,
+                  int lists, int columns, uintptr_t last_page, uintptr_t last_len, uintptr_t out,
+                  uintptr_t lse, int threads) {
   check_shape("attend_batch", page_size, heads, dim, group);
-  require(lists == 1 || lists == heads, "attend_batch: C=" + std::to_string(lists) +
-                                            " lists a request; expected 1 or one of " +
-                                            std::to_string(heads) + " KV heads each");
   const scout::KvPages kv{at<const void>(k),
                           at<const void>(v),
                           num_pages,
                           page_size,
                           heads,
                           dim,
-                          checked_dtype("attend_batch", dtype),
+                          static_cast<DType>(dtype),
                           heads};
   const int32_t* const ids = at<const int32_t>(pages);
   const int32_t* const last_ids = at<const int32_t>(last_page);
   const int32_t* const last_lens = at<const int32_t>(last_len);
-  require((last_ids == nullptr) == (last_lens == nullptr),
-          "attend_batch: last_page and last_len must be given together");
-  for (int row = 0; row < batch * lists; ++row) {
-    const int64_t first = static_cast<int64_t>(row) * columns;
-    require_lazily(columns == 0 || scout::valid_pages(kv, ids + first, columns), [&] {
-      return "attend_batch: a page id of row " + std::to_string(row) +
+  for (int64_t i = 0; i < int64_t{batch} * lists * columns; ++i) {
+    require_lazily(ids[i] < num_pages, [&] {
+      return "attend_batch: a page id of row " + std::to_string(i / columns) +
              " is not below num_pages=" + std::to_string(num_pages);
     });
   }
@@ -108,19 +91,11 @@ void copy_pages(uintptr_t src, uintptr_t dst, int64_t page_bytes, uintptr_t src_
 }
 
 void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uintptr_t ids,
-                  int64_t n, int digest_dtype, uintptr_t kmin, uintptr_t kmax) {
+                  uintptr_t rows, int64_t n, uintptr_t kmin, uintptr_t kmax) {
   check_shape("digest_pages", page_size, heads, dim, 1);
-  scout::digest_pages(at<const void>(k), page_size, heads, dim,
-                      checked_dtype("digest_pages", dtype), at<const int64_t>(ids), n,
-                      checked_dtype("digest_pages", digest_dtype, 3), at<void>(kmin),
+  scout::digest_pages(at<const void>(k), page_size, heads, dim, static_cast<DType>(dtype),
+                      at<const int64_t>(ids), at<const int64_t>(rows), n, at<void>(kmin),
                       at<void>(kmax));
-}
-
-void check_rotated(const char* op, int heads, int group, int dim) {
-  check_shape(op, scout::kRotatedTokens, heads, dim, group);
-  require(dim <= scout::kRotatedMaxDim,
-          std::string(op) + ": D=" + std::to_string(dim) + "; expected D up to " +
-              std::to_string(scout::kRotatedMaxDim));
 }
 
 scout::Coordinates coordinates(uintptr_t turn, uintptr_t bits) {
@@ -129,8 +104,8 @@ scout::Coordinates coordinates(uintptr_t turn, uintptr_t bits) {
 
 void rotate_pages(uintptr_t k, uintptr_t v, int heads, int dim, int dtype, uintptr_t ids, int64_t n,
                   uintptr_t planes, uintptr_t stats, uintptr_t turn, uintptr_t bits) {
-  check_rotated("rotate_pages", heads, 1, dim);
-  scout::rotate_pages({at<const void>(k), at<const void>(v), checked_dtype("rotate_pages", dtype),
+  check_shape("rotate_pages", scout::kRotatedTokens, heads, dim, 1, scout::kRotatedMaxDim);
+  scout::rotate_pages({at<const void>(k), at<const void>(v), static_cast<DType>(dtype),
                        at<const int64_t>(ids), n, at<uint8_t>(planes), at<uint8_t>(stats),
                        coordinates(turn, bits), heads, dim});
 }
@@ -167,19 +142,13 @@ void check_tables(const char* op, const int32_t* ids, const int32_t* counts, int
   }
 }
 
-scout::Reduce checked_reduce(const char* op, int reduce) {
-  require(reduce == 0 || reduce == 1,
-          std::string(op) + ": reduce=" + std::to_string(reduce) + "; known are 0 (mass), 1 (max)");
-  return static_cast<scout::Reduce>(reduce);
-}
-
 void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages,
                  int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
                  int columns, float scale, int reduce, uintptr_t out, int threads) {
   check_shape("score_pages", 1, heads, dim, group);
-  const scout::Reduce reduction = checked_reduce("score_pages", reduce);
+  const auto reduction = static_cast<scout::Reduce>(reduce);
   const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
-                               checked_dtype("score_pages", dtype, 3), heads, dim};
+                               static_cast<DType>(dtype), heads, dim};
   const int32_t* const ids = at<const int32_t>(table);
   const int32_t* const counts = at<const int32_t>(n_full);
   check_tables("score_pages", ids, counts, batch, columns, num_pages);
@@ -197,10 +166,8 @@ void score_rotated(uintptr_t q, uintptr_t planes, uintptr_t stats, int64_t num_p
                    int group, int dim, uintptr_t table, uintptr_t n_full, int batch, int columns,
                    float scale, int reduce, uintptr_t out, int threads, uintptr_t turn,
                    uintptr_t bits) {
-  check_rotated("score_rotated", heads, group, dim);
-  const auto log_mass = static_cast<int>(scout::Reduce::kLogMass);
-  const scout::Reduce reduction =
-      reduce == log_mass ? scout::Reduce::kLogMass : checked_reduce("score_rotated", reduce);
+  check_shape("score_rotated", scout::kRotatedTokens, heads, dim, group, scout::kRotatedMaxDim);
+  const auto reduction = static_cast<scout::Reduce>(reduce);
   const int64_t results = reduction == scout::Reduce::kLogMass ? heads * group : columns;
   const scout::RotatedDigests digests{at<const uint8_t>(planes), at<const uint8_t>(stats),
                                       coordinates(turn, bits), heads, dim};
@@ -220,35 +187,22 @@ void score_rotated(uintptr_t q, uintptr_t planes, uintptr_t stats, int64_t num_p
 }  // namespace
 
 NB_MODULE(_native, m) {
-  using nb::arg;
   if (!scout::has_avx2())
     throw std::runtime_error("this CPU has no AVX2, FMA or F16C, which sglang-scout needs");
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
   m.doc() = "CPU kernels of sglang_scout over raw addresses; see sglang_scout.ops.native.";
-  m.def("attend_batch", &attend_batch, arg("q_ptr"), arg("k_ptr"), arg("v_ptr"), arg("num_pages"),
-        arg("S"), arg("H"), arg("D"), arg("dtype"), arg("G"), arg("scale"),
-        arg("pages_ptr"), arg("B"), arg("C"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
-        arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
+  m.def("attend_batch", &attend_batch, no_gil,
         "Attention of B requests over C lists of R pages (-1: none) and an optional partial last "
         "page.");
-  m.def("copy_pages", &copy_pages, arg("src_ptr"), arg("dst_ptr"), arg("page_bytes"),
-        arg("src_ids_ptr"), arg("dst_ids_ptr"), arg("n"), no_gil,
+  m.def("copy_pages", &copy_pages, no_gil,
         "dst[dst_ids[i]] = src[src_ids[i]] for n pages of page_bytes; int64 ids, not checked.");
-  m.def("digest_pages", &digest_pages, arg("k_ptr"), arg("S"), arg("H"), arg("D"), arg("dtype"),
-        arg("ids_ptr"), arg("n"), arg("digest_dtype"), arg("kmin_ptr"), arg("kmax_ptr"), no_gil,
-        "Column minimum and maximum of K of n pages, to rows ids[i]; int64 ids, not checked.");
-  m.def("score_pages", &score_pages, arg("q_ptr"), arg("kmin_ptr"), arg("kmax_ptr"), arg("dtype"),
-        arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),
-        arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
+  m.def("digest_pages", &digest_pages, no_gil,
+        "Column minimum and maximum of K of n pages ids[i], to rows[i]; int64 ids, not checked.");
+  m.def("score_pages", &score_pages, no_gil,
         "Quest bounds of the first n_full pages of B sequences, reduced over the query heads.");
-  m.def("rotate_pages", &rotate_pages, arg("k_ptr"), arg("v_ptr"), arg("H"), arg("D"), arg("dtype"),
-        arg("ids_ptr"), arg("n"), arg("planes_ptr"), arg("stats_ptr"), arg("turn_ptr") = 0,
-        arg("bits_ptr") = 0, no_gil,
+  m.def("rotate_pages", &rotate_pages, no_gil,
         "Rotated digests of n pages of 32 tokens, to rows ids[i]; int64 ids, not checked.");
-  m.def("score_rotated", &score_rotated, arg("q_ptr"), arg("planes_ptr"), arg("stats_ptr"),
-        arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"),
-        arg("B"), arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1,
-        arg("turn_ptr") = 0, arg("bits_ptr") = 0, no_gil,
+  m.def("score_rotated", &score_rotated, no_gil,
         "Scores of the first n_full pages of B sequences by their rotated digests, or log masses.");
   m.attr("RUNS_PER_THREAD") = scout::kRunsPerThread;
   m.def(
@@ -257,13 +211,12 @@ NB_MODULE(_native, m) {
          int64_t largest) {
         return scout::Split{threads, most, least_pages}.runs(sequences, total, largest);
       },
-      arg("threads"), arg("most"), arg("least_pages"), arg("sequences"), arg("total"),
-      arg("largest"), "Runs that each of so many sequences with pages is split into; see split.h.");
+      "Runs that each of so many sequences with pages is split into; see split.h.");
   m.def(
-      "isa", [] { return std::string(scout::attend_isa()); },
+      "isa", [] { return scout::isa_name(scout::current_isa()); },
       "Instruction set in use: avx512bf16, avx512 or avx2.");
   m.def(
-      "best_isa", [] { return std::string(scout::isa_name(scout::best_isa())); },
+      "best_isa", [] { return scout::isa_name(scout::best_isa()); },
       "The best instruction set that this machine supports.");
   m.def(
       "set_isa",
@@ -271,7 +224,7 @@ NB_MODULE(_native, m) {
         require(scout::set_isa(name.c_str()),
                 "set_isa: " + name + " is unknown or not supported by this machine");
       },
-      arg("name"), "Use another instruction set from the next call on, for tests and benchmarks.");
+      "Use another instruction set from the next call on, for tests and benchmarks.");
   bind_residency(m);
   bind_runtime(m);
 }

@@ -111,16 +111,16 @@ void bind_layout(nb::module_& m) {
   {
     using S = scout::Header;
     structs["Header"] = dtype_of(
-        sizeof(S), {F(magic),        F(layout_version), F(log_entries),    F(total_bytes),
-                    F(num_pages),    F(num_layers),     F(page_size),      F(num_kv_heads),
-                    F(num_q_heads),  F(head_dim),       F(dtype),          F(max_batch),
-                    F(max_pages),    F(scale),          F(stat_lines),     F(control_offset), F(stats_offset),   F(log_offset),
-                    F(bell_offset),  F(records_offset), F(record_stride),  F(replies_offset),
-                    F(reply_stride), F(kv_offset),      F(layer_stride),   F(v_offset),
-                    F(q_offset),     F(pages_offset),   F(n_pages_offset), F(out_offset),
-                    F(lse_offset),   F(events_offset),  F(event_entries),  F(q_dtype),
-                    F(num_nodes),    F(stripe_pages),   F(lists),          F(row_heads),
-                    F(context_pages), F(checksums_offset)});
+        sizeof(S), {F(magic),          F(layout_version), F(log_entries),   F(total_bytes),
+                    F(num_pages),      F(num_layers),     F(page_size),     F(num_kv_heads),
+                    F(num_q_heads),    F(head_dim),       F(dtype),         F(max_batch),
+                    F(max_pages),      F(scale),          F(stat_lines),    F(control_offset),
+                    F(stats_offset),   F(log_offset),     F(bell_offset),   F(records_offset),
+                    F(record_stride),  F(replies_offset), F(reply_stride),  F(kv_offset),
+                    F(layer_stride),   F(v_offset),       F(q_offset),      F(pages_offset),
+                    F(n_pages_offset), F(out_offset),     F(lse_offset),    F(events_offset),
+                    F(event_entries),  F(q_dtype),        F(num_nodes),     F(stripe_pages),
+                    F(lists),          F(row_heads),      F(context_pages), F(checksums_offset)});
   }
   {
     using S = scout::Control;
@@ -152,13 +152,13 @@ void bind_layout(nb::module_& m) {
   m.attr("RING_STRUCTS") = structs;
   m.def(
       "ring_lay_out", [](uintptr_t header) { scout::lay_out(*pointer<scout::Header>(header)); },
-      nb::arg("header_ptr"), "Fills offsets and strides of a Header of which the sizes are set.");
+      "Fills offsets and strides of a Header of which the sizes are set.");
   m.def(
       "ring_defect",
       [](uintptr_t address, uint64_t nbytes) {
         return scout::Ring().open(pointer<void>(address), nbytes);
       },
-      nb::arg("address"), nb::arg("nbytes"), "Why the memory is no ring of this build, or \"\".");
+      "Why the memory is no ring of this build, or \"\".");
 }
 
 scout::Ring opened(uintptr_t address, uint64_t nbytes) {
@@ -177,14 +177,13 @@ void bind_checksums(nb::module_& m) {
       [](uintptr_t k, uintptr_t v, uint64_t bytes) {
         return scout::page_checksum(pointer<void>(k), pointer<void>(v), bytes);
       },
-      nb::arg("k_ptr"), nb::arg("v_ptr"), nb::arg("page_bytes"), no_gil);
+      no_gil);
   m.def(
       "seal_pages",
       [](uintptr_t address, uint64_t nbytes, uintptr_t pages, int64_t n, int threads) {
         scout::seal_pages(opened(address, nbytes), pointer<int64_t>(pages), n, threads);
       },
-      nb::arg("address"), nb::arg("nbytes"), nb::arg("pages_ptr"), nb::arg("n"),
-      nb::arg("threads"), no_gil);
+      no_gil);
   m.def(
       "check_pages",
       [](uintptr_t address, uint64_t nbytes, uintptr_t layers, uintptr_t pages, int64_t n,
@@ -192,8 +191,7 @@ void bind_checksums(nb::module_& m) {
         scout::check_pages(opened(address, nbytes), pointer<int64_t>(layers),
                            pointer<int64_t>(pages), n, threads);
       },
-      nb::arg("address"), nb::arg("nbytes"), nb::arg("layers_ptr"), nb::arg("pages_ptr"),
-      nb::arg("n"), nb::arg("threads"), no_gil);
+      no_gil);
 }
 
 }  // namespace
@@ -201,53 +199,33 @@ void bind_checksums(nb::module_& m) {
 void bind_runtime(nb::module_& m) {
   bind_layout(m);
   bind_checksums(m);
-  m.def("least_run_pages", &scout::least_run_pages, nb::arg("page_bytes"),
+  m.def("least_run_pages", &scout::least_run_pages,
         "Pages of K and V of so many bytes in the shortest run that is worth a thread of its own.");
-  m.def("partial_bytes", &scout::partial_bytes, nb::arg("num_layers"), nb::arg("max_batch"),
-        nb::arg("q_heads"), nb::arg("head_dim"), nb::arg("parts"),
+  m.def("partial_bytes", &scout::partial_bytes,
         "What a RingRuntime reserves for the results of sequences that are split into parts.");
 
   nb::class_<Producer>(m, "RingProducer", "Posts records to the worker and takes its replies.")
-      .def(
-          "__init__",
-          [](Producer* self, uintptr_t address, uint64_t nbytes) {
-            new (self) Producer(pointer<void>(address), nbytes);
-          },
-          nb::arg("address"), nb::arg("nbytes"))
+      .def("__init__", [](Producer* self, uintptr_t address,
+                          uint64_t nbytes) { new (self) Producer(pointer<void>(address), nbytes); })
       .def("next_epoch", &Producer::next_epoch)
-      .def("set_live_epoch", &Producer::set_live_epoch, nb::arg("epoch"))
+      .def("set_live_epoch", &Producer::set_live_epoch)
       .def("live_epoch", &Producer::live_epoch)
-      .def(
-          "set_split",
-          [](Producer& self, int32_t threads, int32_t most, int32_t least_pages) {
-            self.set_split({threads, most, least_pages});
-          },
-          nb::arg("threads"), nb::arg("most"), nb::arg("least_pages"))
-      .def("post", &post, nb::arg("layer"), nb::arg("step"), nb::arg("rows"), nb::arg("q_ptr"),
-           nb::arg("pages_ptr"), nb::arg("k"), nb::arg("n_pages_ptr"), nb::arg("parts"),
-           nb::arg("q_bytes"))
-      .def("wait", &wait, nb::arg("ticket"), nb::arg("layer"), nb::arg("step"),
-           nb::arg("timeout_us"), nb::arg("spin_us"), nb::arg("out_ptr"), nb::arg("lse_ptr"),
-           nb::arg("out_bytes"))
+      .def("set_split", [](Producer& self, int32_t threads, int32_t most,
+                           int32_t least_pages) { self.set_split({threads, most, least_pages}); })
+      .def("post", &post)
+      .def("wait", &wait)
       .def("totals", &totals)
-      .def(
-          "set_trace",
-          [](Producer& self, bool on) {
-            scout::store_relaxed(&self.ring().control()->trace, on ? 1u : 0u);
-          },
-          nb::arg("on"))
-      .def(
-          "next_event",
-          [](const Producer& self, uint32_t line) { return scout::next_event(self.ring(), line); },
-          nb::arg("line"))
-      .def(
-          "read_events",
-          [](const Producer& self, uint32_t line, uint64_t from, uintptr_t to) {
-            const auto read = scout::read_events(self.ring(), line, from, self.last_epoch(),
-                                                 pointer<scout::Event>(to));
-            return nb::make_tuple(read.next, read.count, read.lost);
-          },
-          nb::arg("line"), nb::arg("start"), nb::arg("to_ptr"));
+      .def("set_trace",
+           [](Producer& self, bool on) {
+             scout::store_relaxed(&self.ring().control()->trace, on ? 1u : 0u);
+           })
+      .def("next_event",
+           [](const Producer& self, uint32_t line) { return scout::next_event(self.ring(), line); })
+      .def("read_events", [](const Producer& self, uint32_t line, uint64_t from, uintptr_t to) {
+        const auto read = scout::read_events(self.ring(), line, from, self.last_epoch(),
+                                             pointer<scout::Event>(to));
+        return nb::make_tuple(read.next, read.count, read.lost);
+      });
 
   nb::class_<Attendant>(m, "RingAttendant",
                         "Stands by a ring whose producer is a CUDA stream, until stop().")
@@ -256,7 +234,7 @@ void bind_runtime(nb::module_& m) {
           [](Attendant* self, const Producer& producer, int64_t poll_us) {
             new (self) Attendant(producer, poll_us);
           },
-          nb::arg("producer"), nb::arg("poll_us"), nb::keep_alive<1, 2>())
+          nb::keep_alive<1, 2>())
       .def("stop", &Attendant::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("pages", &Attendant::pages);
 
@@ -266,13 +244,8 @@ void bind_runtime(nb::module_& m) {
           [](Runtime* self, uintptr_t address, uint64_t nbytes, uint32_t epoch,
              std::vector<int> cpus, int64_t spin_us, uint32_t max_parts, std::vector<int> nodes,
              int64_t help_after_us) {
-            scout::RuntimeOptions options;
-            options.epoch = epoch;
-            options.cpus = std::move(cpus);
-            options.nodes = std::move(nodes);
-            options.help_after_us = help_after_us;
-            options.spin_us = spin_us;
-            options.max_parts = max_parts;
+            const scout::RuntimeOptions options{epoch,   std::move(cpus), std::move(nodes),
+                                                spin_us, max_parts,       help_after_us};
             nb::gil_scoped_release release;
             new (self) Runtime(pointer<void>(address), nbytes, options);
           },

@@ -1,8 +1,7 @@
 // Checksums of host pages, so that a flipped bit is detected before the page is read or copied.
 //
-// One word per layer and page: 0 while the page is being filled, then kSealed and the CRC of its K
-// and V. The server seals a page when it is full and clears the word when the page is freed, before
-// anyone else may write to it. A reader that detects a mismatch in between sets kDamaged.
+// One word per layer and page: 0 while the page is being filled, then, until it is freed, kSealed
+// and the CRC of its K and V. A reader that detects a mismatch sets kDamaged.
 #pragma once
 
 #include <cstdint>

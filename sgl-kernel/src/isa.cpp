@@ -5,8 +5,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "scout/attend.h"
-
 namespace scout {
 namespace {
 
@@ -67,7 +65,5 @@ bool set_isa(const char* name) {
 }
 
 const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
-
-const char* attend_isa() { return isa_name(current_isa()); }
 
 }  // namespace scout

@@ -63,16 +63,6 @@ void Producer::set_live_epoch(uint32_t epoch) {
   }
 }
 
-void Producer::set_split(const Split& split) {
-  if (split.threads < 1 || split.least_pages < 1 || split.most < 1 ||
-      split.most > static_cast<int32_t>(kMaxParts))
-    throw std::invalid_argument(
-        "ring producer: a split of " + std::to_string(split.threads) + " threads, runs of " +
-        std::to_string(split.least_pages) + " pages, at most " + std::to_string(split.most) +
-        "; all must be 1 or more, the last up to " + std::to_string(kMaxParts));
-  split_ = split;
-}
-
 uint64_t Producer::post(uint32_t layer, uint64_t step, uint32_t rows, const float* q,
                         const int32_t* pages, uint32_t k, const int32_t* n_pages, uint32_t parts) {
   const Header& h = ring_.header();
@@ -216,15 +206,10 @@ void Producer::publish(uint32_t index, uint32_t live, uint32_t layer, uint64_t s
   __atomic_fetch_add(&bell->count, 1u, __ATOMIC_SEQ_CST);
   full_fence();
   SCOUT_POINT(kBellRaised, index);
-  const uint32_t sleepers = load_acquire(&bell->sleepers);
-  if (sleepers != 0) {
+  if (load_acquire(&bell->sleepers) != 0) {
     const uint64_t items = uint64_t{slot.rows} * slot.parts;  // of each node
     const int wanted = static_cast<int>(items < 1024 ? items : 1024);
-    if (nodes == 1)
-      futex_wake(&bell->count, wanted);
-    else
-      for (uint32_t node = 0; node < nodes; ++node)
-        futex_wake_group(&bell->count, wanted, 1u << node);
+    for (uint32_t node = 0; node < nodes; ++node) futex_wake(&bell->count, wanted, 1u << node);
   }
   SCOUT_POINT(kWoken, index);
 }

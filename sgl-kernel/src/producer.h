@@ -29,8 +29,8 @@ class Producer {
   // From now on records go to the worker of `epoch`, or to nobody (0). Wakes waiters to re-check.
   void set_live_epoch(uint32_t epoch);
 
-  // How post(parts = 0) splits; `most` must be what the worker was started with.
-  void set_split(const Split& split);
+  // How post(parts = 0) splits; `most` is what the worker was started with, up to kMaxParts.
+  void set_split(const Split& split) { split_ = split; }
 
   // Posts rows [0, rows) to the worker. Returns the ticket. Copies everything. q fp32 [rows,
   // row_heads, D], which a record may hold in 16 bits; pages int32 [rows, k], the first n_pages[b]

@@ -20,9 +20,8 @@
 //    (e) +----------+
 //   done == seq (acquire), then out and lse are copied
 //
-// Memory written only by the producer is separate from memory written by both: the worker maps it
-// read-only, so a wild write there kills the worker and leaves records and pages intact. The
-// producer or the attendant, answering in its place, computes from these.
+// The worker maps what only the producer writes read-only, so a wild write there kills the worker
+// and leaves records and pages intact, from which the producer or the attendant then answers.
 //
 // (a) Only from FREE: a live worker never reads a record while it changes.
 // (c) The post in the claim makes the CAS of a late thread fail if the slot was refilled (no ABA).
@@ -49,8 +48,7 @@
 // unfinished, so some post newer than the lost entry is finished, so some thread has passed the
 // lost one, which it does only when all its items are claimed.
 //
-// The layout is defined only here: lay_out() computes it, bind_runtime.cpp exports fields and sizes
-// to Python (worker/ring.py) and to CUDA kernels (ops/triton/doorbell.py).
+// lay_out() defines the layout; bind_runtime.cpp exports it to Python and to CUDA kernels.
 #pragma once
 
 #include <cstdint>
@@ -108,10 +106,10 @@ struct Header {
   uint32_t event_entries;  // of one thread; a power of two
   uint32_t q_dtype;        // of queries and results: 0 fp32, 1 bf16, for bf16 models
   uint32_t num_nodes;
-  uint32_t stripe_pages;   // of a node, in every plane
-  uint32_t lists;          // page lists per request
-  uint32_t row_heads;      // query heads of a row
-  uint64_t context_pages;  // of one KV head, after the pages of every plane; on the last node
+  uint32_t stripe_pages;      // of a node, in every plane
+  uint32_t lists;             // page lists per request
+  uint32_t row_heads;         // query heads of a row
+  uint64_t context_pages;     // of one KV head, after the pages of every plane; on the last node
   uint64_t checksums_offset;  // of the pages' checksums; 0: there are none
 };
 static_assert(sizeof(Header) == 248);  // no padding: headers are compared by bytes
@@ -248,7 +246,8 @@ inline void lay_out(Header& h) {
   h.replies_offset = place(h.reply_stride * slots, kSmallPage);
   h.events_offset = place(sizeof(Event) * uint64_t{h.event_entries} * h.stat_lines, kSmallPage);
   if (h.checksums_offset != 0)
-    h.checksums_offset = place(8ull * h.num_layers * static_cast<uint64_t>(h.num_pages), kSmallPage);
+    h.checksums_offset =
+        place(8ull * h.num_layers * static_cast<uint64_t>(h.num_pages), kSmallPage);
   h.v_offset = up(plane_bytes(h), h.num_nodes > 1 ? kHugePage : kSmallPage);
   h.layer_stride = 2 * h.v_offset;
   h.kv_offset = place(h.layer_stride * h.num_layers, kHugePage);

@@ -6,7 +6,7 @@
 
 #include "code_sums.h"
 #include "score_cpu.h"
-#include "score_reduce.h"
+#include "score_kernel.h"
 #include "vec_math.h"
 
 namespace scout {

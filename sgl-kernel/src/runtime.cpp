@@ -2,13 +2,15 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 
 #include <climits>
 #include <cstdlib>
 #include <stdexcept>
 
+#include "row.h"
+#include "split.h"
 #include "test_points.h"
+#include "thread_reports.h"
 
 namespace scout {
 namespace {
@@ -16,37 +18,27 @@ namespace {
 // Bounds the delay of a missed wake-up, which the protocol rules out.
 constexpr int64_t kSleepUs = 500000;
 
-// Signals are handled by the control thread: none may interrupt a pool thread.
-class BlockSignals {
- public:
-  BlockSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old_);
+// Increments the counter of the record with this tag (its post << 24) and returns the new count. A
+// stale count, left by a record that was corrupted while served, is discarded by its other tag.
+uint32_t count_one(std::atomic<uint64_t>& word, uint64_t tag) {
+  uint64_t seen = word.load(std::memory_order_relaxed);
+  for (;;) {
+    const uint64_t next = ((seen & ~kItemMask) == tag ? seen : tag) + 1;
+    if (word.compare_exchange_weak(seen, next, std::memory_order_acq_rel,
+                                   std::memory_order_relaxed))
+      return static_cast<uint32_t>(next & kItemMask);
   }
-  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
-
- private:
-  sigset_t old_;
-};
+}
 
 }  // namespace
-
-void Runtime::Freed::operator()(float* p) const { std::free(p); }
 
 Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : options_(options) {
   const std::string why = ring_.open(base, bytes);
   if (!why.empty()) throw std::runtime_error("CPU attention: " + why);
   const Header& h = ring_.header();
-  if (options_.cpus.empty()) throw std::runtime_error("CPU attention: no CPUs given");
   if (options_.cpus.size() > h.stat_lines)
     throw std::runtime_error("CPU attention: " + std::to_string(options_.cpus.size()) +
                              " CPUs, the arena has room for " + std::to_string(h.stat_lines));
-  if (options_.max_parts < 1 || options_.max_parts > kMaxParts)
-    throw std::runtime_error("CPU attention: threads per group is " +
-                             std::to_string(options_.max_parts) + ", allowed are 1 to " +
-                             std::to_string(kMaxParts));
-  check_nodes();
   most_parts_ = options_.max_parts * h.num_nodes;
   const uint64_t slots = ring_.num_slots();
   partial_floats_ = partial_floats(h.row_heads, h.head_dim);
@@ -76,17 +68,6 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
 }
 
 Runtime::~Runtime() { stop(); }
-
-void Runtime::check_nodes() const {
-  const uint32_t count = ring_.header().num_nodes;
-  if (!options_.nodes.empty() && options_.nodes.size() != options_.cpus.size())
-    throw std::runtime_error("CPU attention: " + std::to_string(options_.nodes.size()) +
-                             " nodes given for " + std::to_string(options_.cpus.size()) + " CPUs");
-  for (int node : options_.nodes)
-    if (node < 0 || static_cast<uint32_t>(node) >= count)
-      throw std::runtime_error("CPU attention: node " + std::to_string(node) +
-                               " of a CPU is outside 0.." + std::to_string(count - 1));
-}
 
 void Runtime::start_thread(uint32_t index, int cpu) {
   threads_.push_back(std::make_unique<Thread>());
@@ -182,10 +163,7 @@ void Runtime::sleep(const Thread& me, uint64_t cursor) {
   if (load_acquire(&ring_.control()->head) == cursor &&
       !stopping_.load(std::memory_order_seq_cst)) {
     SCOUT_POINT(kFallingAsleep, UINT32_MAX);
-    if (ring_.header().num_nodes == 1)
-      futex_wait(&bell->count, seen, kSleepUs);
-    else
-      futex_wait_group(&bell->count, seen, kSleepUs, 1u << me.node);
+    futex_wait(&bell->count, seen, kSleepUs, 1u << me.node);
   }
   SCOUT_POINT(kAwake, UINT32_MAX);
   // More sleepers than threads: the word was corrupted. Too large a count costs a system call per
@@ -193,6 +171,173 @@ void Runtime::sleep(const Thread& me, uint64_t cursor) {
   const uint32_t threads = static_cast<uint32_t>(options_.cpus.size());
   if (__atomic_sub_fetch(&bell->sleepers, 1u, __ATOMIC_SEQ_CST) >= threads)
     store_relaxed(&bell->sleepers, threads);
+}
+
+void Runtime::serve(Thread& me, uint32_t index, uint64_t post) {
+  me.span.items = 0;
+  serve_record(me, index, post);
+  if (me.span.items != 0 && load_relaxed(&ring_.control()->trace) != 0)
+    write_event(ring_, index, me.span);
+}
+
+void Runtime::serve_record(Thread& me, uint32_t index, uint64_t post) {
+  const uint64_t entry = load_acquire(ring_.log_entry(post));
+  if (entry >> 24 != (post & kPostMask)) return;  // overwritten, hence already finished
+  const uint32_t slot = static_cast<uint32_t>(entry & kItemMask);
+  if (slot >= ring_.num_slots()) {
+    // There is no claim word to arbitrate: by convention thread 0 counts it.
+    if (index == 0) add_own<uint64_t>(&me.stats->refused, 1);
+    return;
+  }
+  SCOUT_POINT(kEntryRead, slot);
+  serve_node(me, slot, post, me.node, 0);
+  const uint32_t nodes = ring_.header().num_nodes;
+  if (nodes == 1) return;
+  const int64_t help_ns = now_ns() + options_.help_after_us * 1000;
+  for (uint32_t i = 1; i < nodes; ++i) {
+    const uint32_t node = (me.node + i) % nodes;
+    serve_node(me, slot, post, node, node_threads_[node] > 0 ? help_ns : 0);
+  }
+}
+
+// Takes items of one node, one at a time, not before `not_before_ns`, until all are claimed.
+void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node,
+                         int64_t not_before_ns) {
+  const Header& h = ring_.header();
+  const RecordHeader* record = ring_.record(slot);
+  uint64_t* claims = ring_.reply(slot)->claim;
+  const uint64_t tag = (post & kPostMask) << 24;
+  for (;;) {
+    uint64_t claim = load_acquire(&claims[node]);
+    if ((claim & ~kItemMask) != tag || claim == (tag | kClosed)) return;
+    // Acquire: a thread that sees a word of a later record here also sees that this one was closed,
+    // and its CAS below fails.
+    const uint64_t seq = load_acquire(&record->seq);
+    const uint32_t layer = load_acquire(&record->layer);
+    const uint32_t rows = load_acquire(&record->rows);
+    const uint32_t parts = load_acquire(&record->parts);
+    const uint64_t step = load_acquire(&record->step);
+    SCOUT_POINT(kHeaderRead, slot);
+    const bool own = epoch_of(seq) == options_.epoch;
+    const bool valid = seq == make_seq(options_.epoch, post) && layer < h.num_layers &&
+                       slot % h.num_layers == layer && rows >= 1 && rows <= h.max_batch &&
+                       parts >= 1 && parts <= options_.max_parts;
+    if (!own || !valid) {
+      // The thread that closes the first claim counts the record, and notifies the producer, using
+      // the post number on which log and claim agree.
+      uint64_t first = load_acquire(&claims[0]);
+      if ((first & ~kItemMask) != tag || first == (tag | kClosed)) return;
+      if (!__atomic_compare_exchange_n(&claims[0], &first, tag | kClosed, false, __ATOMIC_ACQ_REL,
+                                       __ATOMIC_ACQUIRE))
+        continue;
+      add_own<uint64_t>(own ? &me.stats->refused : &me.stats->stale, 1);
+      if (own) publish_done(slot, make_seq(options_.epoch, post), kReplyRefused);
+      add_own<uint64_t>(&me.stats->records, 1);
+      return;
+    }
+    const uint64_t item = claim & kItemMask;
+    if (item >= uint64_t{rows} * parts) return;
+    if (not_before_ns != 0 && now_ns() < not_before_ns) {
+      if (stopping_.load(std::memory_order_relaxed)) return;
+      for (int i = 0; i < 32 && load_relaxed(&claims[node]) == claim; ++i) cpu_pause();
+      continue;
+    }
+    // Success implies that the slot was not refilled since `claim` was read, so the header belongs
+    // to this record.
+    if (!__atomic_compare_exchange_n(&claims[node], &claim, claim + 1, false, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE))
+      continue;
+    SCOUT_POINT(kItemClaimed, slot);
+    const uint32_t row = static_cast<uint32_t>(item / parts);
+    const uint32_t part = node * parts + static_cast<uint32_t>(item % parts);
+    if (me.span.items == 0) {
+      me.span.seq = seq;
+      me.span.step = step;
+      me.span.layer = layer;
+      me.span.first_item = row * h.num_nodes * parts + part;
+      me.span.parts = parts;
+      me.span.pages = 0;
+    }
+    run_item(me, slot, seq, layer, row, rows, part, parts);
+  }
+}
+
+// Rows with pages before this one. Corruption may make two rows share a place, never leave memory.
+uint32_t Runtime::place_of(uint32_t slot, uint32_t row) const {
+  const int32_t* n_pages = ring_.n_pages(slot);
+  uint32_t before = 0;
+  for (uint32_t i = 0; i < row; ++i) before += load_relaxed(n_pages + i) != 0;
+  return before;
+}
+
+void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, uint32_t row,
+                       uint32_t rows, uint32_t part, uint32_t parts) {
+  const Header& h = ring_.header();
+  const int64_t begin_ns = now_ns();
+  const uint32_t row_parts = parts * h.num_nodes;
+  const int32_t n = load_relaxed(ring_.n_pages(slot) + row);
+  const bool merged = row_parts > 1 && n != 0;
+  const uint32_t place = merged ? place_of(slot, row) : 0;
+  float* out = merged ? partial(slot, place, part, row_parts) : me.result.data();
+  const int32_t attended =
+      attend_part(ring_, layer, row, ring_.q(slot, row), ring_.pages(slot, row), n, part, parts,
+                  me.pages.data(), me.query.data(), out, out + ring_.q_floats());
+  const bool refused = attended < 0;
+  const uint64_t tag = post_of(seq) << 24;
+  if (refused) refused_[slot].store(tag | 1, std::memory_order_relaxed);
+  SCOUT_POINT(kItemComputed, slot);
+  bool last = true;
+  if (row_parts > 1) {
+    last = count_one(parts_done_[uint64_t{slot} * h.max_batch + row], tag) == row_parts;
+    if (last && merged) {
+      merge_runs(h.row_heads, h.head_dim, row_parts, partial(slot, place, 0, row_parts),
+                 partial_floats_, me.result.data(), me.result.data() + ring_.q_floats());
+    } else if (last) {
+      std::memset(out, 0, ring_.q_floats() * sizeof(float));
+    }
+  }
+  // The slot belongs to this record until done is stored; the check guards against a producer that
+  // violates this.
+  if (last && !refused && load_acquire(&ring_.record(slot)->seq) == seq) {
+    ring_.store_values(me.result.data(), ring_.q_floats(), ring_.out(slot, row));
+    std::memcpy(ring_.lse(slot, row), me.result.data() + ring_.q_floats(),
+                h.row_heads * sizeof(float));
+    SCOUT_POINT(kRowWritten, slot);
+  }
+  add_own<uint64_t>(&me.stats->items, 1);
+  add_own<uint64_t>(&me.items, 1);
+  const int64_t end_ns = now_ns();
+  if (!refused) {
+    add_own<uint64_t>(&me.stats->pages, static_cast<uint64_t>(attended));
+    if (part / parts != me.node)
+      add_own<uint64_t>(&me.stats->remote_pages, static_cast<uint64_t>(attended));
+    me.span.pages += static_cast<uint32_t>(attended);
+  }
+  add_own<uint64_t>(&me.stats->busy_ns, static_cast<uint64_t>(end_ns - begin_ns));
+  if (me.span.items++ == 0) me.span.begin_ns = begin_ns;
+  me.span.end_ns = end_ns;
+  if (last) finish_row(me, slot, seq, rows);
+}
+
+void Runtime::finish_row(Thread& me, uint32_t slot, uint64_t seq, uint32_t rows) {
+  const uint64_t tag = post_of(seq) << 24;
+  if (count_one(rows_done_[slot], tag) != rows) return;
+  SCOUT_POINT(kAllRowsWritten, slot);
+  const bool refused = refused_[slot].load(std::memory_order_relaxed) == (tag | 1);
+  if (refused) add_own<uint64_t>(&me.stats->refused, 1);
+  add_own<uint64_t>(&me.stats->records, 1);
+  if (load_acquire(&ring_.record(slot)->seq) != seq) return;  // as in run_item
+  publish_done(slot, seq, refused ? kReplyRefused : kReplyOk);
+}
+
+void Runtime::publish_done(uint32_t slot, uint64_t seq, ReplyStatus status) {
+  ReplyHeader* reply = ring_.reply(slot);
+  store_relaxed(&reply->status, static_cast<uint32_t>(status));
+  SCOUT_POINT(kStatusWritten, slot);
+  store_release(&reply->done, seq);
+  full_fence();
+  SCOUT_POINT(kDone, slot);
+  if (load_relaxed(&reply->waiters) != 0) futex_wake(low_half(&reply->done), INT_MAX);
 }
 
 }  // namespace scout

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -18,8 +19,7 @@ struct RuntimeOptions {
   std::vector<int> nodes;  // of each CPU, 0..num_nodes-1 of the header; empty: all 0
   int64_t spin_us = 50;    // how long an idle thread spins before it sleeps
   uint32_t max_parts = 1;  // most threads of a node on one sequence
-  // Delay before threads steal items of another node. Waking one of its threads takes about half of
-  // this; waiting longer would cost more than reading some pages from the remote node.
+  // Delay before threads steal items of another node. Waking one of its threads takes half of this.
   int64_t help_after_us = 50;
 };
 
@@ -42,14 +42,14 @@ struct Progress {
 };
 
 // Threads that serve the ring from construction until stop(). Every thread visits all posts in
-// order; items (row, part) are claimed one at a time, so any thread can help with any sequence, and
-// a sequence is served by up to as many threads as it has parts. A thread takes items of its own
-// node first, and steals those of another node only when they have been unclaimed for a while, so
-// nothing waits for a node whose threads are busy. The loop allocates nothing, takes no locks and
-// never enters Python.
+// order; items (row, part) are claimed one at a time, so a sequence is served by up to as many
+// threads as it has parts. A thread takes items of its own node first, and steals those of another
+// node only when they have been unclaimed for a while. The loop allocates nothing, takes no locks
+// and never enters Python.
 class Runtime {
  public:
-  // Throws std::runtime_error if the memory is not a ring or a CPU cannot be used.
+  // Throws std::runtime_error if the memory is not a ring or a CPU cannot be used. The caller
+  // checks the other options.
   Runtime(void* base, uint64_t bytes, const RuntimeOptions& options);
   ~Runtime();
   Runtime(const Runtime&) = delete;
@@ -72,7 +72,6 @@ class Runtime {
     alignas(128) uint64_t items = 0;
   };
 
-  void check_nodes() const;
   void start_thread(uint32_t index, int cpu);
   void run(Thread& me, uint32_t index);
   void serve(Thread& me, uint32_t index, uint64_t post);
@@ -100,10 +99,8 @@ class Runtime {
   uint64_t partial_floats_ = 0;
   uint32_t most_parts_ = 0;  // of a row, over all nodes
   uint32_t node_threads_[kMaxNodes] = {};
-  struct Freed {
-    void operator()(float* p) const;
-  };
-  std::unique_ptr<float[], Freed> partials_;  // only with most_parts_ > 1
+  std::unique_ptr<float[], void (*)(void*)> partials_{nullptr,
+                                                      std::free};  // only with most_parts_ > 1
   // Each tagged with its record, see count_one.
   std::unique_ptr<std::atomic<uint64_t>[]> parts_done_;  // [slots * max_batch]
   std::unique_ptr<std::atomic<uint64_t>[]> rows_done_;   // [slots]

@@ -1,7 +1,9 @@
-// Primitives for memory shared by two processes: ordered loads and stores, futexes, time.
+// Primitives for memory shared by two processes: ordered loads and stores, futexes, time, signals.
 #pragma once
 
 #include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -33,13 +35,21 @@ inline void add_own(T* p, T v) {
 }
 inline void full_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-inline void cpu_pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
+inline void cpu_pause() { __builtin_ia32_pause(); }
+
+// While it lives, threads start with all signals blocked: those are for the process's main thread.
+class BlockSignals {
+ public:
+  BlockSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old_);
+  }
+  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
+
+ private:
+  sigset_t old_;
+};
 
 inline int64_t now_ns() {
   timespec t;
@@ -48,32 +58,20 @@ inline int64_t now_ns() {
 }
 
 // Sleeps while *word == seen, at most timeout_us. May wake spuriously: callers must re-check.
-inline void futex_wait(const uint32_t* word, uint32_t seen, int64_t timeout_us) {
-  timespec t{static_cast<time_t>(timeout_us / 1000000),
-             static_cast<long>(timeout_us % 1000000) * 1000};
-  syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, nullptr, 0);
-}
-inline void futex_wake(const uint32_t* word, int count) {
-  syscall(SYS_futex, word, FUTEX_WAKE, count, nullptr, nullptr, 0);
-}
-// The same with groups of sleepers, one per bit: futex_wake_group wakes up to `count` sleepers of
-// the given groups, futex_wake those of any group.
-inline void futex_wait_group(const uint32_t* word, uint32_t seen, int64_t timeout_us,
-                             uint32_t group) {
+// Sleepers may be in groups, one per bit; futex_wake wakes up to `count` of the given groups.
+constexpr uint32_t kAnyGroup = ~0u;
+inline void futex_wait(const uint32_t* word, uint32_t seen, int64_t timeout_us,
+                       uint32_t group = kAnyGroup) {
   const int64_t until_ns = now_ns() + timeout_us * 1000;  // FUTEX_WAIT_BITSET timeouts are absolute
   timespec t{static_cast<time_t>(until_ns / 1000000000), static_cast<long>(until_ns % 1000000000)};
   syscall(SYS_futex, word, FUTEX_WAIT_BITSET, seen, &t, nullptr, group);
 }
-inline void futex_wake_group(const uint32_t* word, int count, uint32_t group) {
-  syscall(SYS_futex, word, FUTEX_WAKE_BITSET, count, nullptr, nullptr, group);
+inline void futex_wake(const uint32_t* word, int count, uint32_t groups = kAnyGroup) {
+  syscall(SYS_futex, word, FUTEX_WAKE_BITSET, count, nullptr, nullptr, groups);
 }
 // The half of a 64-bit word in which consecutive posts always differ.
 inline const uint32_t* low_half(const uint64_t* word) {
-#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
   return reinterpret_cast<const uint32_t*>(word);
-#else
-  return reinterpret_cast<const uint32_t*>(word) + 1;
-#endif
 }
 
 }  // namespace scout

@@ -17,10 +17,8 @@ constexpr int64_t kRunsPerThread = 16;
 // Threads take runs one at a time, so N sequences in R runs each take ceil(N R / threads) rounds.
 // With P pages in total and L in the longest sequence, a round takes P / (N R) pages and the last
 // one up to L / R, and each run has an overhead of least_pages / 16. The R with the shortest time
-// is taken. So a batch with as many sequences as threads is not split; a single sequence is, and so
-// are three on two threads, or a batch with one sequence much longer than the others. All sequences
-// get the same number of runs, some shorter or empty. `runs_of` in
-// python/sglang_scout/ops/triton/doorbell.py is the same rule on the device.
+// is taken, for all sequences. `runs_of` in python/sglang_scout/ops/triton/doorbell.py is the same
+// rule on the device.
 struct Split {
   int32_t threads = 1;
   int32_t most = 1;

@@ -12,18 +12,14 @@
 #include <system_error>
 #include <thread>
 
+#include "shared_words.h"
+
 namespace scout {
 namespace {
 
 // How long a thread spins before it sleeps. Calls come in quick succession within a decode step,
 // and waking a thread costs as much as attention over several pages.
 constexpr std::chrono::microseconds kSpin{100};
-
-inline void pause() {
-#if defined(__x86_64__) || defined(_M_X64)
-  __builtin_ia32_pause();
-#endif
-}
 
 // Spins until `ready` or for kSpin.
 template <typename Ready>
@@ -32,7 +28,7 @@ void spin_until(const Ready& ready) {
   do {
     for (int i = 0; i < 32; ++i) {
       if (ready()) return;
-      pause();
+      cpu_pause();
     }
   } while (std::chrono::steady_clock::now() < end);
 }

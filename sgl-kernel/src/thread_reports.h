@@ -1,8 +1,7 @@
 // Statistics of worker threads in the ring: counters, and events while tracing is on.
 //
-// Event n of a thread, counted across epochs, is at n % event_entries; a reader that is too late
-// finds another number in the stamp and counts a loss. The reader validates everything, as the
-// worker can write all of it.
+// Event n of a thread, counted across epochs, is at n % event_entries; a late reader finds another
+// number in the stamp. The reader validates everything, as the worker can write all of it.
 #pragma once
 
 #include <stdexcept>

@@ -1,8 +1,7 @@
 // Eight-lane vectors: AVX2, FMA and F16C. vec_avx512.h has the same interface.
 //
-// Everything below sits in an unnamed namespace on purpose: both files define the same names and
-// each translation unit that includes one is compiled with its own flags, so nothing may be shared
-// between them by the linker.
+// In an unnamed namespace, as each translation unit that includes one of the two files is compiled
+// with its own flags: nothing may be shared between them by the linker.
 #pragma once
 
 #include <immintrin.h>
@@ -34,9 +33,8 @@ struct Vec {
     if (type == DType::kBF16) return i / 8 + i % 8 * 2;
     return type == DType::kE4M3 ? i / 4 + i % 4 * 4 : i;
   }
-  // By what the numbers of a type are more than those that load_pair makes of them. The bits of
-  // e4m3 become those of a type whose exponent begins lower; the product with this is exact, so it
-  // is left to a factor that there is anyway.
+  // By what the numbers of a type are more than those that load_pair makes of them, whose exponent
+  // begins lower for e4m3. The product is exact, so it is left to a factor that there is anyway.
   static constexpr float widening(DType type) { return type == DType::kE4M3 ? 0x1p120f : 1.0f; }
   // By what queries and weights are to be more than they are, so that sums of their products with
   // what load_pair makes are normal numbers.
@@ -59,7 +57,6 @@ struct Vec {
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
 
-  static float first(F x) { return _mm256_cvtss_f32(x); }
   static float hmax(F x) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));

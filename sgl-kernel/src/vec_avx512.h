@@ -43,7 +43,6 @@ struct Vec {
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
 
-  static float first(F x) { return _mm512_cvtss_f32(x); }
   static float hmax(F x) { return _mm512_reduce_max_ps(x); }
   static float hsum(F x) { return _mm512_reduce_add_ps(x); }
   static void hsum4(F a, F b, F c, F d, float* sums) {

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "attend_batch.h"
+#include "scout/attend.h"
 
 namespace {
 

@@ -51,7 +51,6 @@ struct Mode {
   int (*run)(const Options&);
 };
 constexpr Mode kModes[] = {{"stress", run_stress}, {"kill", run_kill}};
-constexpr const char* kBugs[] = {"", "early-done", "twice"};
 
 // Runs in a separate process: a crash or a hang is a result too.
 int run_apart(const Mode& mode, const Options& options) {
@@ -78,13 +77,6 @@ int run_apart(const Mode& mode, const Options& options) {
   return 1;
 }
 
-[[noreturn]] void usage() {
-  std::fputs(
-      "usage: ring_test [stress|kill|all] [--seconds N] [--seed N] [--break early-done|twice]\n",
-      stderr);
-  std::exit(2);
-}
-
 }  // namespace
 }  // namespace ring_test
 
@@ -92,34 +84,30 @@ int main(int argc, char** argv) {
   using namespace ring_test;
   Options options;
   std::string wanted = "all";
+  bool known = true;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
-    if (word.rfind("--", 0) != 0) {
-      wanted = word;
-      continue;
-    }
-    if (i + 1 == argc) usage();
-    const char* value = argv[++i];
+    const char* const value = word.rfind("--", 0) == 0 && i + 1 < argc ? argv[++i] : "";
     if (word == "--seconds") {
       options.seconds = std::atof(value);
     } else if (word == "--seed") {
       options.seed = std::strtoull(value, nullptr, 10);
     } else if (word == "--break") {
       options.damage = value;
+      known = known && (options.damage == "early-done" || options.damage == "twice");
     } else {
-      usage();
+      wanted = word;
     }
   }
-  bool known = false;
-  for (const char* bug : kBugs) known = known || options.damage == bug;
-  if (!(options.seconds > 0) || !known) usage();
-  int ran = 0;
-  int failed = 0;
+  int ran = 0, failed = 0;
   for (const Mode& mode : kModes) {
-    if (wanted != "all" && wanted != mode.name) continue;
+    if (!known || !(options.seconds > 0) || (wanted != "all" && wanted != mode.name)) continue;
     ++ran;
     failed += run_apart(mode, options);
   }
-  if (ran == 0) usage();
-  return failed == 0 ? 0 : 1;
+  if (ran > 0) return failed == 0 ? 0 : 1;
+  std::fputs(
+      "usage: ring_test [stress|kill|all] [--seconds N] [--seed N] [--break early-done|twice]\n",
+      stderr);
+  return 2;
 }

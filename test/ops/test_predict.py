@@ -49,17 +49,8 @@ def predict_query(c, impl):
     q = torch.nn.functional.linear(x, c["w_q"], c["b_q"])
     if c["b_q"] is not None:
         q = torch.cat([q, q], 1)[:, : q.shape[1]]
-    names = (
-        "q_norm_weight",
-        "q_norm_eps",
-        "cos_sin",
-        "positions",
-        "rotary_dim",
-        "is_neox",
-        "HQ",
-        "D",
-    )
-    return rotate_heads(q, *(c[name] for name in names), impl=impl)
+    names = "q_norm_weight q_norm_eps cos_sin positions rotary_dim is_neox HQ D"
+    return rotate_heads(q, *(c[name] for name in names.split()), impl=impl)
 
 
 def by_complex_numbers(c):

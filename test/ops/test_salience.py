@@ -38,12 +38,8 @@ def test_the_average_is_that_of_the_weights_within_the_window(agree, impl, dtype
     k = torch.randn(P, S, H, D, generator=rng).to(dtype)
     q = torch.randn(B, H * G, D, generator=rng)
     slot_of = torch.randperm(P, generator=rng).int()
-    n_pages, last_len, first_at, fresh = (
-        ints(0, W, B),
-        ints(1, S + 1, B),
-        ints(0, W, B),
-        ints(0, 2, B),
-    )
+    n_pages, last_len = ints(0, W, B), ints(1, S + 1, B)
+    first_at, fresh = ints(0, W, B), ints(0, 2, B)
     pages, last_page = ints(0, B * W, B, N), slot_of[B * W :][ints(0, 2, B).long()]
     pages[torch.arange(N) >= n_pages[:, None]] = -1
     state = torch.randperm(B + 1, generator=rng)[:B].int()

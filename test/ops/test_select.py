@@ -38,16 +38,8 @@ def cases(draw):
     k = draw(st.integers(max(1, sink + recent), max(1, sink + recent) + 12))
     # Integers add up exactly, and none of their sums is exactly such a share of another.
     mass = draw(st.sampled_from((1.0, 0.3 + 1e-5, 0.9 + 1e-5)))
-    return (
-        (scores * levels).round() if mass < 1 else scores,
-        table,
-        n_full,
-        slot_of,
-        k,
-        sink,
-        recent,
-        mass,
-    )
+    scores = (scores * levels).round() if mass < 1 else scores
+    return scores, table, n_full, slot_of, k, sink, recent, mass
 
 
 @IMPLS

@@ -15,8 +15,7 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[..., Partial]
 """`attend_pages` by one of its implementations."""
 
-# Every implementation multiplies q, K and V with fp32 accuracy and keeps scores and sums in fp32, so dtypes
-# do not matter: only the order of summation and the exponential differ. Exception: see ``out`` below.
+# Whatever the dtypes: q, K and V are multiplied with fp32 accuracy. Exception: see ``out`` below.
 _REASON = "same fp32 products, summed in another order; vector exp within a few ulp"
 TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(1e-5, 1e-5, _REASON))
 
@@ -55,23 +54,22 @@ def attend_pages(
     Args:
         q: after RoPE; query head h uses KV head h // (HQ / H).
         k, v: K after RoPE. "native" and "triton" read the NaN of e4m3 as 480.
-        pages: below P, all S tokens of each are attended to; negative entries, at any position,
-            are skipped. C is 1, or H: then row b * H + h is the page list of KV head h of request b.
+        pages: below P, all S tokens of each are attended to; negative entries, at any position, are skipped. C is 1,
+            or H: then row b * H + h is the page list of KV head h of request b.
         last_page, last_len: one more page (negative: none) for all heads, of which only the first last_len (1..S)
-            tokens count. Tokens after them are never used.
+            tokens are used.
         scale: softmax scale, usually 1/sqrt(D).
         out: (out, lse) to write into, instead of new tensors.
         slot_of: below P; if given, ``pages`` are logical ids below I, and page i is at slot_of[i] of the pool. Pages
             with a negative slot are skipped, by "triton" also ids beyond I. Does not apply to ``last_page``.
-        n_pages: the caller guarantees that all of a row's ``pages`` from there on are negative, so
-            that a wide table costs a short request nothing. Implementations may ignore it.
+        n_pages: the caller guarantees that all of a row's ``pages`` from there on are negative, so that a wide table
+            costs a short request nothing. Implementations may ignore it.
     Returns:
         (out [B, HQ, D] float32, or the dtype of q from "flash"; lse [B, HQ] float32, natural logarithm). Softmax
         weights are rounded to bf16 by "triton" if q is bf16 and pages are bf16 or fp8, and by "native" if pages are
         fp8, q is exact in bf16 and the CPU has AVX-512 BF16 and VBMI: ``out`` then differs by up to 2^-8 of the
-        weighted mean of |V|, lse not at all. Models in bf16 round ``out`` by as much. An empty
-        set gives out = 0, lse = -inf; so do keys for which every score is -inf ("triton" gives NaN: it splits floats
-        into parts, which inf does not survive).
+        weighted mean of |V|, lse not at all. An empty set gives out = 0, lse = -inf; so do keys for which every score
+        is -inf ("triton" gives NaN: it splits floats into parts, which inf does not survive).
     Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).
     """
     (B, HQ, D), (S, H) = q.shape, k.shape[1:3]
@@ -130,16 +128,14 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of two disjoint sets, from the attention over each.
 
-    lse = log(e^a + e^b), out = out_a + w (out_b - out_a) with w = e^b / (e^a + e^b) = sigmoid(b - a). The
-    sigmoid of the difference is accurate to the last digits for any lse; e^(a - lse) with a rounded lse is not.
+    lse = log(e^a + e^b), out = out_a + w (out_b - out_a) with w = e^b / (e^a + e^b) = sigmoid(b - a), which is accurate
+    for any lse; e^(a - lse) with a rounded lse is not.
 
     Args:
-        out_a, out_b: 0 where the set was empty, as `attend_pages` leaves it. The second may be the CPU's answer in
-            pinned memory.
+        out_a, out_b: 0 where the set was empty. The second may be the CPU's answer in pinned memory.
         lse_a, lse_b: natural logarithm; -inf for an empty set.
     Returns:
-        (out, lse), new tensors. Where one set is empty, exactly the other's values; where both are, out = 0 and
-        lse = -inf.
+        (out, lse), new tensors. Where one set is empty, exactly the other's values.
     Source: ScoutAttention Algorithm 1 line 12 (MERGE); FlashAttention-2 section 3.1.
     """
     weight = (lse_b - lse_a).sigmoid_().nan_to_num_(nan=0.0)  # NaN if both are empty

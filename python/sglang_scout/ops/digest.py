@@ -1,8 +1,4 @@
-"""Page digests: elementwise minimum and maximum of a page's keys (Quest, section 3.3).
-
-ScoutAttention (section 3.2) keeps the digest of every page on the GPU and scores pages by it alone.
-Keys are stored after RoPE, so digests are too.
-"""
+"""Page digests: elementwise minimum and maximum of a page's keys after RoPE (Quest, section 3.3)."""
 
 from __future__ import annotations
 
@@ -11,36 +7,31 @@ from typing import Annotated
 import torch
 
 from . import native, triton
-from .layers import KV_DTYPE_NAMES, LayerPages, is_fp8, source_rows
+from .layers import KV_DTYPE_NAMES, LayerPages, source_rows
 from .op import Call, Tolerance, op
 
-TOLERANCES = {
-    name: Tolerance(0.0, 0.0, "a minimum is one of the inputs: nothing is rounded")
-    for name in KV_DTYPE_NAMES
-}
+_EXACT = Tolerance(0.0, 0.0, "a minimum is one of the inputs: nothing is rounded")
+TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, _EXACT)
 
 
 def same_rows(call: Call) -> str:
     """For ops that read each page at the row of its id, unless ``rows`` are given."""
     pages, rows = call.sizes["P"], call.sizes["R"]
-    return (
-        f"source.k has P={rows}, expected {pages}" if call["rows"] is None and rows != pages else ""
-    )
+    fits = call["rows"] is not None or rows == pages
+    return "" if fits else f"source.k has P={rows}, expected {pages}"
 
 
 def exact_in(call: Call, name: str) -> str:
     """For digests that hold elements of K: same dtype as K, or any model dtype if K is fp8."""
     kv, digest = call.dtypes["kv"], call.dtypes["digest"]
-    if kv == digest or is_fp8(kv):
-        return ""
-    return f"{name} has dtype {digest}, expected {'a wider float' if is_fp8(kv) else kv}"
+    fits = kv == digest or kv.itemsize == 1
+    return "" if fits else f"{name} has dtype {digest}, expected {kv}"
 
 
 def given_rows(*arguments: object) -> str:
     """Reason why the C++ code, which reads host pages, does not take ``rows``, the fifth: those index device slots."""
-    return (
-        "" if arguments[4] is None else "rows are given; native reads a page in the row of its id"
-    )
+    without = arguments[4] is None
+    return "" if without else "rows are given; native reads a page in the row of its id"
 
 
 def _valid(call: Call) -> str:
@@ -57,8 +48,7 @@ def build_layer_digests(
 ) -> None:
     """Write the digests of pages ``ids`` in every layer; all other rows are unchanged.
 
-    m_d = min_t K[t, d], M_d = max_t K[t, d] over the tokens t of the page. One launch on a device,
-    regardless of the number of layers.
+    m_d = min_t K[t, d], M_d = max_t K[t, d] over the tokens t of the page. One launch for all layers.
 
     Args:
         source: K of each layer; the pages in ``ids`` are full. R is P without ``rows``.
@@ -73,15 +63,29 @@ def build_layer_digests(
         kmax[layer].index_copy_(0, ids, high.to(kmax.device))
 
 
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """fp8 as float32, with the NaN of e4m3 as 480."""
+    wide = x.float()
+    if x.dtype == torch.float8_e4m3fn:
+        wide = torch.where(wide.isnan(), torch.full_like(wide, 480.0).copysign(wide), wide)
+    return wide
+
+
 @build_layer_digests.native(sizes=native.HEAD_DIMS, unless=given_rows)
 def _native(source, ids, kmin, kmax, rows):
     P, S, H, D = source.k[0].shape
     native.check_ids("build_layer_digests", ids=(ids, P))
-    for k, low, high in zip(source.k, kmin, kmax, strict=True):
-        of_keys = k.data_ptr(), S, H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel()
-        native.module.digest_pages(
-            *of_keys, native.DTYPES[low.dtype], low.data_ptr(), high.data_ptr()
-        )
+    n, dtype = len(ids), source.k[0].dtype
+    for k, *digests in zip(source.k, kmin, kmax, strict=True):
+        built, at = digests, ids
+        if dtype != kmin.dtype:
+            built, at = [k.new_empty(n, H, D) for _ in digests], torch.arange(n)
+        of_keys = k.data_ptr(), S, H, D, native.KV_DTYPES[dtype]
+        to = at.data_ptr(), n, *(x.data_ptr() for x in built)
+        native.module.digest_pages(*of_keys, ids.data_ptr(), *to)
+        if dtype != kmin.dtype:
+            for digest, x in zip(digests, built, strict=True):
+                digest[ids] = _widened(x).to(digest.dtype)
 
 
 build_layer_digests.triton("pages", sizes=triton.PAGES)

@@ -1,7 +1,7 @@
 """The request ring driven from a stream: post and merge are kernel launches, without any host round trip.
 
-The device-side counterpart of `worker.client`, for steps that run as a CUDA graph. There is no torch
-reference: the oracle is the C++ producer, and a post must leave the same bytes in the ring.
+The device-side counterpart of `worker.client`, for steps that run as a CUDA graph. The oracle is the C++ producer: a
+post must leave the same bytes in the ring.
 """
 
 from __future__ import annotations
@@ -11,14 +11,9 @@ from typing import Any
 
 import torch
 
-from sglang_scout import _native
-from sglang_scout.core.split import Split
-
 from . import triton
 
 ERRORS = {1: "no answer in time", 2: "CPU attention refused a record", 4: "a slot was not answered"}
-
-ONE_THREAD = Split()
 
 
 def texts(bits: int) -> list[str]:
@@ -33,15 +28,12 @@ class DeviceRing:
     device memory. While the epoch is 0, as in warm-up and capture, nothing is posted.
 
     Args:
-        address: of the ring as seen by the device (the mapped address, if the memory is registered as mapped).
-        layout: offsets and strides in bytes, the fields of `worker.ring.Layout`.
-        spec: sizes of the ring, a `worker.spec.ArenaSpec`.
-        parts: runs of pages that each row is split into, as the threads per group of CPU attention; 0: according
-            to ``split``, the same as its own.
-        timeout_us: how long a merge waits for CPU attention.
-        device: where the state is.
-        faults: [R] int64 in host memory, one word for each of R ranks that step together; the device can
-            write to it. None: one word, allocated here.
+        address: of the ring as seen by the device.
+        layout, spec: a `worker.ring.Layout` and a `worker.spec.ArenaSpec`.
+        parts: runs of pages that each row is split into; 0: according to ``split``, a `core.split.Split`.
+        timeout_us: how long a merge waits for CPU attention, above 0.
+        faults: [R] int64 in host memory that the device can write to, one word for each of R ranks that step together.
+            None: one word, allocated here.
         rank: index of the word that this ring writes.
 
     Attributes:
@@ -60,40 +52,27 @@ class DeviceRing:
         parts: int,
         timeout_us: int,
         device: torch.device | str,
-        split: Split = ONE_THREAD,
+        split: tuple[int, int, int] = (1, 1, 1),
         faults: torch.Tensor | None = None,
         rank: int = 0,
     ) -> None:
-        if timeout_us <= 0:
-            raise ValueError(f"timeout_us is {timeout_us}; a wait must end, give 1 or more")
-        if parts < 0:
-            raise ValueError(f"parts is {parts}, expected 0 or more")
-        if min(split) < 1 or split.most > _native.RING_MAX_PARTS:
-            most = _native.RING_MAX_PARTS
-            raise ValueError(
-                f"split is {split}, expected numbers of 1 or more, {most} runs at most"
-            )
         self.address, self.layout, self.spec = address, layout, spec
         self.parts, self.split, self.timeout_us = parts, split, timeout_us
-        self._heads, num_layers = (spec.num_q_heads, spec.head_dim), spec.num_layers
+        self._heads, L = (spec.num_q_heads, spec.head_dim), spec.num_layers
         self.state = torch.zeros(4, dtype=torch.int64, device=device)
-        self.open_seq = torch.zeros(2 * num_layers, dtype=torch.int64, device=device)
-        self.awaited = torch.zeros_like(self.open_seq)
-        self.asked = torch.zeros(2 * num_layers, spec.max_batch, dtype=torch.int32, device=device)
-        self.waited_ns = torch.zeros(num_layers, dtype=torch.int64, device=device)
+        self.open_seq, self.awaited, self.answered = self.state.new_zeros(3, 2 * L).unbind()
+        self.asked = torch.zeros(2 * L, spec.max_batch, dtype=torch.int32, device=device)
+        self.waited_ns = self.state.new_zeros(L)
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
-        self.answered = torch.zeros_like(self.open_seq)
         if faults is None:
             faults = torch.zeros(1, dtype=torch.int64, pin_memory=self.state.is_cuda)
-        if not 0 <= rank < len(faults):
-            raise ValueError(f"rank is {rank}, faults has {len(faults)} words")
-        self._faults, self.fault = faults, faults[rank : rank + 1]
+        self._faults, self.fault = faults, faults[rank][None]
 
     def set_epoch(self, epoch: int, posts: int | None = None) -> None:
         """From the next step on, records go to the attention process of ``epoch``, or to nobody (0).
 
-        Call only between steps, and with a new epoch only when the previous one is dead: its unanswered
-        records are dropped. ``posts``: number of the last post in the ring, if others posted.
+        Call between steps, and with a new epoch only when the previous one is dead: its unanswered records are dropped.
+        ``posts``: number of the last post in the ring, if others posted.
         """
         # An assignment would copy the number from host memory and synchronize with the stream.
         self.state[0].fill_(epoch)
@@ -111,23 +90,19 @@ class DeviceRing:
 
         Args:
             q: [B, HQ, D] any float dtype.
-            pages: [B*C, k] int32 packed to the left, see `select_pages`; B*C up to max_batch, k up to
-                max_pages. With C lists in the spec, row b * C + c is the page list of the KV heads of list c.
+            pages: [B*C, k] int32 packed to the left, see `select_pages`; B*C up to max_batch, k up to max_pages. With C
+                lists in the spec, row b * C + c is the page list of the KV heads of list c.
             n_pages: [B*C] int32.
         Raises:
-            ValueError: sizes or dtypes do not match.
-            RuntimeError: the kernels cannot run on these tensors; says why.
+            ValueError: a size, dtype, layout or device is wrong.
         """
         rows, k = pages.shape
         most = [self.spec.max_batch, self.spec.max_pages]
         if rows > most[0] or k > most[1] or rows % self.spec.lists:
             raise ValueError(f"post: pages is {list(pages.shape)}, the ring has room for {most}")
-        of_q = q, [rows // self.spec.lists, *self._heads], q.dtype
-        of_pages = {
-            "pages": (pages, [rows, k], torch.int32),
-            "n_pages": (n_pages, [rows], torch.int32),
-        }
-        self._check("post", layer, q=of_q, **of_pages)
+        self._check("post", layer, "q", q, [rows // self.spec.lists, *self._heads])
+        self._check("post", layer, "pages", pages, [rows, k], torch.int32)
+        self._check("post", layer, "n_pages", n_pages, [rows], torch.int32)
         from .triton.doorbell import post
 
         if rows:
@@ -143,7 +118,7 @@ class DeviceRing:
     ) -> torch.Tensor:
         """Wait for the answer to this step's post of the layer and merge it with ``out``, ``lse``.
 
-        Returns ``out`` without a post. Also without a valid answer: `errors` reports that, the result is then invalid.
+        Returns ``out`` without a post, and without a valid answer, which `errors` reports.
 
         Args:
             out: [B, HQ, D] any float dtype, lse: [B, HQ] float32. B as posted.
@@ -151,16 +126,16 @@ class DeviceRing:
             dtype: of the result [B, HQ, D].
         """
         B, (HQ, D) = len(out), self._heads
-        given = {"out": (out, [B, HQ, D], out.dtype), "lse": (lse, [B, HQ], torch.float32)}
+        self._check("merge", layer, "out", out, [B, HQ, D])
+        self._check("merge", layer, "lse", lse, [B, HQ], torch.float32)
         if change is not None:
-            given["change"] = change, [B, HQ], torch.float32
-        self._check("merge", layer, **given)
+            self._check("merge", layer, "change", change, [B, HQ], torch.float32)
         from .triton.doorbell import merge
 
         return merge(self, layer, out, lse, change, dtype) if B else out.to(dtype)
 
     def errors(self) -> list[str]:
-        """Errors since the last call. Synchronizes with the stream: call after a step, not within one."""
+        """Errors since the last call. Synchronizes with the stream: call between steps."""
         bits = int(self.state[3])
         self.state[3].fill_(0)
         self.fault.zero_()
@@ -174,20 +149,22 @@ class DeviceRing:
         return texts(bits)
 
     def _check(
-        self, op: str, layer: int, **tensors: tuple[torch.Tensor, list[int], torch.dtype]
+        self,
+        op: str,
+        layer: int,
+        name: str,
+        x: torch.Tensor,
+        shape: list[int],
+        dtype: torch.dtype | None = None,
     ) -> None:
         if not 0 <= layer < self.spec.num_layers:
             raise ValueError(f"{op}: layer is {layer}, expected 0..{self.spec.num_layers - 1}")
-        for name, (x, shape, dtype) in tensors.items():
-            if list(x.shape) != shape or x.dtype != dtype or not x.is_contiguous():
-                raise ValueError(
-                    f"{op}: {name} is {x.dtype}{list(x.shape)} with strides {x.stride()}, "
-                    f"expected {dtype}{shape}, contiguous"
-                )
-            if x.device != self.state.device or not (x.is_cuda or triton.interpreted()):
-                raise RuntimeError(
-                    f"{op}: {name} is on {x.device}, the ring's state on {self.state.device}; the kernels support cuda"
-                )
+        fits = list(x.shape) == shape and dtype in (None, x.dtype) and x.is_contiguous()
+        if not fits or x.device != self.state.device or not (x.is_cuda or triton.interpreted()):
+            raise ValueError(
+                f"{op}: {name} is {x.dtype}{list(x.shape)} with strides {x.stride()} on {x.device},"
+                f" expected {dtype or x.dtype}{shape}, contiguous, on cuda as the ring's state"
+            )
 
 
 def write_stamp(stamps: torch.Tensor, index: int) -> None:

@@ -1,11 +1,9 @@
 """Page embeddings: a few vectors per page and KV head, scored by dot products with one query per KV head.
 
-means   K~ of arXiv 2606.04511, equation 5, pooled with kernel size one page and stride half a page: 32 and 16 for a
-        page of 32 tokens. Stored are the means of the page's two halves; a window is the average of adjacent
-        halves, so the digest of a page depends on that page alone.
-pilots  e = W_k pool(K), a trained low-rank embedding, pooled as in SeerAttention (arXiv 2410.13276): the mean and, for
-        each channel, the element of largest magnitude, with its sign: channels after RoPE are negative as often as
-        positive, and a maximum would miss half of the large elements.
+means   K~ of arXiv 2606.04511, equation 5, pooled with kernel size one page and stride half a page. Stored are the
+        means of the page's two halves, so a digest depends on that page alone; a window averages adjacent halves.
+pilots  e = W_k pool(K), a trained low-rank embedding, pooled as in SeerAttention (arXiv 2410.13276): the mean and each
+        channel's element of largest magnitude, with its sign, as channels after RoPE are negative as often as positive.
 
 NaN elements of K count as 0, and large ones are clamped to LARGEST or the dtype's range: all scores are finite.
 """
@@ -29,15 +27,10 @@ MEAN_TOLERANCES = {
     "bfloat16": Tolerance(1e-5, 2**-7, _MEAN),
     "float16": Tolerance(1e-5, 2**-10, _MEAN),
 }
-PILOT_TOLERANCES = {
-    name: Tolerance(
-        2e-4, x.rtol, "fp32 sums of up to 512 products in another order, then one rounding"
-    )
-    for name, x in MEAN_TOLERANCES.items()
-}
-TOLERANCES = dict.fromkeys(
-    MEAN_TOLERANCES, Tolerance(5e-5, 2e-5, "fp32 sums of up to 256 products in another order")
-)
+_PILOT = "fp32 sums of up to 512 products in another order, then one rounding"
+PILOT_TOLERANCES = {n: Tolerance(2e-4, x.rtol, _PILOT) for n, x in MEAN_TOLERANCES.items()}
+_SCORE = Tolerance(5e-5, 2e-5, "fp32 sums of up to 256 products in another order")
+TOLERANCES = dict.fromkeys(MEAN_TOLERANCES, _SCORE)
 
 
 def largest(dtype: torch.dtype) -> float:
@@ -57,8 +50,8 @@ def half_means(k: torch.Tensor) -> torch.Tensor:
 
 
 def pooled(k: torch.Tensor) -> torch.Tensor:
-    """[n, S, H, D] -> [n, H, 2 D] float32: the mean, then each channel's element of largest magnitude (the positive
-    one if tied)."""
+    """[n, S, H, D] -> [n, H, 2 D] float32: mean, then each channel's element of largest magnitude (positive if
+    tied)."""
     k = _limited(k, k.dtype)
     low, high = torch.aminmax(k, dim=1)
     return torch.cat([k.mean(1), torch.where(high >= -low, high, low)], -1)
@@ -77,9 +70,7 @@ def build_layer_means(
     embeddings: Annotated[torch.Tensor, "L P H 2 D digest"],
     rows: Annotated[torch.Tensor | None, "L n int64"] = None,
 ) -> None:
-    """Write the means of the two halves of pages ``ids`` in every layer; all other rows are unchanged.
-
-    One launch on a device, regardless of the number of layers.
+    """Write the means of the two halves of pages ``ids`` in every layer; all other rows are unchanged. One launch.
 
     Args:
         source, ids, rows: as in `build_layer_digests`; S even.
@@ -103,9 +94,7 @@ def build_layer_pilots(
     w_k: Annotated[torch.Tensor, "L H E 2*D float32"],
     rows: Annotated[torch.Tensor | None, "L n int64"] = None,
 ) -> None:
-    """Write e = W_k pool(K) of pages ``ids`` in every layer; all other rows are unchanged.
-
-    One launch on a device, regardless of the number of layers.
+    """Write e = W_k pool(K) of pages ``ids`` in every layer; all other rows are unchanged. One launch.
 
     Args:
         source, ids, rows: as in `build_layer_digests`.

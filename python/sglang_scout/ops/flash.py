@@ -1,13 +1,8 @@
 """`attend_pages` with FlashAttention-3 from SGLang's kernel package, on Hopper.
 
-Page table and lengths are on the device and nothing is planned on the host, so a CUDA graph can capture it; it needs
-a dense page table, which `pack_pages` makes. Any page size works, and an empty row gets out = 0 and lse = -inf, as in
-our kernels. fp8 pages are refused: queries would have to be fp8 as well, and e5m2 is not supported.
-
-According to its source it takes three launches (`pack_pages`, its scheduler, the attention) and at small batches a
-fourth (merging its splits), the Triton kernel one: a server times both on its own sizes at start
-(`engine/attention.py`). FlashInfer is not used: its decode fixes counts and splits in ``plan()``, which copies to the
-host and cannot be captured.
+Nothing is planned on the host, so a CUDA graph can capture it, unlike FlashInfer's decode. It needs a dense page table,
+which `pack_pages` makes, and takes three or four launches where the Triton kernel takes one: a server times both on its
+own sizes at start (`engine/attention.py`). fp8 pages are refused: queries would have to be fp8 as well.
 """
 
 from __future__ import annotations
@@ -41,7 +36,6 @@ def pack_pages(
         page_tokens: S.
     Returns:
         (slots [B, R + 1] int32, 0 after the last one; tokens of each row [B] int32).
-    Source: the operation is ours.
     """
     slots = resident_slots(slot_of, pages)
     length = page_tokens * (slots >= 0).sum(1)
@@ -57,7 +51,6 @@ pack_pages.triton("pages")
 
 
 def unless(q: torch.Tensor, k: torch.Tensor, *_: Any) -> str:
-    """Reason not to run, or ""."""
     if q.dtype != k.dtype or k.dtype not in (torch.bfloat16, torch.float16):
         return f"queries are {q.dtype}, pages {k.dtype}; flash supports one dtype of 16 bits"
     if (found := torch.cuda.get_device_capability(q.device))[0] != 9:
@@ -70,7 +63,6 @@ def unless(q: torch.Tensor, k: torch.Tensor, *_: Any) -> str:
 
 
 def library() -> Any:
-    """Raises ImportError if the package is absent or was built without FlashAttention-3."""
     return importlib.import_module(f"{_PACKAGE}.flash_attn").flash_attn_with_kvcache
 
 

@@ -11,11 +11,6 @@ KV_DTYPE_NAMES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m
 """Storage dtypes of K and V."""
 
 
-def is_fp8(dtype: torch.dtype) -> bool:
-    """Whether values of this dtype are exactly representable in every model dtype."""
-    return dtype.itemsize == 1
-
-
 @dataclass(frozen=True, repr=False)
 class LayerPages:
     """The pages of all layers, with each layer's K and V at any address.
@@ -44,29 +39,17 @@ class LayerPages:
             raise ValueError(
                 f"LayerPages: {len(k)} layers of K, {len(v)} of V; expected as many, 1 or more"
             )
-        for name, planes in (("k", k), ("v", v)):
-            for layer, plane in enumerate(planes):
-                if plane.shape != k[0].shape or plane.dtype != k[0].dtype:
-                    raise ValueError(
-                        f"LayerPages: {name}[{layer}] is {plane.dtype}{list(plane.shape)}, "
-                        f"expected {k[0].dtype}{list(k[0].shape)}"
-                    )
-                if not plane.is_contiguous():
-                    raise ValueError(
-                        f"LayerPages: {name}[{layer}] is not contiguous, strides {plane.stride()}"
-                    )
+        expected = f"{k[0].dtype}{list(k[0].shape)}, contiguous"
+        for i, plane in enumerate((*k, *v)):
+            found = f"{plane.dtype}{list(plane.shape)}, "
+            found += "contiguous" if plane.is_contiguous() else f"strides {plane.stride()}"
+            if found != expected:
+                name = f"k[{i}]" if i < len(k) else f"v[{i - len(k)}]"
+                raise ValueError(f"LayerPages: {name} is {found}, expected {expected}")
         addresses = [[plane.data_ptr() for plane in planes] for planes in (k, v)]
         parts = [*addresses[0], *addresses[1], k[0][:1].nbytes, 16]
         align_bytes = min(part & -part for part in parts if part)
         return cls(list(k), list(v), torch.tensor(addresses, device=device), align_bytes)
-
-    def shares_memory_with(self, *targets: torch.Tensor) -> bool:
-        """Whether a target shares storage with K or V; only layer 0 is checked, as all layers come from one arena."""
-        own = {half[0].untyped_storage().data_ptr() for half in (self.k, self.v)}
-        return any(target.untyped_storage().data_ptr() in own for target in targets)
-
-    def __repr__(self) -> str:
-        return f"{len(self.k)} layers of {self.k[0].dtype}{list(self.k[0].shape)}"
 
 
 def source_rows(
@@ -78,8 +61,7 @@ def source_rows(
 
 
 def resident_slots(slot_of: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
-    """[B, n] int32 slots of pages [B, n] int32, -1 for padding and non-resident pages; the pages themselves
-    without ``slot_of`` [I] int32."""
+    """Slots of pages [B, n] int32, -1 for padding and non-resident pages; ``pages`` without ``slot_of`` [I] int32."""
     if slot_of is None:
         return pages
     slots = slot_of.index_select(0, pages.clamp(min=0).flatten())

@@ -1,9 +1,8 @@
 """`copy_layer_pages` from the host by the copy engines, which leave all SMs to the step.
 
-One CUDA runtime call copies all pages. It is made through ctypes: `cuda.bindings` creates an object per address, which
-takes ms for 2,000 copies. The kernel copies instead during graph capture, which would drop the copies, and for small
-pages: the engines copy 16 KiB pages at a tenth of the bus bandwidth (one report, of an H100).
-"""
+One CUDA runtime call copies all pages, through ctypes: `cuda.bindings` creates an object per address, which takes ms
+for 2,000 copies. The kernel copies instead during graph capture, which would drop the copies, and for small pages,
+which the engines copy at a tenth of the bus bandwidth (one report, of an H100)."""
 
 from __future__ import annotations
 

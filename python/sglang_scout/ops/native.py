@@ -1,8 +1,7 @@
-"""Of the C++ kernels for CPU tensors, `sglang_scout._native`: dtypes, sizes and a check of ids.
+"""The C++ kernels for CPU tensors, `sglang_scout._native`, their dtypes and head sizes, and a check of ids.
 
-The module takes raw addresses and sizes, so Python validates everything that an address depends on: sizes and dtypes
-in the op's specs, device, layout and head size by `op.Implementation`. Page ids are checked against the pool before
-anything is read: in C++ where the native function does so itself, by `check_ids` where it does not.
+The module takes raw addresses. Sizes and dtypes are checked by an op's specs, device, layout and head size by
+`op.Implementation`, and page ids before anything is read: by the native function, or else by `check_ids`.
 """
 
 from __future__ import annotations

@@ -13,11 +13,10 @@
     score.triton("module")
 
 A spec is the names of a tensor's axes followed by its dtype. A name is bound at its first occurrence and must match
-everywhere else; a number is that size. "H*G" is a product of which one factor may be new (1 if the others are 0, as for
-an empty batch), "..." stands for all remaining axes. "kv" is any dtype of K and V, "any" is any dtype, other names are
-float dtypes. A tuple has a spec for each element. The layers of `LayerPages` are an extra leading axis. An integer
-whose spec is an axis name is the size of that axis, and a list holds all allowed values. None is allowed where the
-annotation says so.
+everywhere else; a number is that size. "H*G" is a product of which one factor may be new (1 if the others are 0), "..."
+all remaining axes. "kv" is any dtype of K and V, "any" any dtype, other names are float dtypes. A tuple has a spec for
+each element. The layers of `LayerPages` are an extra leading axis. An integer whose spec is an axis name is the size of
+that axis, and a list holds all allowed values. None is allowed where the annotation says so.
 
 A call runs C++ on CPU tensors and Triton on CUDA tensors, and the reference where these do not support it. What was
 checked of a call's tensors is remembered: the next call with such tensors checks nothing.
@@ -27,6 +26,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -53,10 +53,8 @@ _MOST_REMEMBERED = 4096  # calls of an op; the number of ids varies without end
 
 
 class Tolerance(NamedTuple):
-    """Allowed deviation of an implementation from the reference: ``|a - e| <= atol + rtol * |e|``.
-
-    ``reason`` justifies the two numbers. A NaN never passes; infinities must be equal.
-    """
+    """Allowed deviation from the reference, and why: ``|a - e| <= atol + rtol * |e|``. A NaN never passes; infinities
+    must be equal."""
 
     atol: float
     rtol: float
@@ -69,14 +67,12 @@ class Tolerance(NamedTuple):
         bound = self.atol + self.rtol * abs(expected)
         close = (abs(actual - expected) <= bound) & (abs(expected) < float("inf"))
         bad = ~((actual == expected) | close)
-        n_bad = int(bad.sum())
-        if n_bad == 0:
+        if not bad.any():
             return ""
-        got, want = actual[bad][0], expected[bad][0]
+        got, want = float(actual[bad][0]), float(expected[bad][0])
         return (
-            f"{n_bad} of {bad.reshape(-1).shape[0]} elements differ, the first is "
-            f"{float(got):.9g}, expected {float(want):.9g} "
-            f"(atol={self.atol:g}, rtol={self.rtol:g}: {self.reason})"
+            f"{int(bad.sum())} of {math.prod(bad.shape)} elements differ, the first is {got:.9g}, "
+            f"expected {want:.9g} (atol={self.atol:g}, rtol={self.rtol:g}: {self.reason})"
         )
 
 
@@ -85,7 +81,7 @@ class Call:
 
     Attributes:
         values: all arguments in order.
-        sizes, dtypes: values bound to the names in the specs.
+        sizes, dtypes: bound to the names in the specs.
         tensors: (name, tensor), including those within tuples and layers.
     """
 
@@ -152,18 +148,13 @@ class Call:
 
     def _bind_product(self, name: str, axis: str, size: int) -> None:
         factors = axis.split("*")
-        known = {
-            f: int(f) if f.isdigit() else self.sizes[f]
-            for f in factors
-            if f.isdigit() or f in self.sizes
-        }
-        product = math.prod(known.values())
-        if len(known) < len(factors):
-            (new,) = set(factors) - set(known)
+        new = [f for f in factors if not f.isdigit() and f not in self.sizes]
+        known = [f for f in factors if f not in new]
+        product = math.prod(int(f) if f.isdigit() else self.sizes[f] for f in known)
+        if new:
             if (size == 0) != (product == 0) or (size and size % product):
-                first = next(iter(known))
-                self.fail(f"{name} has {axis}={size}, expected a multiple of {first}={product}")
-            self.sizes[new] = size // product if size else 1
+                self.fail(f"{name} has {axis}={size}, expected a multiple of {known[0]}={product}")
+            self.sizes[new[0]] = size // product if size else 1
         elif size != product:
             self.fail(f"{name} has {axis}={size}, expected {product}")
 
@@ -180,7 +171,7 @@ class Implementation:
     """An implementation of an op, and its restrictions beyond those of the op. It takes all arguments, in order.
 
     Attributes:
-        device: type of the device on which it runs, "cpu" or "cuda".
+        device: "cpu" or "cuda".
         sizes: allowed sizes of axes, by name.
         strided_rows: tensors that need only contiguous rows; all others must be fully contiguous.
         on_host: tensors that may be in any host memory.
@@ -211,10 +202,9 @@ class Implementation:
         ][:1]
         for axis, sizes in self.sizes.items():
             if axis in call.sizes and call.sizes[axis] not in sizes:
-                which = f"multiples of {sizes.step} " if sizes.step > 1 else ""
-                found.append(
-                    f"{axis}={call.sizes[axis]}; {self.name} supports {which}up to {sizes[-1]}"
-                )
+                some = f"multiples of {sizes.step} " if sizes.step > 1 else ""
+                limit = f"{self.name} supports {some}up to {sizes[-1]}"
+                found.append(f"{axis}={call.sizes[axis]}; {limit}")
         for name, tensor in call.tensors:
             part = tensor[0] if name in self.strided_rows and len(tensor) else tensor
             if not part.is_contiguous():
@@ -231,16 +221,14 @@ def _facts(value: Any) -> Any:
         return tuple(map(_facts, value))
     if isinstance(value, LayerPages):
         return len(value.k), _facts(value.k[0]), value.addresses.device
-    return (
-        value if value.__hash__ else type(value)
-    )  # numbers also of numpy; arrays are no arguments
+    return value if value.__hash__ else type(value)
 
 
 class Op(Generic[P, R]):
     """An op: its reference, which is the oracle and always runs, and implementations, the preferred one first.
 
     Attributes:
-        tolerances: per dtype name ("float32", "bfloat16", "float16"), see :class:`Tolerance`.
+        tolerances: by dtype name, like "float32".
         ran: names of the implementations that have run, in order of first use.
     """
 
@@ -280,9 +268,8 @@ class Op(Generic[P, R]):
         """Register the function of ``ops/triton/<module>.py`` with the op's name; the first call imports it."""
 
         def run(*arguments: Any) -> Any:
-            return getattr(importlib.import_module(f".triton.{module}", __package__), self.name)(
-                *arguments
-            )
+            loaded = importlib.import_module(f".triton.{module}", __package__)
+            return getattr(loaded, self.name)(*arguments)
 
         self.register("triton", run, device="cuda", **limits)
 
@@ -306,13 +293,12 @@ class Op(Generic[P, R]):
         return call
 
     def reasons(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
-        """Every implementation's reasons not to run on these inputs (empty list: it can run)."""
-        call, found = self.check(*args, **kwargs), {}
-        for name, implementation in self.implementations.items():
-            found[name] = implementation.reasons(call)
-            if not found[name] and (reason := implementation.unless(*call.values)):
-                found[name] = [reason]
-        return found
+        """Every implementation's reasons not to run on these inputs; empty if it can."""
+        call = self.check(*args, **kwargs)
+        return {
+            name: i.reasons(call) or [reason for reason in [i.unless(*call.values)] if reason]
+            for name, i in self.implementations.items()
+        }
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run with the first able implementation of the tensors' device, or with the one named by ``impl``.
@@ -338,9 +324,8 @@ class Op(Generic[P, R]):
             why = "; ".join(self.reasons(*values)[impl])
         else:
             why = f"unknown name; known are auto, {', '.join(self.names())}"
-        inputs = ", ".join(
-            f"{name} {x.dtype}{list(x.shape)} {x.device}" for name, x in self.check(*values).tensors
-        )
+        tensors = self.check(*values).tensors
+        inputs = ", ".join(f"{name} {x.dtype}{list(x.shape)} {x.device}" for name, x in tensors)
         raise ImplementationError(
             f"{self.name}: implementation {impl!r} cannot run: {why}. Inputs: {inputs}"
         )
@@ -361,15 +346,12 @@ class Op(Generic[P, R]):
         return found
 
     def _note(self, name: str, values: list[Any]) -> None:
-        """Log, once each, what runs, and why those before it do not."""
+        """Log what runs, and why those before it do not."""
         self.ran[name] = None
-        refused = []
-        for other, reasons in self.reasons(*values).items() if values else ():
-            if other == name:
-                break
-            refused += [f"{other}: {reason}" for reason in reasons]
-        because = f" ({'; '.join(refused)})" if refused else ""
-        logger.info("op %s runs as %s%s", self.name, name, because)
+        reasons = self.reasons(*values) if values else {}
+        before = itertools.takewhile(lambda other: other != name, reasons)
+        refused = "; ".join(f"{other}: {reason}" for other in before for reason in reasons[other])
+        logger.info("op %s runs as %s%s", self.name, name, refused and f" ({refused})")
 
 
 def op(
@@ -380,9 +362,5 @@ def op(
 
 
 def chosen() -> dict[str, str]:
-    """The implementations used so far per op: {"attend_pages": "native"}.
-
-    An op that ran as several implementations (inputs differ) shows all in order of first use, joined by "+", so that an
-    occasional slow path is not hidden by the last choice.
-    """
+    """The implementations used so far per op, in order of first use: {"attend_pages": "native+reference"}."""
     return {op.name: "+".join(op.ran) for op in Op.every if op.ran}

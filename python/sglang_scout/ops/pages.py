@@ -11,11 +11,9 @@ from . import memcpy, native, triton
 from .layers import KV_DTYPE_NAMES, LayerPages
 from .op import Call, Tolerance, op
 
-_COPIED = {name: Tolerance(0.0, 0.0, "bytes are copied") for name in KV_DTYPE_NAMES}
-_ROUNDED = {
-    name: Tolerance(0.0, 0.0, "one rounding to the dtype of the pages, to the nearest even")
-    for name in KV_DTYPE_NAMES
-}
+_COPIED = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(0.0, 0.0, "bytes are copied"))
+_ONCE = Tolerance(0.0, 0.0, "one rounding to the dtype of the pages, to the nearest even")
+_ROUNDED = dict.fromkeys(KV_DTYPE_NAMES, _ONCE)
 
 
 class Pool(NamedTuple):
@@ -66,10 +64,10 @@ def copy_layer_pages(
 ) -> None:
     """Copy K and V of pages of any layers: page ids[1, i] of layer ids[0, i] goes to slot ids[2, i].
 
-    One launch, or one call to the copy engines, regardless of the number of layers, as recall does.
+    One launch, or one call to the copy engines, for all layers.
 
     Args:
-        source: the pages, on any device; kernels refuse memory that overlaps the targets.
+        source: on any device; kernels refuse memory that overlaps the targets.
         ids: on the host: layers in [0, L), pages below P (negative ones are skipped), slots in [0, Ns);
             n may be 0, (layer, slot) pairs must be distinct, pages may repeat.
         dst_k, dst_v: mutated, on their device's current stream.
@@ -87,7 +85,9 @@ def copy_layer_pages(
 
 
 def _shared(source: LayerPages, _ids: torch.Tensor, *targets: torch.Tensor) -> str:
-    if source.shares_memory_with(*targets):
+    # Layer 0 stands for all: they come from one arena.
+    own = {half[0].untyped_storage().data_ptr() for half in (source.k, source.v)}
+    if not own.isdisjoint(target.untyped_storage().data_ptr() for target in targets):
         return "source and targets share memory; a kernel does not read all before it writes"
     return ""
 
@@ -126,13 +126,13 @@ copy_layer_pages.triton("pages", on_host=("ids",), unless=_shared)
 
 
 def _valid_lists(call: Call) -> str:
-    sizes = call.sizes
-    if not 0 <= call["layer"] < sizes["L"]:
-        return f"layer is {call['layer']}, expected a value in [0, {sizes['L']})"
-    if sizes["slots"] < sizes["R"] * sizes["k"]:
-        return f"there are {sizes['slots']} slots for {sizes['R']} lists of {sizes['k']} pages"
-    if sizes["H"] % max(sizes["h"], 1) or sizes["R"] * sizes["h"] % max(sizes["H"], 1):
-        return f"{sizes['R']} lists of {sizes['h']} of {sizes['H']} heads each do not make whole requests"
+    L, slots, R, k, H, h = (call.sizes[name] for name in ("L", "slots", "R", "k", "H", "h"))
+    if not 0 <= call["layer"] < L:
+        return f"layer is {call['layer']}, expected a value in [0, {L})"
+    if slots < R * k:
+        return f"there are {slots} slots for {R} lists of {k} pages"
+    if H % max(h, 1) or R * h % max(H, 1):
+        return f"{R} lists of {h} of {H} heads each do not make whole requests"
     return ""
 
 
@@ -208,10 +208,6 @@ def _copy_tokens(source, ids, target):
     layers, rows, targets = ids
     token_bytes = source.k[0].shape[-1] * source.k[0].element_size()
     ends = [x[0].shape[:-1].numel() for x in (source.k, target.k)]
-    native.check_ids(
-        "copy_tokens",
-        layers=(layers, len(source.k)),
-        sources=(rows, ends[0]),
-        targets=(targets, ends[1]),
-    )
+    native.check_ids("copy_tokens", layers=(layers, len(source.k)))
+    native.check_ids("copy_tokens", sources=(rows, ends[0]), targets=(targets, ends[1]))
     _copy_rows(layers, rows, targets, token_bytes, (source.k, target.k), (source.v, target.v))

@@ -1,9 +1,7 @@
 """Predict a layer's query from the input of the layer before it.
 
-ScoutAttention Algorithm 1 line 4: Q_pred = W_Q^(l+1) X^l. The residual stream changes little from
-one layer to the next, so applying the next layer's own norm, projection, head norm and RoPE to this
-layer's input approximates the query that it will compute.
-"""
+ScoutAttention Algorithm 1 line 4: Q_pred = W_Q^(l+1) X^l. The residual stream changes little from one layer to the
+next, so the next layer's norm, projection, head norm and RoPE of this layer's input approximate its query."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ class QueryProjector:
         start: (layer input [B, hidden], residual to add to it or None) -> a newly allocated tensor [B, ...]. Runs on
             the model's stream, as the model overwrites the layer input afterwards.
         finish: (that, positions [B]) -> query after RoPE, [B, HQ, D] of the model's dtype. May run on a side stream.
-        weight_bytes: size of the weights that it reads.
+        weight_bytes: that it reads.
     """
 
     start: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -67,10 +65,8 @@ def add_norm(
 def rotate(q: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, is_neox: bool) -> torch.Tensor:
     """RoPE (RoFormer equation 34) on the first ``rotary_dim`` channels of q [B, HQ, D].
 
-    cos_sin [B, rotary_dim]: the cosines, then the sines. Neox style pairs channel i with
-    i + rotary_dim / 2, otherwise adjacent channels are paired. Computed in the wider of the two dtypes:
-    SGLang keeps a float32 table on CUDA, one in the model's dtype on the CPU.
-    """
+    cos_sin [B, rotary_dim]: cosines, then sines, on CUDA in float32 also of a bf16 model. Neox style pairs channel i
+    with i + rotary_dim / 2, otherwise adjacent channels are paired."""
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     turned, passed = q[..., :rotary_dim], q[..., rotary_dim:]
     if is_neox:

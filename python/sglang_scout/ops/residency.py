@@ -1,25 +1,20 @@
 """Which (layer, page) is resident in which device slot, and how frequently each is used.
 
-Residency is a property of a (layer, page), not of a request: a page that two requests share through
-the radix cache is resident once. The table is only metadata; ``engine/`` moves the bytes.
+Residency is a property of a (layer, page), not of a request: a page that two requests share through the radix cache
+is resident once. The table is only metadata; ``engine/`` moves the bytes.
 
-A slot is free, reserved (a copy into it is in flight) or mapped to one page. A page that is
-freed or overwritten gets a new *generation*: copies that were started for the old content are then
-refused at commit, so a slot never exposes another request's page.
+A slot is free, reserved (a copy into it is in flight) or mapped to one page. A page that is freed or overwritten gets
+a new *generation*: copies of the old content are refused at commit, so a slot never exposes another request's page.
 
-All methods are batched over layers, as the host has no time to loop over them between two device
-steps: ``layer`` is a number, or an array that broadcasts with ``pages``. Layers are independent.
-Internally, a (layer, page) is its index in the flattened tables, its *key*. Per-step updates
-are C++ (``sgl-kernel/src/residency.h``), the rest numpy on the same memory.
+All methods are batched over layers, which are independent: ``layer`` is a number, or an array that broadcasts with
+``pages``. A (layer, page) is its index in the flattened tables, its *key*. Per-step updates are C++
+(``sgl-kernel/src/residency.h``), the rest numpy on the same memory.
 
 The *decayed frequency* of a (layer, page) grows by one for each list of a request and step that selects it and halves
-every ``half_life_steps``. Non-resident pages have one too, so a copy can be judged before it is made: a page
-evicts another only if it is clearly more frequent. Recency alone (LRU) is a poor criterion: a page that is
-selected once would evict one that is selected every other step.
-
-If each KV head has its own list, a page gains one for every head that selected it. The frequency is thus the
-accumulated importance score of RheoServe's cache recorder (item 10), which specifies neither decay nor score: the
-decay and counting heads are ours.
+every ``half_life_steps``. Non-resident pages have one too, so a copy can be judged before it is made: a page evicts
+another only if it is clearly more frequent. With recency alone, a page selected once would evict one selected every
+other step. If each KV head has its own list, this is the accumulated importance score of RheoServe's cache recorder
+(item 10), which specifies neither decay nor score.
 """
 
 from __future__ import annotations
@@ -40,15 +35,13 @@ Flags = npt.NDArray[np.bool_]
 
 DEFAULT_HALF_LIFE_STEPS = 8.0
 SWAP_MARGIN = 1.5
-"""Factor by which a page must be more frequent than another to evict it. Without a margin two pages of equal frequency
-evict each other endlessly; measured, it halves the copies for the same misses."""
+"""Factor by which a page must be more frequent than another to evict it. Without it pages of equal frequency evict each
+other endlessly; measured, it halves the copies for the same misses."""
 
-# Frequencies are kept in units that grow with the step, so that no per-page decay is needed.
-# Before they overflow float32, everything is scaled down by this power of two.
+# Frequencies are in units that grow with the step, so no page needs to decay. They are scaled down by this power of
+# two before they overflow float32; stamps are rebased before steps overflow int32, keeping the latest.
 _RESCALE_LOG2 = 64
-# Stamps are int32. Before steps overflow them, they are rebased, keeping the latest.
-_LAST_STAMP = 2**30
-_KEPT_STAMPS = 2**20
+_LAST_STAMP, _KEPT_STAMPS = 2**30, 2**20
 
 
 class PageUses:
@@ -56,8 +49,8 @@ class PageUses:
 
     Attributes:
         frequency: ``[L, P]`` float32, decayed; only comparisons within one step are meaningful.
-        stamp: ``[L, P]`` int32, :meth:`stamp_of` the step in which the page was last selected or landed, -1:
-            never. In-flight pages have one too, so a page that this step selected is not evicted as it lands.
+        stamp: ``[L, P]`` int32, :meth:`stamp_of` the step in which the page was last selected or landed, -1: never.
+            In-flight pages have one too, so one that this step selected is not evicted as it lands.
     """
 
     def __init__(self, metadata: _native.Residency, half_life_steps: float) -> None:
@@ -81,8 +74,8 @@ class PageUses:
 
         Args:
             layers: ``[n]``; pages: ``[n, B, k]`` of these layers, padded with -1.
-            fresh: ``[B]`` rows of requests without history. Their pages start at the steady-state frequency:
-                otherwise an arriving request's pages could not evict any for many steps.
+            fresh: ``[B]`` rows of requests without history, whose pages start at the steady-state frequency: otherwise
+                they could not evict any for many steps.
         """
         weight = np.float32(self._weight(step))
         heavy = np.float32(weight * self._steady)
@@ -113,16 +106,14 @@ class PageUses:
     def most_frequent(
         self, layers: Ids, missed: Pages, counts: Flags, is_first: Flags, limit_pages: Ids
     ) -> tuple[Ids, Ids]:
-        """The ``limit_pages[i]`` pages of ``missed[i]`` most worth copying, for each layer.
-
-        Pages of ``is_first`` rows precede all others, then by frequency (selected recently, often, and by many
-        requests, which share one copy), then by smaller id.
+        """The ``limit_pages[i]`` pages of ``missed[i]`` most worth copying, for each layer: by ``is_first`` row, then
+        by frequency, then by smaller id.
 
         Args:
-            layers: ``[n]``; limit_pages: ``[n]``.
+            layers, limit_pages: ``[n]``.
             missed: ``[n, B, k]`` page ids, -1 padded.
             counts: ``[n, B]`` rows of each layer whose pages may be chosen.
-            is_first: ``[B]`` rows whose pages have priority.
+            is_first: ``[B]`` rows whose pages precede all others.
         Returns:
             Distinct (layer, page) pairs as two arrays, in the order of ``layers``, then ascending.
         """
@@ -130,10 +121,7 @@ class PageUses:
 
 
 class Reservation(NamedTuple):
-    """Slots reserved for copies: ``pages[i]`` of ``layers[i]`` goes to ``slots[i]`` of that layer.
-
-    Ordered by layer, then page.
-    """
+    """Copies of ``pages[i]`` of ``layers[i]`` to ``slots[i]`` of that layer, ordered by layer, then page."""
 
     layers: Ids
     pages: Ids
@@ -149,14 +137,11 @@ class ResidencyTable:
     """Metadata of the device's page slots, for all layers.
 
     Args:
-        num_layers: L.
         num_pages: P, host pages including the padding page 0.
         num_slots: S, slots per layer.
-        half_life_steps: half-life of a selection's weight, in steps.
 
     Attributes:
-        uses: selection frequencies; updated by the engine.
-        slot_of: ``[L, P]`` int32, slot of a page or -1. Shared with the engine, which reads it.
+        slot_of: ``[L, P]`` int32, slot of a page or -1.
         page_of: ``[L, S]`` int32, page of a slot; negative: none.
         num_free: ``[L]`` slots that are neither mapped nor reserved.
         held_back: free slots per layer set aside for pages that must be resident.
@@ -183,12 +168,9 @@ class ResidencyTable:
         self._changed: list[Ids] | None = None
 
     def take_changes(self) -> tuple[Ids, Pages]:
-        """Changes of :attr:`slot_of` since the last call, for keeping a copy in sync.
+        """Distinct keys whose :attr:`slot_of` changed since the last call, and their current slots, ``[n]`` each.
 
         The first call returns nothing and starts recording.
-
-        Returns:
-            ``[n]`` distinct indices into the flattened table, and ``[n]`` their current values.
         """
         changed = distinct(np.concatenate(self._changed or [np.zeros(0, np.int64)]))
         self._changed = []
@@ -206,17 +188,14 @@ class ResidencyTable:
 
     @property
     def resident_pages_by_layer(self) -> Ids:
-        """``[L]`` mapped pages."""
         return (self.page_of >= 0).sum(1)
 
     @property
     def copying_pages_by_layer(self) -> Ids:
-        """``[L]`` in-flight pages."""
         return self.metadata.is_pending.sum(1)
 
     @property
     def resident_pages(self) -> int:
-        """Mapped (layer, page) pairs over all layers."""
         return int(self.resident_pages_by_layer.sum())
 
     def missing(self, layer: Ints | int, pages: Ints) -> Ids:
@@ -234,11 +213,8 @@ class ResidencyTable:
         return found.reshape(missing.shape)
 
     def touch_all_layers(self, pages: Ints, step: int) -> int:
-        """Protect ``pages`` from eviction in ``step``, in every layer, without changing their frequency.
-
-        Returns:
-            How many of them are not resident, summed over all layers.
-        """
+        """Protect ``pages`` from eviction in ``step`` in every layer, without changing their frequency. Returns how
+        many are not resident, summed over all layers."""
         ids = pages[pages >= 0].astype(np.int64)
         return self.metadata.protect(ids, self.uses.stamp_of(step))
 
@@ -247,11 +223,8 @@ class ResidencyTable:
         return bool((np.take(self.slot_of, pages, axis=1) >= 0).all())
 
     def reserve(self, layer: Ints | int, pages: Ints, is_forced: bool = True) -> Reservation:
-        """Reserve free slots for the missing ones of ``pages``, most frequent first, while there are slots.
-
-        Args:
-            is_forced: they must be resident, and may also use the slots that are held back.
-        """
+        """Reserve free slots for the missing ones of ``pages``, most frequent first, while there are slots: also those
+        held back if ``is_forced``, i.e. for pages that must be resident."""
         keys, free = self.missing(layer, pages), self.num_free if is_forced else self.num_spare
         if (self._per_layer(keys) > free).any():
             keys, layers, rank = self._by_frequency(keys)
@@ -261,9 +234,8 @@ class ResidencyTable:
     def exchange(self, layer: Ints | int, pages: Ints, before_step: int) -> Reservation:
         """Like :meth:`reserve`, but once spare slots run out, clearly less frequent pages are evicted.
 
-        Only unpinned pages last selected before ``before_step`` are evicted, each for one that is
-        ``SWAP_MARGIN`` times as frequent; first, the slots to hold back are replenished. The caller
-        must have finished reading the layer's slots in this step.
+        Only unpinned pages last selected before ``before_step`` are evicted, each for one ``SWAP_MARGIN`` times as
+        frequent; first, the slots to hold back are replenished. The layer's slots must have been read in this step.
         """
         if self.held_back:
             self.evict(
@@ -323,9 +295,8 @@ class ResidencyTable:
     ) -> int:
         """Unmap the least frequent pages until ``want_free`` slots of each ``layer`` (distinct) are free.
 
-        Only pages last selected before ``before_step`` are evicted; pinned ones only if ``is_forced``, i.e. to make
-        room for pages that must be resident. Returns how many were evicted.
-        """
+        Only pages last selected before ``before_step`` are evicted, pinned ones only if ``is_forced``. Returns how
+        many."""
         short = np.zeros(self.num_layers, np.int64)
         short[layer] = want_free - self.num_free[layer]
         if (short <= 0).all():

@@ -1,7 +1,6 @@
 """Page digests of one or two bits per key element, in coordinates in which few bits say much.
 
-A minimum and a maximum bound all tokens of a page by one box. This describes each token: the page's mean key, and
-for every token the difference of its key from the mean.
+Stored are the page's mean key, and for every token the difference of its key from the mean.
 
     x_t = R k_t                  q . k = R' q . R k
     m   = mean_t x_t, in int8    with one step per page and KV head
@@ -12,8 +11,8 @@ Two bits per channel: R = R' is sign flips, then Hadamard transforms, which even
     x_t ~ m + s_t (FIRST b1 + SECOND b2)
     b1  = +-1, the sign of x_t - m; b2 = b1 where |x_t - m| > FIRST s_t, else -b1
 
-These levels minimize the squared error for a normal variable (Max 1960), which rotated channels nearly are
-(QuIP, RaBitQ). The levels are sums over bits, so both bit planes are scored by the same products.
+These levels minimize the squared error for a normal variable (Max 1960), which rotated channels nearly are (QuIP,
+RaBitQ).
 
 One bit per channel on average: R and R' are calibrated (:class:`Coordinates`) so that errors of all channels of x
 matter equally to queries, and channels that vary more have more bits: none to four.
@@ -21,8 +20,7 @@ matter equally to queries, and channels that vary more have more bits: none to f
     s_t = |gain (x_t - m)|                     over the bits
     x_t ~ m + s_t sum of width b               over a channel's bits, b = +-1: equidistant levels
 
-Also stored is the norm of each token's value: a page matters by what its tokens add to the output, their weights times
-their values, which is at most
+Also stored is the norm of each token's value: what a page's tokens add to the output is at most
 
     sum_t w_t |v_t|              |v_t| in uint8, with one step per page and KV head
 
@@ -49,7 +47,7 @@ from .score import REDUCTIONS, reduce_heads
 PAGE_TOKENS = 32
 FIRST, SECOND = 0.98160, 0.52880
 LARGEST = 2.0**50
-"""Elements of K and V are clamped to this and NaN becomes 0, so that digests and scores stay finite."""
+"""Elements of K and V are clamped to this and NaN becomes 0: digests and scores are finite."""
 
 FLIP = 0x9E3779B1
 """Channel d is negated where bit 31 of (d + 1) times this is set."""
@@ -98,11 +96,6 @@ def _rotation(D: int, device: torch.device) -> torch.Tensor:
     return whole.T.contiguous().to(device)
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """R x for ``x`` [..., D] float32; D a multiple of 16."""
-    return x @ _rotation(x.shape[-1], x.device)
-
-
 def planes_shape(bits: int, D: int) -> tuple[int, int, int]:
     """Shape of ``planes`` for one page and KV head, uint8."""
     return bits, PAGE_TOKENS // 2, D // 4
@@ -124,15 +117,15 @@ def _unpacked(planes: torch.Tensor) -> torch.Tensor:
     return halves.flatten(-2).flatten(-3, -2).float() * 2 - 1
 
 
-def _turned(x: torch.Tensor, by: torch.Tensor | None) -> torch.Tensor:
-    """R x for ``x`` [..., H, M, D] float32, ``by`` [H, D, D] or the rotation."""
-    return rotate(x) if by is None else x @ by.mT
+def rotate(x: torch.Tensor, by: torch.Tensor | None = None) -> torch.Tensor:
+    """R x for ``x`` [..., D] float32, D a multiple of 16; with R ``by`` [H, D, D] for ``x`` [..., H, M, D]."""
+    return x @ (_rotation(x.shape[-1], x.device) if by is None else by.mT)
 
 
 def decode(
     planes: torch.Tensor, stats: torch.Tensor, coordinates: Coordinates | None = None
 ) -> torch.Tensor:
-    """Dequantized x, [n, H, 32, D] float32, from [n, H, bits, 16, D / 4] and [n, H, D + 112]."""
+    """Dequantized x, [n, H, 32, D] float32, from digests [n, H, bits, 16, D / 4] and [n, H, D + 112]."""
     D = 4 * planes.shape[-1]
     # Copied for alignment to their dtypes.
     mean = stats[..., :D].contiguous().view(torch.int8).float()
@@ -170,9 +163,9 @@ def _valid_digests(call: Call) -> str:
     for name, size in {"C": D // 4, "T": D + STATS_BYTES}.items():
         if call.sizes[name] != size:
             return f"{name}={call.sizes[name]}, expected {size}"
-    if (bits := call.sizes["bits"]) != (expected := 2 if call["coordinates"] is None else 1):
-        return f"planes has {bits} bits, expected 2, or 1 with coordinates: {expected}"
-    return ""
+    bits = call.sizes["bits"]
+    fits = bits == (2 if call["coordinates"] is None else 1)
+    return "" if fits else f"planes has {bits} bits, expected 2, or 1 with coordinates"
 
 
 def _valid_build(call: Call) -> str:
@@ -188,22 +181,19 @@ def build_layer_rotated(
     rows: Annotated[torch.Tensor | None, "L n int64"] = None,
     coordinates: _OfLayers = None,
 ) -> None:
-    """Write the digests of pages ``ids`` in every layer; all other rows are unchanged.
-
-    One launch on a device, regardless of the number of layers.
+    """Write the digests of pages ``ids`` in every layer; all other rows are unchanged. One launch.
 
     Args:
         source, ids, rows: as in `build_layer_digests`, with V. D a multiple of 16.
         planes, stats: see the module docstring; 2 bits, 1 with coordinates; mutated.
         coordinates: of all layers.
-    Source: see the module docstring.
     """
     of_keys, of_values = (source_rows(x, ids, rows) for x in (source.k, source.v))
     for layer, parts in enumerate(zip(of_keys, of_values, strict=True)):
         # [n, H, 32, D]
         k, v = (_finite(x.to(planes.device).float()).transpose(1, 2) for x in parts)
         of_layer = coordinates and Coordinates(*(part[layer] for part in coordinates))
-        x = _turned(k, of_layer and of_layer.keys)
+        x = rotate(k, of_layer and of_layer.keys)
         mean, step = _steps(x.mean(2), 127)
         norms, norm_step = _steps(v.norm(dim=-1), 255)
         x = x - (mean * step)[:, :, None]
@@ -241,7 +231,7 @@ def page_masses(
     keys = decode(*digests, coordinates)  # [B * N, H, 32, D]
     norms = value_norms(digests[1]).view(B, N, H, PAGE_TOKENS)
     q = q.view(B, H, q.shape[1] // H, q.shape[2]) * scale
-    q = _turned(q, coordinates and coordinates.queries)
+    q = rotate(q, coordinates and coordinates.queries)
     logits = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:]))
     means = torch.einsum("bhgnt,bnht->bhgn", logits.softmax(-1), norms)
     return logits.logsumexp(-1).flatten(1, 2), means.flatten(1, 2)
@@ -290,9 +280,9 @@ def _build(source, ids, planes, stats, rows, coordinates):
     P, _, H, D = source.k[0].shape
     native.check_ids("build_layer_rotated", ids=(ids, P))
     for layer, (k, v) in enumerate(zip(source.k, source.v, strict=True)):
-        by = (coordinates.keys[layer], coordinates.bits[layer]) if coordinates else ()
+        by = [x[layer].data_ptr() for x in coordinates[::2]] if coordinates else [0, 0]
         of_kv = k.data_ptr(), v.data_ptr(), H, D, native.KV_DTYPES[k.dtype]
-        to = planes[layer].data_ptr(), stats[layer].data_ptr(), *(x.data_ptr() for x in by)
+        to = planes[layer].data_ptr(), stats[layer].data_ptr(), *by
         native.module.rotate_pages(*of_kv, ids.data_ptr(), ids.numel(), *to)
 
 
@@ -301,11 +291,11 @@ build_layer_rotated.triton("rotate", sizes=triton.HEAD_DIMS)
 
 def _reduced(q, planes, stats, table, n_full, scale, reduce, out, coordinates):
     P, H = planes.shape[:2]
-    by = coordinates[1:] if coordinates else ()
+    by = [x.data_ptr() for x in coordinates[1:]] if coordinates else [0, 0]
     digests = planes.data_ptr(), stats.data_ptr(), P, H, q.shape[1] // H, q.shape[2]
     rows = table.data_ptr(), n_full.data_ptr(), *table.shape
     how = scale, reduce, out.data_ptr(), torch.get_num_threads()
-    native.module.score_rotated(q.data_ptr(), *digests, *rows, *how, *(x.data_ptr() for x in by))
+    native.module.score_rotated(q.data_ptr(), *digests, *rows, *how, *by)
     return out
 
 
@@ -351,9 +341,9 @@ def mass_change_rotated(
     scale: float,
     coordinates: _OfLayer = None,
 ) -> torch.Tensor:
-    """Estimate the difference in log softmax mass of the given pages between two queries.
+    """Estimate the difference in log softmax mass of the given pages between two queries: m(q) - m(q_ahead) with
 
-        m[h](q) = log sum_p sum_t exp(scale R' q[h] . x_t[p]),  m(q) - m(q_ahead)
+        m[h](q) = log sum_p sum_t exp(scale R' q[h] . x_t[p])
 
     Args:
         planes, stats, scale, coordinates: as in `score_rotated`.
@@ -361,7 +351,6 @@ def mass_change_rotated(
             b * H + h belongs to KV head h of request b.
     Returns:
         [B, HQ] float32; 0 for a row without pages, and where the difference is not finite.
-    Source: ours.
     """
     lists = len(pages) // len(q) if len(q) else 1
     planes, stats, rows = _of_lists(pages, planes, stats, lists)

@@ -32,8 +32,8 @@ def decay_mass(
 ) -> None:
     """Update the moving average of every token's attention weight: MAW = (1 - alpha) MAW + alpha A.
 
-    A = e^(s - lse) is normalised within the window. A KV head's weight is the maximum over its query heads. The
-    average is initialised with the first weight: for the newest token, and for all tokens in a request's first step.
+    A = e^(s - lse) is normalised within the window; a KV head's is the maximum over its query heads. The average begins
+    with the first weight: of the newest token, and of all tokens in a request's first step.
 
     Args:
         q, lse: the query, and the lse of its attention over the window.
@@ -122,13 +122,8 @@ def select_salient(
     _, S, H, D = k.shape
     q = q.view(H, -1, D)
     chunks = pages.split(256)  # bounds the widened copy: 32 MiB at H=8, D=128
-    s = torch.cat(
-        [
-            torch.einsum("hgd,thd->hgt", q, k.index_select(0, ids).flatten(0, 1).float())
-            for ids in chunks
-        ],
-        dim=2,
-    ).mul_(scale)
-    weight = torch.softmax(s, dim=2).amax(1)  # [H, n S]
+    keys = (k.index_select(0, ids).flatten(0, 1).float() for ids in chunks)
+    s = torch.cat([torch.einsum("hgd,thd->hgt", q, x) for x in keys], dim=2)
+    weight = torch.softmax(s.mul_(scale), dim=2).amax(1)  # [H, n S]
     heads, at = (weight > beta[:, None] / max(1, weight.shape[1])).nonzero(as_tuple=True)
     return heads, pages[at // S] * S + at % S

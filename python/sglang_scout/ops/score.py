@@ -11,8 +11,6 @@ from .op import Tolerance, op
 
 REDUCTIONS = ["mass", "max"]
 
-# At most D=256 products per head are accumulated in fp32 whatever the digest's dtype (16-bit digests are
-# widened exactly), so only the order of summation differs; "max" subtracts two such sums.
 _REASON = "fp32 sums of up to 256 products in another order, then exp or log"
 TOLERANCES = {name: Tolerance(2e-5, 2e-5, _REASON) for name in ("float32", "bfloat16", "float16")}
 
@@ -50,11 +48,9 @@ def score_pages(
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
-    Quest: u = sum_d max(q_d m_d, q_d M_d). Since m_d <= M_d, the maximum is q_d M_d where q_d > 0
-    and q_d m_d elsewhere, so u = max(q, 0) . M + min(q, 0) . m: two matrix products.
-    Pages are selected for all heads together, so the bounds of the query heads are reduced to one
-    number: "mass" sums every head's softmax over the request's pages, "max" takes the largest
-    log-softmax over the heads.
+    Quest: u = sum_d max(q_d m_d, q_d M_d) = max(q, 0) . M + min(q, 0) . m, as m_d <= M_d: two matrix products.
+    Pages are selected for all heads together, so the bounds of the query heads are reduced to one number: "mass" sums
+    every head's softmax over the request's pages, "max" takes the largest log-softmax over the heads.
 
     Args:
         q: after RoPE; with 16-bit digests its values must be representable in their dtype, as the model's query is (a
@@ -64,8 +60,7 @@ def score_pages(
         n_full: only the first n_full[b] columns of row b are candidates.
         scale: softmax scale, usually 1/sqrt(D).
         out: to write into, instead of a new tensor.
-        arrivals: zeros, a kernel's arrival counters, left as zeros; None: allocated. Not to be shared by concurrent
-            calls.
+        arrivals: zeros, left as zeros, not shared by concurrent calls; None: allocated.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: Quest section 3.3 (bound), ScoutAttention Algorithm 1 line 5 (use); reductions: ours.

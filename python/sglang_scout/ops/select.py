@@ -9,20 +9,13 @@ import torch
 from .layers import resident_slots
 from .op import Call, Tolerance, op
 
-TOLERANCES = {
-    "float32": Tolerance(0.0, 0.0, "ids, not values; sets may differ only between equal scores")
-}
-
-_LOWEST = torch.finfo(torch.float32).min
+_IDS = Tolerance(0.0, 0.0, "ids, not values; sets may differ only between equal scores")
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class Selection(NamedTuple):
-    """Physical page ids, int32; both lists packed to the left and padded with -1.
-
-    pages: [B, k], forced pages first, then by descending score. missing: [B, k], the non-resident ones
-    of ``pages``, in the same order. n_missing: [B].
-    """
+    """Physical page ids, int32: ``pages`` [B, k], forced pages first, then by descending score; ``missing`` [B, k], the
+    non-resident of these in the same order; both packed to the left and padded with -1. n_missing: [B]."""
 
     pages: torch.Tensor
     missing: torch.Tensor
@@ -40,7 +33,7 @@ def _valid(call: Call) -> str:
     return ""
 
 
-@op(_valid, tolerances=TOLERANCES)
+@op(_valid, tolerances={"float32": _IDS})
 def select_pages(
     scores: Annotated[torch.Tensor, "B N float32"],
     table: Annotated[torch.Tensor, "B N int32"],
@@ -62,20 +55,18 @@ def select_pages(
         k: pages to select, at least sink_pages + recent_pages.
         sink_pages, recent_pages: number of first and last full pages selected regardless of score.
         mass: below 1, selection for a request with more than k full pages stops (top-p style) once the pages so far
-            hold this share of the sum of its scores, which must be shares ("mass" of `score_pages`); non-finite scores
-            count as 0, and if all do, only forced pages are selected.
+            hold this share of the sum of its scores, which must be shares ("mass" of `score_pages`); non-finite ones
+            count as 0.
         out: ``pages`` and ``missing`` to write into, instead of new tensors.
     Returns:
         :class:`Selection`. Ties may be broken either way.
-    Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages and ``mass``: ours. Shapes are
-    static and there is no device sync, so it can be captured in a CUDA graph.
+    Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages and ``mass``: ours.
     """
     B, N = table.shape
     last = n_full[:, None] - 1  # column of the newest full page
     void = (torch.arange(N, dtype=torch.int32, device=table.device) > last) | (table < 0)
-    # Between void (-inf) and forced (+inf) every candidate has a finite key, whatever its score:
-    # NaN becomes the lowest. So bad scores never affect which pages are void or forced.
-    key = torch.nan_to_num(scores, nan=_LOWEST, neginf=_LOWEST, posinf=_LARGEST)
+    # Between void (-inf) and forced (+inf) every candidate has a finite key, whatever its score.
+    key = torch.nan_to_num(scores, nan=-_LARGEST, neginf=-_LARGEST, posinf=_LARGEST)
     if N > 0:
         newest = last - torch.arange(recent_pages, device=table.device)
         key.scatter_(1, newest.clamp_(0, N - 1), torch.inf)
@@ -92,8 +83,7 @@ def select_pages(
         found = found.masked_fill(enough & (top < torch.inf) & (n_full[:, None] > k), -1)
     pages = found if k <= N else torch.nn.functional.pad(found, (0, k - N), value=-1)
     lacks_slot = (resident_slots(slot_of, pages) < 0) & (pages >= 0)
-    # Pack to the left: a missing page goes to the index given by its prefix count; all others
-    # scatter -1 to index 0, where the maximum ignores them.
+    # Pack to the left: a missing page goes to its prefix count, others scatter -1 to index 0, without effect.
     place = lacks_slot.cumsum(1).sub_(1).mul_(lacks_slot)
     missing = torch.full_like(pages, -1)
     missing.scatter_reduce_(1, place, pages.masked_fill(~lacks_slot, -1), "amax")

@@ -30,9 +30,7 @@ struct KvPages {
   int32_t stored_heads;
 };
 
-inline int64_t head_bytes(const KvPages& kv) {
-  return int64_t{kv.head_dim} * bytes_of(kv.dtype);
-}
+inline int64_t head_bytes(const KvPages& kv) { return int64_t{kv.head_dim} * bytes_of(kv.dtype); }
 
 // The KV heads of list `list`, if a request has `lists` page lists: 1, or one for each head.
 inline KvPages heads_of_list(KvPages kv, uint32_t list, uint32_t lists) {
@@ -60,17 +58,30 @@ struct AttendParams {
 // on fp8 pages with queries that are exact in bf16 rounds softmax weights to bf16 for the product
 // with V: out differs by up to 2^-8 of the weighted mean of |V|, lse not at all. The NaN of e4m3,
 // to which out-of-range values are rounded, counts as 480. Reads nothing outside the listed pages
-// (except prefetches, which cannot fault) and uses no K or V beyond last_len. The caller must check
-// page ids (valid_pages). Thread-safe; allocates nothing; uses about 260 KiB of stack.
+// (except prefetches, which cannot fault) and uses no K or V beyond last_len. The caller checks
+// page ids. Thread-safe; allocates nothing; uses about 260 KiB of stack.
 void attend_sequence(const KvPages& kv, const AttendParams& params, const float* q,
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse);
 
-// True if every entry of pages[0, n) is below num_pages (negative entries are padding and valid).
-bool valid_pages(const KvPages& kv, const int32_t* pages, int32_t n);
+// `batch` requests, contiguous: q and out [batch, H*G, D], lse [batch, H*G], pages [batch * lists,
+// columns]; last_page and last_len [batch], or both nullptr. Each list of pages is a sequence of
+// attend_sequence, over all KV heads or, where there are H lists, over one.
+struct AttendBatch {
+  const float* q;
+  const int32_t* pages;
+  int32_t batch;
+  int32_t columns;
+  int32_t lists;
+  const int32_t* last_page;
+  const int32_t* last_len;
+  float* out;
+  float* lse;
+};
 
-// The variant attend_sequence runs on this machine: "avx512bf16", "avx512" or "avx2".
-// The environment variable SCOUT_ISA, read once, may select a lower one.
-const char* attend_isa();
+// By threads of this process, not by the worker's. Where whole sequences would leave threads idle,
+// several share one (split.h); so the number of threads decides the order of sums.
+void attend_batch(const KvPages& kv, const AttendParams& params, const AttendBatch& of,
+                  int threads);
 
 }  // namespace scout

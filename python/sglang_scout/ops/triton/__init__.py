@@ -1,7 +1,6 @@
-"""Triton kernels: one file per family. Ops register them; importing this package does not import triton.
+"""Triton kernels, one file per family; importing this package does not import triton.
 
-On CPU tensors the kernels run in Triton's interpreter if TRITON_INTERPRET=1 was set before triton was imported: for
-tests, and only when asked for by name.
+On CPU tensors they run, if asked for by name, in Triton's interpreter: TRITON_INTERPRET=1 before triton is imported.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
-"""`attend_pages` on the device: one launch, split over the pages; and `merge_states`.
-
-Memory traffic: 2 S H D e bytes per page of a row (K and V, e bytes per element), 4 for its id and, if it has to be
-looked up, 4 for its slot, and 2 D of q and 4 D + 4 of out and lse per query head. With more than one split each adds
-8 D + 8 per query head, written and read back; at 8 splits of 64 pages and 5 query heads per KV head, 8 % of the pages.
-`merge_states` moves 12 D + 12 bytes per query head. Its second part may be in pinned host memory.
-"""
+"""`attend_pages` on the device: one launch, split over the pages; and `merge_states`, whose second part may be in
+pinned host memory. At 8 splits of 64 pages and 5 query heads per KV head, splitting adds 8 % of the pages' traffic."""
 
 import functools
 import math
@@ -16,12 +11,10 @@ import triton.language as tl
 from .exact import as_loaded, dot_fp32, finite, rounded, stored_as, widened
 
 _TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K and of V each
-# Page ids processed per iteration. A chunk costs two dependent loads and a dozen barriers, the same for 64 ids
-# as for 256, however few of them are valid.
+# Page ids per iteration, which costs two dependent loads and a dozen barriers, for 64 ids as for 256.
 _MAX_CHUNK = 256
 _SPLITS = (1, 2, 4, 8, 16)  # the last to finish merges all
-# In tiles, which take a program some .8 us each where memory keeps up: five dependent loads before the first tile, and
-# the loads of other programs' results after the last.
+# The time of five dependent loads before the first tile, and of loading other programs' results, in tiles (some .8 us).
 _START_TILES, _MERGE_TILES = 4, 2
 _MAX_TILES = 64  # of a program, while there are fewer splits than allowed
 _MAX_ROWS = 4096  # rows and KV heads; more are not split
@@ -41,11 +34,10 @@ def attend_kernel(
 ):
     """The G query heads of one KV head over every splits-th column of its row of page ids (C rows per request).
 
-    Columns are interleaved among programs, not split into runs, so that rows packed to the left keep all
-    programs busy. A program reads CHUNK ids at a time, compacts the valid ones into a list, and iterates
-    over these only: -1 costs 4 bytes at any position. The tail is the column after the last one. A tile is
-    PAGES pages, whose slots come from the list in one load, so that tiles can be prefetched.
-    The last program of a row and KV head to arrive merges all splits.
+    Columns are interleaved among programs, so that rows packed to the left keep all busy. A program reads CHUNK ids at
+    a time, compacts the valid ones into a list, and iterates over these only. The tail is the column after the last
+    one. A tile is PAGES pages, whose slots come from the list in one load, so that tiles can be prefetched. The last
+    program of a row and KV head to arrive merges all splits.
 
     q [B, HQ, D]; k, v [P, S, H, D]; pages [B*C, R]; n_pages [B*C]; listed [B, H, splits, CHUNK];
     parts [splits, B, HQ, D]; part_lse [splits, B, HQ]; arrivals [B * H] 0; out [B, HQ, D]; lse [B, HQ].
@@ -108,12 +100,10 @@ def attend_kernel(
             p = tl.exp2(x - base[:, None])  # [BLOCK_G, PAGES * BLOCK_S]
             total = total * shrink + tl.sum(p, axis=1)
             if q.dtype.element_ty == tl.bfloat16 and v_tile.dtype == tl.bfloat16:
-                # As in FlashAttention. Each product is off by up to 2^-8, to which the model rounds the sum anyway, and
-                # what accumulating truncates is far less.
+                # As in FlashAttention: each product is off by up to 2^-8, to which the model rounds the sum anyway.
                 acc = dot_fp32(rounded(p, tl.bfloat16), v_tile, acc * shrink[:, None])
             else:
-                # Tensor cores truncate when they accumulate: each tile is summed separately and added with
-                # rounding, or the error would grow with the row's length.
+                # Tensor cores truncate when they accumulate: summing tiles apart bounds the error.
                 part = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
                 acc = acc * shrink[:, None] + dot_fp32(p, v_tile, part)
             top = new_top
@@ -170,12 +160,9 @@ def programs_per_sm(dtype: torch.dtype, block_d: int) -> int:
 
 
 def split_count(rows: int, tiles: int, slots: int) -> int:
-    """Programs for each of ``rows`` rows and KV heads: those whose last wave ends first; of equal ones the fewest.
-
-    Args:
-        tiles: of a row. Rows of a wide table differ in length, so it is split even where its rows fill the device.
-        slots: programs that the device holds.
-    """
+    """Programs for each of ``rows`` rows and KV heads of so many tiles: those whose last wave ends first, of equal ones
+    the fewest, on a device that holds ``slots``. Wide rows, which differ in length, are split even where they fill
+    it."""
 
     def time(splits: int) -> int:
         waves = triton.cdiv(rows * splits, slots)
@@ -190,8 +177,8 @@ def split_count(rows: int, tiles: int, slots: int) -> int:
 
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """Zeros, one per row and KV head; shared by launches, which a stream serializes. The first launch makes them, split
-    or not: while a graph is captured it would be too late."""
+    """Zeros, one per row and KV head, shared by launches, which a stream serializes. The first launch makes them,
+    before any graph is captured."""
     return torch.zeros(_MAX_ROWS, dtype=torch.int32, device=device)
 
 
@@ -225,11 +212,8 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, out, slot_of, n_pag
 
 
 def pages_per_tile(block_s: int, token_bytes: int) -> int:
-    """Pages per tile: up to 64 tokens or 16 KiB, at least the 16 tokens of a tensor-core tile.
-
-    A power of two, like ``block_s``, because ``tl.arange`` enumerates the tile's tokens.
-    ``token_bytes`` is the size of one token in shared memory, where float16 is widened.
-    """
+    """Pages per tile, a power of two like ``block_s``: up to 64 tokens or 16 KiB, at least the 16 tokens of a
+    tensor-core tile. ``token_bytes``: of one token in shared memory, where float16 is widened."""
     tokens = min(_TILE_TOKENS, _TILE_BYTES // token_bytes)
     fitting = max(1, min(4, tokens // block_s))
     return max(16 // block_s, 1 << (fitting.bit_length() - 1))

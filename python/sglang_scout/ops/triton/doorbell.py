@@ -1,27 +1,19 @@
 """The request ring from inside a CUDA graph: post a record, wait for its answer and merge it.
 
 The producer's side of sgl-kernel/src/ring.h, in kernels. The ring is pinned host memory, passed as a device-accessible
-address; its layout, states and numbers are those of ring.h. In the interpreter, loads and stores are Triton's atomics.
+address. In the interpreter, loads and stores are Triton's atomics. A post with 40 heads of 128 at batch 16 is 160 KiB,
+about 3 us at 55 GB/s, and so is an answer.
 
-Bus traffic, per row that misses pages: 2 HQ D bytes of bfloat16 queries, 4 HQ D of others, and 4 k of page ids.
-With 40 heads of 128 at batch 16 that is 160 KiB, about 3 us at 55 GB/s.
+Ordering. Every program of a post writes its row, then increments an arrival counter with acquire-release in system
+scope; the last to arrive writes the header, opens the claim word, writes the log entry and finally store-releases the
+head, all from one thread. That release publishes the record: a worker thread reads nothing of a post before it has
+acquired a head that covers it. The claim word is closed by row 0 before it arrives, hence before the header changes.
+The post's number is store-released after the rest of the header: the attendant reads headers that the head covers, and
+a corrupted head may cover any. The bell is not rung, as a futex cannot be woken from the device: either a host thread
+polls the head, or the worker does not sleep during a step.
 
-Ordering. Every program of a post writes its row, then increments an arrival counter with acquire-release
-in system scope; the last to arrive writes the header, opens the claim word, writes the log entry and
-finally store-releases the head, all from one thread. That release publishes the record: a worker thread
-reads nothing of a post before it has acquired a head that covers it. The claim word is closed by row 0
-before it arrives, hence before the header changes. The post's number is store-released after the rest of
-the header: the attendant reads headers that the head covers, and a corrupted head may cover any. The bell
-is not rung: a futex cannot be woken from the device, so either a host thread polls the head, or the
-worker does not sleep during a step.
-
-Bus traffic of an answer, for each row that requested pages: 2 HQ D bytes of a bfloat16 model's results, 4 HQ D of
-others, and 4 HQ.
-
-Accuracy. A bfloat16 result is off by up to 2^-8 of itself, which the merge scales by the CPU's weight. With p the
-softmax over all tokens that is at most 2^-8 times the sum of p |v| over the CPU's: the bound that FlashAttention has,
-over all tokens, for rounding p to bfloat16 before the product with V. Then the merged output is rounded the same way.
-"""
+Accuracy. A bfloat16 result is off by up to 2^-8 of itself, which the merge scales by the CPU's weight: at most the
+error that FlashAttention has from rounding the softmax to bfloat16. """
 
 import time
 
@@ -133,8 +125,8 @@ def at_half(address):
 
 @triton.jit
 def at_array(address, dtype: tl.constexpr):
-    """The start of an array; the ring aligns these to 128 bytes, so accesses can be 16-byte vectorized. A constant in
-    ``address`` loses the alignment hint: Triton 3.8 turns it into an offset from another pointer."""
+    """The start of an array, aligned for 16-byte accesses. A constant in ``address`` would lose the hint: Triton 3.8
+    turns it into an offset from another pointer."""
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
@@ -174,11 +166,9 @@ def post_kernel(
 ):
     """Each program writes one row of a record; the last to arrive publishes it.
 
-    q [rows, WIDTH]; pages [rows, k]; n_pages [rows]. open_seq [2 L]: the in-flight record of a slot, 0 if the
-    slot is free. awaited [2 L]: the record that `answer.merge_answer_kernel` waits for, 0: nothing was posted.
-    asked [2 L, max_batch]: number of pages that each row requested.
-    control, log, records, replies: addresses within the ring.
-    """
+    q [rows, WIDTH]; pages [rows, k]; n_pages [rows]. open_seq [2 L]: the in-flight record of a slot, 0 if free. awaited
+    [2 L]: the record that `merge_answer_kernel` waits for, 0 without a post. asked [2 L, max_batch]: number of pages
+    that each row requested. control, log, records, replies: addresses within the ring. """
     b = tl.program_id(0)
     step = tl.load(state + STEP)
     epoch = tl.load(state + EPOCH)
@@ -261,9 +251,8 @@ def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.
 
 
 _BLOCK_VALUES = 512  # per program (one warp)
-# Between polls, so that scores on other streams get the device. One program polls over the link, where a load takes
-# about 1 us, ten times its pause. The others, 320 at batch 32 with 40 heads, load the same word of one L2 slice, and
-# each acquire invalidates its SM's L1; their pause, 500 ns to 1 us at most, is shorter than the loads over the link.
+# Between polls, so that scores on other streams get the device: by one program over the link, where a load takes 1 us,
+# and by some hundreds of one word in the L2 cache, each of which invalidates its SM's L1.
 _LINK_PAUSE_NS, _WORD_PAUSE_NS = tl.constexpr(100), tl.constexpr(500)
 
 
@@ -271,11 +260,9 @@ _LINK_PAUSE_NS, _WORD_PAUSE_NS = tl.constexpr(100), tl.constexpr(500)
 def await_answer(state, open_seq, answered, waited_ns, fault, reply, slot, seq, layer, timeout_ns):
     """Wait for answer ``seq`` of a slot, if it is not 0; ``answered`` gets seq, or -seq without a valid answer.
 
-    Bounded by the device clock: if the worker does not answer, an error is set and the stream continues.
-    After any error there is no more waiting: the server is shutting down, and each remaining slot of the
-    step would take the full timeout.
-    fault [1] int64, in host memory, gets all error bits, including those of the post.
-    """
+    Bounded by the device clock: if the worker does not answer, an error is set and the stream continues. After any
+    error there is no more waiting, as the server is shutting down. fault [1] int64, in host memory, gets all error
+    bits, including those of the post. """
     if seq != 0:
         limit_ns = tl.where(tl.load(state + ERRORS) == 0, timeout_ns, 0)
         begin = now_ns()
@@ -310,8 +297,7 @@ def merge_answer_kernel(
     """Program 0 waits for the answer; the others wait for its word in ``answered`` and merge a block of rows each.
 
     Rows of out, merged [rows, D] and lse [rows] are those of [B, HQ], ROW_HEADS per posted row; change [rows] or None:
-    added to the answer's lse. answered [2 L] int64: the last record of a slot whose answer has been checked, negated
-    if that is not valid.
+    added to the answer's lse. answered [2 L] int64: the last checked record of a slot, negated if not valid.
     """
     slot = (tl.load(state + STEP) & 1) * L + layer
     seq = tl.load(awaited + slot)

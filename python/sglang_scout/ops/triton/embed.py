@@ -1,9 +1,5 @@
-"""Page embeddings on the device: `build_layer_means`, `build_layer_pilots` and `score_embeddings`.
-
-Memory traffic, e bytes per element: a build reads S D e per page and KV head and writes W E e; a score reads
-W E e and 4 for the id and writes 4. With two halves, the next page's first one is read again, from cache.
-Rows share no operands, so products run on CUDA cores: they are memory-bound.
-"""
+"""Page embeddings on the device: `build_layer_means`, `build_layer_pilots` and `score_embeddings`. Rows share no
+operands, so products run on CUDA cores: memory binds."""
 
 import torch
 import triton

@@ -1,10 +1,7 @@
 """Tensor-core products with fp32 accuracy.
 
-Decode attention and digest scoring are memory-bound: a KV token of 128 bf16 channels costs 512
-bytes and, with the query heads of a group padded to 16 rows, 8 k multiply-adds, a third of what
-the tensor cores of an H100 do in that time even when each product is computed three times. So
-fp32 operands keep full precision, and a kernel differs from its reference only in summation order, except where it
-says that it rounds.
+Decode attention and digest scoring are memory-bound, even when each product is computed three times. So fp32 operands
+keep full precision, and a kernel differs from its reference only in summation order, except where it says so.
 """
 
 import torch
@@ -22,10 +19,8 @@ _E4M3_LARGEST = tl.constexpr(int(torch.tensor(1e3).to(torch.float8_e4m3fn).view(
 def dot_fp32(a, b, acc):
     """acc + a b. a: [M, K] float32, bfloat16 or float16; b: [K, N], the same; acc: [M, N] float32.
 
-    Operands of the same 16-bit type are multiplied directly: all products are exact in the accumulator.
-    Otherwise a is widened. With a bfloat16 b, a is split into three bfloat16 parts, which hold its 24 bits.
-    Other types use three TF32 products (22 bits of each). Small parts are added first, to minimize
-    rounding error.
+    Products of the same 16-bit type are exact. Otherwise a is widened, and with a bfloat16 b split into three bfloat16
+    parts, which hold its 24 bits; other types use three TF32 products (22 bits of each). Small parts are added first.
     """
     if a.dtype == b.dtype and a.dtype != tl.float32:
         if INTERPRETED:
@@ -53,10 +48,8 @@ def dot_fp32(a, b, acc):
 
 
 def stored_as(dtype: torch.dtype) -> tuple[tl.dtype, int]:
-    """Dtype that kernels load K and V as, and FP8 of `widened`: the number of mantissa bits, 0 for wider types.
-
-    fp8 is loaded as bytes, because Triton has no e4m3 on A100 and does not round to it as torch does.
-    """
+    """Dtype that kernels load K and V as, and FP8 of `widened`: the number of mantissa bits, 0 for wider types. fp8 is
+    loaded as bytes: Triton has no e4m3 on A100 and does not round to it as torch does."""
     fp8 = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}.get(dtype, 0)
     return (tl.uint8 if fp8 else getattr(tl, str(dtype).removeprefix("torch."))), fp8
 
@@ -70,8 +63,8 @@ def as_loaded(x: torch.Tensor) -> torch.Tensor:
 def widened(x, FP8: tl.constexpr):
     """Elements of K or V unchanged; fp8 converted exactly to bfloat16, with the NaN of e4m3 as 480.
 
-    e5m2 is the upper byte of a half. The bits of e4m3 are placed in a float32, whose exponent bias is 120 higher: a
-    sign extension, a shift, a mask and a product. Small ones are denormal until then; a product keeps those.
+    e5m2 is the upper byte of a half. e4m3 is placed in a float32, whose exponent bias is 120 higher; small ones are
+    denormal until the product.
     """
     if FP8 == 2:
         x = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32).to(tl.bfloat16)
@@ -91,7 +84,7 @@ def fp8_bits(x, FP8: tl.constexpr):
     size = bits & 0x7FFFFFFF
     code = size - ((127 - BIAS) << 23) + (1 << (DROPPED - 1)) - 1 + ((size >> DROPPED) & 1)
     code = tl.minimum(code >> DROPPED, LARGEST)
-    # Subnormals: adding 2^23 times the smallest one makes the last mantissa bit one subnormal step, so the sum rounds.
+    # Subnormals: adding 2^23 times the smallest makes the last mantissa bit one subnormal step, so the sum rounds.
     STEP: tl.constexpr = 151 - BIAS - FP8
     least = (size.to(tl.float32, bitcast=True) + 2.0 ** (STEP - 127)).to(tl.int32, bitcast=True)
     code = tl.where(size < ((128 - BIAS) << 23), least - (STEP << 23), code)

@@ -1,11 +1,6 @@
 """Whole pages of all layers and single tokens on the device: `build_layer_digests`, `copy_layer_pages`,
-`append_tokens`, `stage_pages` and `pack_pages`.
-
-Memory traffic in bytes: a digest reads S H D e and writes 2 H D e; a copy reads and writes K and V of the page, or of
-one list's heads of it; an appended token reads 2 H D e and writes the same to each pool; packing reads 4 for each page
-id, 4 for its slot if it has to be looked up, and writes 4. Ids out of range are skipped: the host cannot check ids that
-live on the device, and out-of-bounds writes must not happen.
-"""
+`append_tokens`, `stage_pages` and `pack_pages`. Ids out of range are skipped, as the host cannot check those that live
+on the device."""
 
 import torch
 import triton
@@ -14,11 +9,9 @@ import triton.language as tl
 from .exact import as_loaded, fp8_bits, rounded, stored_as, widened
 
 _COPY_WORDS = 4096  # per program and iteration: 16 KiB with 4-byte words
-# A recall is overlapped with a step. Just enough programs to saturate the bus (each keeps 16 KiB in
-# flight; the bandwidth-delay product is some 100 KiB) and no more: the step's kernels need the rest of
-# the device, and its polls of the worker's answer queue behind all in-flight reads from the host.
+# A recall is overlapped with a step: just enough programs to saturate the bus, as polls of the worker's answer queue
+# behind all in-flight reads from the host.
 _COPY_PROGRAMS = 16
-# Staging is on the step's critical path: the number of programs is not limited.
 _STAGE_WORDS = 2048
 _MAX_CHUNK = 1024  # ids packed per iteration
 
@@ -45,8 +38,7 @@ def digest_kernel(
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):
-    """One page, head and layer. addresses [L] of [R, S, H, D]; ids [n]; rows: see `source_row`; kmin,
-    kmax [L, P, H, D]."""
+    """One page, head and layer. addresses [L] of [R, S, H, D]; ids [n]; kmin, kmax [L, P, H, D]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
     source = source_row(rows, page, layer)
@@ -70,10 +62,8 @@ def copy_kernel(
     n, L, P, slots, words,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Blocks of words, for each page first K, then V; programs take blocks in a grid-stride loop.
-
-    addresses [2, L] of [P, words]; ids [3, n]: layer, page, slot; dst_k, dst_v [L, slots, words].
-    """
+    """Blocks of words, for each page first K, then V, in a grid-stride loop. addresses [2, L] of [P, words]; ids [3,
+    n]: layer, page, slot; dst_k, dst_v [L, slots, words]."""
     blocks = tl.cdiv(words, BLOCK)
     for task in range(tl.program_id(0), 2 * blocks * n, tl.num_programs(0)):
         i, block = task // (2 * blocks), task % (2 * blocks)
@@ -100,10 +90,8 @@ def append_kernel(
     k_stride, v_stride, P, mirror_P, S,
     WIDTH: tl.constexpr, HAS_MIRROR: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
 ):
-    """One block of one row of K (program 0 of axis 2) or of V, to one pool or to both.
-
-    k, v [B, WIDTH] rows k_stride and v_stride apart; pools [P, S, WIDTH] and [mirror_P, S, WIDTH].
-    """
+    """One block of one row of K (program 0 of axis 2) or of V, to one pool or to both. k, v [B, WIDTH], rows k_stride
+    and v_stride apart; pools [P, S, WIDTH] and [mirror_P, S, WIDTH]."""
     b = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.load(lens + b) - 1
@@ -140,10 +128,8 @@ def stage_kernel(
     layer, L, P, k, row_words, words, page_words, slot_words,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """One block of words of one list entry, of K (program 0 of axis 2) or V.
-
-    addresses [2, L] of [P, S, row_words]; pages [R, k]; dst_k, dst_v [slots, S, words], words of each row's list.
-    """
+    """One block of words of one list entry, of K (program 0 of axis 2) or V. addresses [2, L] of [P, S, row_words];
+    pages [R, k]; dst_k, dst_v [slots, S, words], words of each row's list."""
     entry = tl.program_id(0)
     page = tl.load(pages + entry).to(tl.int64)
     if (page >= 0) & (page < P):
@@ -222,9 +208,7 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
     word = torch.int32 if aligned else torch.uint8
     words = page_bytes // word.itemsize
     block = min(_COPY_WORDS, triton.next_power_of_2(words))
-    tasks = 2 * n * triton.cdiv(words, block)
-    from_host = source.k[0].device.type == "cpu"
-    copy_kernel[(min(tasks, _COPY_PROGRAMS) if from_host else tasks,)](
+    copy_kernel[(min(2 * n * triton.cdiv(words, block), _COPY_PROGRAMS),)](
         source.addresses, ids, dst_k.view(L, slots, -1).view(word), dst_v.view(L, slots, -1).view(word),
         n, L, source.k[0].shape[0], slots, words, source.align_bytes, block, num_warps=4,
     )

@@ -1,7 +1,4 @@
-"""`add_norm` and `rotate_heads` on the device, one launch each; the model's own GEMM runs between them.
-
-Memory traffic, e bytes per element: 3 C e per row of the norm, (e + 4) HQ D per row of the heads.
-"""
+"""`add_norm` and `rotate_heads` on the device, one launch each; the model's own GEMM runs between them."""
 
 import torch
 import triton
@@ -32,11 +29,8 @@ def rotate_kernel(
     D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, HAS_NORM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """RMSNorm and RoPE of one head. q [B, HQ, D], rows row_stride apart; cos_sin [positions, R]; out
-    [B, HQ, D].
-
-    The partner of channel d is loaded again rather than exchanged between threads.
-    """
+    """RMSNorm and RoPE of one head. q [B, HQ, D], rows row_stride apart; cos_sin [positions, R]; out [B, HQ, D]. The
+    partner of channel d is loaded again rather than exchanged between threads."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     row = b * row_stride + h * D

@@ -1,8 +1,4 @@
-"""Rotation for rotated digests on the device: queries, and `build_layer_rotated`.
-
-Memory traffic, with b bits: a build reads 128 D bytes of 16-bit keys and values per page and KV head and writes
-4 D b + D + 112.
-"""
+"""Rotation for rotated digests on the device: queries, and `build_layer_rotated`."""
 
 import torch
 import triton
@@ -64,10 +60,8 @@ def rotated(x, D: tl.constexpr):
 
 @triton.jit
 def turned_rows(x, row, kept, turn, D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr = 0):
-    """R x for the rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, 0 beyond D.
-
-    turn: R [D, D] float32. Accurate to fp32 regardless of torch's TF32 setting.
-    """
+    """R x for the rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, 0 beyond D. turn: R [D, D]
+    float32."""
     i = tl.arange(0, BLOCK_D)[None, :]
     out = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
     for first in range(0, D, _CHUNK):

@@ -1,9 +1,5 @@
 """`score_rotated` on the device: one launch for the queries, one for the pages; and `mass_change_rotated`: one launch.
 
-Memory traffic, with b bits: 4 D b + D + 112 bytes per page and KV head, and 8 per page for id and score. For the
-intermediate buffers and the reduction over heads, see `score`. A change of mass reads the same bytes of missing pages,
-for both queries at once.
-
 Tensor cores consume the bits almost as stored. A word of a plane holds 16 channels of two tokens; one mask
 leaves channels r, 4 + r, 8 + r and 12 + r of one of them as the bytes of an int8 operand, 0 or 2^r, so that a
 key element costs a third of an instruction. The power of two is divided out of the query, which is rounded to
@@ -43,7 +39,6 @@ def query_digits(q, row, kept, turn, bits, scale, D: tl.constexpr, BLOCK_D: tl.c
     [2 G, BLOCK_D]; the units of these integers for mean and planes [G], and the dequantized sum of the planes' [G].
 
     A plane's are scaled by its level and 2^-r, in its operand's order: channel, or bit, 4 c + r at r BLOCK_D / 4 + c.
-    turn, bits: of the coordinates or None.
     """
     G: tl.constexpr = row.shape[0]
     d = tl.arange(0, BLOCK_D)
@@ -132,7 +127,7 @@ def plane_sums(words, query, sums):
 
 @triton.jit
 def byte_row_sums(words, here, first, second, D: tl.constexpr, BITS: tl.constexpr):
-    """Sums for the tokens in the low and high nibbles of a row of bytes; its second plane is D words further."""
+    """Sums for the tokens in the low and high nibbles of a row of bytes; the second plane is D words further."""
     x = tl.load(words, mask=here, other=0)
     sums = tl.zeros([here.shape[0], first.shape[0]], tl.int32)
     low, high = plane_sums(x, first, sums), plane_sums(x >> 4, first, sums)
@@ -307,12 +302,9 @@ def mass_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """The G query heads of one KV head. The real and the predicted (layer-ahead) queries are rows of one operand, so
-    that every digest is read once.
-
-    q, q_ahead [B, HQ, D]; planes, means, scales: see `rotated_sums_kernel`; pages [B * C, N]; n_pages [B * C];
-    change [B, HQ]; turn, bits: see `query_digits_kernel`.
-    """
+    """The G query heads of one KV head. The real and the predicted queries are rows of one operand, so that every
+    digest is read once. q, q_ahead [B, HQ, D]; planes, means, scales: see `rotated_sums_kernel`; pages [B * C, N];
+    n_pages [B * C]; change [B, HQ]; turn, bits: see `query_digits_kernel`."""
     h, b = tl.program_id(0), tl.program_id(1)
     g = tl.arange(0, BLOCK_G)
     head = (b * H + h) * G + g

@@ -1,8 +1,4 @@
-"""`decay_mass` and `salient_bits` on the device.
-
-Memory traffic in bytes: decay_mass reads S H D e of K per page and reads and writes 4 S H of the averages.
-salient_bits reads 4 S H per page and layer.
-"""
+"""`decay_mass` and `salient_bits` on the device."""
 
 import torch
 import triton
@@ -18,10 +14,8 @@ def decay_kernel(
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr,
 ):
-    """One page of a row's window and one KV head.
-
-    q [B, HQ, D]; lse [B, HQ]; k [P, S, H, D]; pages [B, N]; maw [M, W, H, S]; the others [B].
-    """
+    """One page of a row's window and one KV head. q [B, HQ, D]; lse [B, HQ]; k [P, S, H, D]; pages [B, N]; maw
+    [M, W, H, S]; the others [B]."""
     w, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(state + b).to(tl.int64)
     count = tl.load(n_pages + b)

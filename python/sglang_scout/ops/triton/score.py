@@ -1,12 +1,8 @@
 """`score_pages` on the device, in one launch.
 
-Memory traffic: 2 H D e bytes per candidate page and row (e bytes per element), 4 for its id and 4 for its score. The
-intermediate bounds, 4 HQ per page, are written and read once more; they stay in the L2 cache (40 heads, 2,048 pages,
-batch 16: 5 MiB) and are 4 % of the digests of 8 heads of 128.
-
-A row's softmax over all its pages needs all its bounds, so the last program of a row to finish reduces them. That is
-one SM for 4 HQ N bytes, while the others process other rows; a separate launch would cost about as much.
-"""
+A row's softmax over all its pages needs all its bounds, so the last program of a row to finish reduces them: one SM,
+while the others process other rows; a separate launch would cost about as much. The bounds, 4 HQ bytes per page, stay
+in the L2 cache (40 heads, 2,048 pages, batch 16: 5 MiB). """
 
 import torch
 import triton
@@ -110,11 +106,9 @@ def bounds_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, REDUCE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """Bounds of every parts-th block of pages for the G query heads of one KV head: u = q+ . M + q- . m.
-
-    Every digest is loaded once, for all G heads. Also stores the part's largest bound and sum of e^(u - largest).
-    q [B, HQ, D]; kmin, kmax [P, H, D]; table [B, N]; arrivals to out: see `reduce_when_last`.
-    """
+    """Bounds of every parts-th block of pages for the G query heads of one KV head: u = q+ . M + q- . m. Also stores
+    the part's largest bound and sum of e^(u - largest). q [B, HQ, D]; kmin, kmax [P, H, D]; table [B, N]; arrivals to
+    out: see `reduce_when_last`."""
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -153,11 +147,8 @@ def bounds_kernel(
 
 def parts_of(rows: int, blocks: int, slots: int) -> int:
     """How many programs share the blocks of each of ``rows`` rows and KV heads, on a device that runs ``slots`` at
-    once: that with the least time, waves of programs times blocks of each.
-
-    A program's start and end count as half a block: two dependent reads and an atomic, some 2 us, while the programs
-    of an H100's SM take 10 us for one block each (`rotated_sums_kernel`).
-    """
+    once: that with the least waves of programs times blocks of each. A program's start and end, some 2 us, count as
+    half a block."""
 
     def half_blocks(parts: int) -> int:
         return triton.cdiv(rows * parts, slots) * (2 * triton.cdiv(blocks, parts) + 1)

@@ -1,10 +1,7 @@
 """`select_pages` on the device: one program per row, nothing comes back to the host.
 
-Bytes that must move: 8 per page of the table (score and id), 4 per chosen page for its slot, 8 k + 4
-written. At 4,096 pages that is 32 KiB: what counts is the number of dependent steps, up to 6 histograms of the row
-(4 as a rule: scores that differ in their first 24 bits need no more), one prefix sum, one pass over the chosen. What
-that is in instructions: docs/gpu-design.md.
-"""
+At 4,096 pages 32 KiB move: what counts is the number of dependent steps, up to 6 histograms of the row (as a rule 4,
+for 24 bits), one prefix sum, one pass over the chosen. What that is in instructions: docs/gpu-design.md. """
 
 import torch
 import triton
@@ -45,12 +42,13 @@ def select_kernel(
     """The k best pages of a row, forced ones first, then by falling score, equal ones by column.
 
     1. Every column gets a key: 0 if it is not offered, the largest if it is forced.
-    2. The k-th largest key is found by its digits from the first on, or as many as tell it from the next: a
-       histogram of the keys that begin like it says what its next digit is.
-    3. A prefix sum numbers the columns above it and, after them, as many equal ones as fit; their
-       (key, column) goes to the scratch row [BLOCK_K].
-    4. The rank of a chosen page is how many are before it, among all and among the missing ones;
-       it is written to these places. With STOPS, only if those before it hold less than ``mass``, or all fit.
+    2. The k-th largest key is found by its digits from the first on, or as many as tell it from the next: a histogram
+       of the keys that begin like it says what its next digit is.
+    3. A prefix sum numbers the columns above it and, after them, as many equal ones as fit; their (key, column) goes to
+       the scratch row [BLOCK_K].
+    4. The rank of a chosen page, among all and among the missing ones, is how many are before it; it is written to
+    these
+       places. With STOPS, only if those before it hold less than ``mass``, or all fit.
     """
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
