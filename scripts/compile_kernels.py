@@ -55,8 +55,7 @@ from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 from sglang_scout.ops.triton import attend, doorbell
-from sglang_scout.worker.ring import layout_of
-from sglang_scout.worker.spec import ArenaSpec
+from sglang_scout.worker.ring import ArenaSpec, layout_of
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """Maximum shared memory per program, by architecture: A100, A40, L40S, H100, B200, B300, RTX PRO 6000."""

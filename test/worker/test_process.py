@@ -17,7 +17,6 @@ from sglang_scout.worker import messages as m
 from sglang_scout.worker import process as process_module
 from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.process import WorkerProcess
-from sglang_scout.worker.settings import WorkerConfig
 from worker_cases import gone, until
 
 LOG = logging.getLogger("test")
@@ -57,7 +56,7 @@ def heard(channel: Channel, count: int, timeout_s: float = 5.0) -> list[m.Messag
 
 
 def test_the_largest_messages_are_below_the_cap():
-    config, many = WorkerConfig(), [*range(4096)]
+    config, many = m.WorkerConfig(), [*range(4096)]
     assert m.encode(m.Failed(error="ü" * m.MAX_TEXT_CHARS))
     assert m.encode(m.Configure(cpus=many, cpu_nodes=many, background_cpus=many, config=config))
 

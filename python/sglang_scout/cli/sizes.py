@@ -22,8 +22,7 @@ from sglang_scout.engine.memory import MemoryPlan, ServerSize
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Context, Policy, make_policy, policies
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, available_bytes, free_pool_bytes
-from sglang_scout.worker.ring import MOST_THREADS_PER_GROUP
-from sglang_scout.worker.spec import MAX_BATCH
+from sglang_scout.worker.ring import MAX_BATCH, MOST_THREADS_PER_GROUP
 
 MAX_TOKENS, MAX_GIB = 2**40, 2**30
 

@@ -35,7 +35,7 @@ class DeviceRing:
     Args:
         address: of the ring as seen by the device (the mapped address, if the memory is registered as mapped).
         layout: offsets and strides in bytes, the fields of `worker.ring.Layout`.
-        spec: sizes of the ring, a `worker.spec.ArenaSpec`.
+        spec: sizes of the ring, a `worker.ring.ArenaSpec`.
         parts: runs of pages that each row is split into, as the threads per group of CPU attention; 0: according
             to ``split``, the same as its own.
         timeout_us: how long a merge waits for CPU attention.

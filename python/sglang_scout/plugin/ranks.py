@@ -21,7 +21,7 @@ from sglang_scout.plugin.launch import PROCESS_CPUS
 from sglang_scout.plugin.release import adapter
 from sglang_scout.worker.cpus import CpuPlan, deal_cpus, plan_cpus
 from sglang_scout.worker.numa import cpus_by_node, near_cpus
-from sglang_scout.worker.spec import MAX_NODES
+from sglang_scout.worker.ring import MAX_NODES
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,7 @@
 """The arena: one sealed memory file with the host KV pages, the request ring and the replies.
 
-A memfd has no name in any file system: it disappears with the last process that has it open or
-mapped, however these die. It is sealed against growing and shrinking, so no holder can make another
-fault by truncating it. The worker inherits its descriptor.
+A memfd has no name in any file system: it disappears with the last process that has it open or mapped. It is sealed, so
+no holder can make another fault by truncating it. The worker inherits its descriptor.
 """
 
 from __future__ import annotations
@@ -23,8 +22,14 @@ from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import bytes_now, check_fits, describe, pool_lacks
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
-from sglang_scout.worker.ring import Layout, layout_of, node_spans, read_header, write_header
-from sglang_scout.worker.spec import ArenaSpec
+from sglang_scout.worker.ring import (
+    ArenaSpec,
+    Layout,
+    layout_of,
+    node_spans,
+    read_header,
+    write_header,
+)
 
 __all__ = ["Arena", "ArenaSpec"]
 
@@ -42,10 +47,8 @@ class Arena:
     """A mapped arena. Constructed by :meth:`create` or :meth:`attach`.
 
     Attributes:
-        spec: the sizes.
         fd: the memory file; owned by this object.
-        nbytes: size of the file and of the mapping.
-        address: base address of the mapping in this process.
+        nbytes, address: size of the mapping in bytes, and its base address in this process.
         backing: ``"hugetlb"``, ``"thp"`` (transparent huge pages allowed) or ``"4k"``.
     """
 
@@ -67,21 +70,15 @@ class Arena:
         pool, and where the machine must grow first to have it all.
 
         Args:
-            spec: the sizes.
-            numa_nodes: bind the memory to this node, or the pages of the spec's node i to the i-th
-                of these; a logged no-op on a machine without NUMA. Empty: bind nothing.
+            numa_nodes: bind the pages of the spec's node i to the i-th of these; a logged no-op on a machine without
+                NUMA. Empty: bind nothing.
             hugepages: use the hugetlb pool if it has enough free pages on each of these nodes, and
                 populate them immediately; otherwise request transparent huge pages.
 
         Raises:
-            ArenaError: not enough memory available on the machine or on a node, a pool that is short though
-                half of the pages are free, a node does not exist, the number of ``numa_nodes`` does not match
-                the spec, or a system call failed.
+            ArenaError: not enough memory on the machine or on a node, a pool that is short though half of the pages are
+                free, a node that does not exist, or a failed system call.
         """
-        if numa_nodes and len(numa_nodes) != spec.num_nodes:
-            raise ArenaError(
-                f"numa_nodes={list(numa_nodes)}: the spec has num_nodes={spec.num_nodes}"
-            )
         layout = layout_of(spec)
         made = _take_from_pool(spec, layout, numa_nodes) if hugepages else None
         if made is None:
@@ -136,7 +133,7 @@ class Arena:
         return self._layout
 
     def k_pages(self, layer: int) -> np.ndarray:
-        """K of a layer, [P, S, H, D], float32 or uint16 (the bits of a 16-bit type); no copy."""
+        """K of a layer, [P, S, H, D], float32 or the bits of a narrower type; no copy."""
         return self._plane(layer, 0)
 
     def v_pages(self, layer: int) -> np.ndarray:
@@ -160,11 +157,8 @@ class Arena:
         write_header(self._mapped(), self.spec)
 
     def close(self) -> None:
-        """Closes the file and drops the reference to the mapping; idempotent.
-
-        Memory is unmapped when the last array viewing it is gone. Addresses derived from
-        ``address`` must no longer be used.
-        """
+        """Closes the file and drops the reference to the mapping, which lasts as long as an array that views it;
+        idempotent. Addresses derived from ``address`` must no longer be used."""
         if self._memory is not None:
             self._memory = None
             os.close(self.fd)
@@ -189,8 +183,6 @@ class Arena:
         self, layer: int, which: int, begin: int = 0, shape: tuple[int, ...] = ()
     ) -> np.ndarray:
         s, at = self.spec, self._layout
-        if not 0 <= layer < s.num_layers:
-            raise ArenaError(f"layer {layer} is outside 0..{s.num_layers - 1}")
         shape = shape or (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
         begin += at.kv_offset + layer * at.layer_stride + which * at.v_offset
         plane = self.bytes_at(begin, int(np.prod(shape)) * s.storage_dtype.itemsize)
@@ -252,8 +244,8 @@ def _take_from_pool(
 ) -> tuple[int, np.ndarray, str] | None:
     """Like :func:`_make`, from the hugetlb pool and populated; None if the pool cannot provide all pages.
 
-    A mapping only reserves pages of the machine-wide pool. Whether they are on the nodes that it is bound
-    to, and within cgroup limits, shows only when populated: on a later access it would be a SIGBUS.
+    A mapping only reserves pages of the machine-wide pool. Whether they are on its nodes, and within cgroup limits,
+    shows when they are populated; on a later access it would be a SIGBUS.
     """
     if short := pool_lacks(spec, numa_nodes):
         if host_memory.free_pool_bytes():

@@ -1,8 +1,7 @@
 """The control channel between the decode server and its CPU attention process: ZMQ over a local socket.
 
-The endpoint is ``ipc://@sglang-scout-PID-EPOCH-RANDOM``, a name in Linux's abstract namespace: no file, so it needs no
-room and no short path in TMPDIR, and it ends with its process. Nor has it a mode, so whoever shares the network
-namespace may connect. What keeps others out:
+The endpoint is ``ipc://@sglang-scout-PID-EPOCH-RANDOM``, a name in Linux's abstract namespace: it needs no file, and
+ends with its process. Nor has it a mode, so whoever shares the network namespace may connect. What keeps others out:
 
 - libzmq closes connections of all processes but the server before it reads a byte: IPC_FILTER_PID, set before bind. It
   is stricter than IPC_FILTER_UID, and must stand alone: libzmq accepts whom either lets in.
@@ -50,27 +49,21 @@ def open_context() -> ZmqContext:
     Raises:
         WorkerError: too few descriptors or threads are left.
     """
-    descriptors: list[int] = []
-    threads: list[threading.Thread] = []
     done = threading.Event()
     try:
-        for _ in range(_SPARE_DESCRIPTORS):
-            descriptors.append(os.eventfd(0))
-        for _ in range(_SPARE_THREADS):
-            thread = threading.Thread(target=done.wait, daemon=True)
-            thread.start()
-            threads.append(thread)
+        with contextlib.ExitStack() as tried:
+            for _ in range(_SPARE_DESCRIPTORS):
+                tried.callback(os.close, os.eventfd(0))
+            for _ in range(_SPARE_THREADS):
+                thread = threading.Thread(target=done.wait, daemon=True)
+                thread.start()
+                tried.callback(thread.join)
+                tried.callback(done.set)  # called before it
     except (OSError, RuntimeError) as e:
         raise WorkerError(
             f"cannot start the CPU attention process: {e}; raise ulimit -n, or the limit of processes (ulimit -u, "
             "pids.max)"
         ) from e
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-        for fd in descriptors:
-            os.close(fd)
     context: ZmqContext = zmq.Context()
     context.socket(zmq.PAIR).close(0)  # starts them
     return context
@@ -83,9 +76,8 @@ class Channel:
     the one whose message it accepted last.
 
     Attributes:
-        endpoint: as above.
         peer_pid: process whose messages are accepted.
-        refused: messages that were dropped.
+        refused: number of messages that were dropped.
     """
 
     def __init__(

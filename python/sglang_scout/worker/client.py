@@ -1,15 +1,15 @@
 """The decode server's side of the CPU attention process: post a layer's request, wait for its answer.
 
-``post`` and ``wait`` may be called from one thread only, the scheduler's. Both are thin: checks here, the
-work in C++ (sgl-kernel/src/producer.h). Whatever happens to the worker, ``wait`` fills its buffers with the
-attention over exactly the posted pages: from the worker, or computed in place by the same code.
+``post`` and ``wait`` may be called from one thread only, the scheduler's. The work is done in C++
+(sgl-kernel/src/producer.h). Whatever happens to the worker, ``wait`` fills its buffers with the attention over exactly
+the posted pages: from the worker, or computed in place by the same code.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +18,8 @@ from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.core.split import Split
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.messages import Configure
+from sglang_scout.worker.messages import Configure, WorkerConfig
 from sglang_scout.worker.ring import EVENT_DTYPE, most_threads
-from sglang_scout.worker.settings import WorkerConfig, WorkerStatus, check_cpus, check_nodes
 from sglang_scout.worker.supervisor import Supervisor
 
 __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
@@ -46,18 +45,39 @@ class Reply(NamedTuple):
 
 
 class ThreadEvents(NamedTuple):
-    """What one worker thread did.
+    """What one worker thread did."""
 
-    Attributes:
-        thread: its number, from 0.
-        cpu: the CPU that it is pinned to.
-        events: EVENT_DTYPE ``[n]`` in chronological order, across restarts; validated, as the worker's memory is
-            untrusted: only ``step`` may be any number.
-    """
-
-    thread: int
-    cpu: int
+    thread: int  # its number, from 0
+    cpu: int  # that it is pinned to
+    # EVENT_DTYPE [n] in chronological order, across restarts. Validated, as the worker's memory is untrusted: only
+    # `step` may be any number.
     events: np.ndarray
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """A snapshot of the worker's status. Totals continue across restarts."""
+
+    pid: int | None  # of the running process; None if there is none
+    endpoint: str  # of its control channel; "" before the first start
+    state: str  # "starting", "ready", "restarting", "stopped" or "failed"
+    restarts: int  # workers after the first
+    cpus: tuple[int, ...]  # of the threads
+    cpu_nodes: tuple[int, ...]  # the arena's node of each, from 0
+    items: int  # (sequence, part) items computed by workers
+    pages: int  # that workers attended to
+    remote_pages: int  # of these, on another node than the thread's
+    # Records that a worker refused because a field was out of range, and answers that the caller did because of inf
+    # or NaN.
+    refused: int
+    busy_us: int  # compute time summed over worker threads
+    stale: int  # records of another epoch that a worker skipped
+    fallback_pages: int  # that the caller computed instead
+    local_tickets: int  # posts that never went to a worker: none was ready, or the slot was busy
+    late_tickets: int  # waits that hit wait_timeout_s
+    refused_messages: int  # control messages dropped for sender, token, contents or version
+    isa: str  # instruction set of the worker's kernel, "" before the first Ready
+    last_error: str  # why the last worker exited, or ""
 
 
 class WorkerClient:
@@ -67,14 +87,8 @@ class WorkerClient:
         arena: holds the pages and the ring; must stay open while the client is in use.
         cpus: one worker thread is pinned to each.
         background_cpus: for mapping pages; empty: any but ``cpus``.
-        nodes: CPUs local to each of the arena's NUMA nodes: of node 0, of node 1 ...
-            Not needed for an arena of one node.
-        config: timing and threads.
+        nodes: those of ``cpus`` that are local to each of the arena's NUMA nodes; not needed for an arena of one.
         log: logger of the supervisor.
-
-    Raises:
-        ConfigError: ``cpus`` is empty or has repeated or negative numbers, or ``nodes`` is inconsistent
-            with them or with the arena.
     """
 
     def __init__(
@@ -88,10 +102,11 @@ class WorkerClient:
         log: logging.Logger | None = None,
     ) -> None:
         self._config = config or WorkerConfig()
-        self._cpus = check_cpus(cpus)
+        self._cpus = tuple(cpus)
         self._spec = arena.spec
         self._mapping = arena.k_pages(0)  # keeps the mapping alive as long as this object
-        self._cpu_nodes = check_nodes(nodes, self._cpus, self._spec.num_nodes)
+        node_of = {cpu: node for node, of_node in enumerate(nodes or [cpus]) for cpu in of_node}
+        self._cpu_nodes = tuple(node_of[cpu] for cpu in cpus)
         node_cpus = max(1, min(map(self._cpu_nodes.count, range(self._spec.num_nodes))))
         most = most_threads(self._config.threads_per_group, node_cpus)
         list_bytes = 2 * self._spec.page_bytes // self._spec.lists  # of a page
@@ -115,18 +130,14 @@ class WorkerClient:
         self._supervisor = Supervisor(self._producer, arena, configure, log)
 
     def start(self) -> None:
-        """Starts the worker and returns when it is ready.
-
-        Raises:
-            WorkerError: it did not become ready, with the worker's own reason. Nothing is left running.
-        """
+        """Starts the worker and returns when it is ready. Raises WorkerError, and leaves nothing running."""
         self._supervisor.start()
 
     def stop(self) -> None:
         """Stops the worker; leaves no process, thread, descriptor or file. Idempotent.
 
-        Outstanding tickets can still be waited for; they are computed by the caller. Records posted by
-        a device are no longer answered after this.
+        Outstanding tickets can still be waited for: the caller computes them. Records posted by a device are no longer
+        answered.
         """
         self._supervisor.stop()
         if self._attendant is not None:
@@ -173,12 +184,10 @@ class WorkerClient:
     ) -> Ticket:
         """Posts the missing pages of a layer to the worker. Copies; the arguments may be reused.
 
-        There is one slot per (step parity, layer). If the worker is not ready or has not finished
-        the slot's last record, the ticket is local: wait() will compute it. If no row has pages,
-        nothing is sent.
+        There is one slot per (step parity, layer). If the worker is not ready or has not finished the slot's last
+        record, the ticket is local: wait() will compute it. If no row has pages, nothing is sent.
 
         Args:
-            layer: 0..L-1.
             step: decode step; counts up.
             q: float32 [B, HQ, D]; rounded if the ring holds 16-bit queries.
             pages: int32 [B*C, k], B*C <= max_batch, host page ids, packed to the left; negative entries are
@@ -212,12 +221,11 @@ class WorkerClient:
     def wait(self, ticket: Ticket, out: np.ndarray, lse: np.ndarray) -> Reply:
         """Fills ``out`` and ``lse`` with the attention over the ticket's pages.
 
-        Takes the worker's answer, or computes the same pages here if the worker died, refuses
-        the record or does not answer within ``wait_timeout_s``. Heads without pages get out = 0,
-        lse = -inf.
+        Takes the worker's answer, or computes the same pages here if the worker died, refuses the record or does not
+        answer within ``wait_timeout_s``. Heads without pages get out = 0, lse = -inf.
 
         Args:
-            ticket: from post(); each is valid for one wait, and only until its slot is posted again.
+            ticket: valid for one wait, and only until its slot is posted again.
             out: float32 [B, HQ, D], overwritten; rounded to 16 bits if the ring holds 16-bit queries.
             lse: float32 [B, HQ], natural log, overwritten.
 
@@ -243,21 +251,17 @@ class WorkerClient:
         return Reply(waited_us, fallback_pages)
 
     def record_events(self, on: bool) -> None:
-        """Turns tracing of the worker's threads on or off. Off costs next to nothing.
-
-        Takes effect immediately, in this worker and later ones; earlier events are not read.
-        """
+        """Turns tracing of the worker's threads on or off, at once, in this worker and later ones; earlier events are
+        not read."""
         if on:
             lines = range(len(self._cpus))
             self._next_event = [self._producer.next_event(line) for line in lines]
         self._producer.set_trace(on)
 
     def take_events(self) -> tuple[list[ThreadEvents], int]:
-        """Events of each thread since the last call, and how many were lost.
+        """Events of each thread since the last call, and how many were lost: overwritten, or corrupted.
 
-        A thread keeps its newest ``event_entries`` events: call this once per step. Lost events are those
-        overwritten before this call and those that are corrupted. Call from the thread of ``post`` and
-        ``wait``.
+        A thread keeps its newest ``event_entries`` events: call this once per step, from the thread of ``post``.
         """
         taken, lost_total = [], 0
         for thread, cpu in enumerate(self._cpus):

@@ -1,8 +1,8 @@
 """Host memory: how much an arena can have; populating it before the first access, binding it to NUMA nodes.
 
 A virtual machine may start small and get the rest of its memory as it uses it: such growth counts as available, and
-what relies on it is touched first. Zeroing pages dominates the time, at some GB/s per thread. Where a first write
-would raise SIGBUS, as with an exhausted hugetlb pool, MADV_POPULATE_WRITE returns an error instead.
+what relies on it is touched first. Where a first write would raise SIGBUS, as with an exhausted hugetlb pool,
+MADV_POPULATE_WRITE returns an error instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from sglang_scout.core.errors import ArenaError, ConfigError
@@ -177,13 +177,9 @@ def populate(address: int, nbytes: int, *, write: bool = True) -> int:
     return ctypes.get_errno() if _libc.madvise(address, nbytes, advice) else 0
 
 
-def populate_together(address: int, nbytes: int, threads: int = 0) -> int:
-    """:func:`populate` for a large range, by several threads. Returns 0 or the first error.
-
-    Args:
-        threads: 0: one for each CPU of this thread's affinity, up to ``MOST_THREADS``.
-    """
-    threads = threads or min(len(os.sched_getaffinity(0)), MOST_THREADS)
+def populate_together(address: int, nbytes: int) -> int:
+    """:func:`populate` by a thread for each CPU of the affinity, up to MOST_THREADS. Returns 0 or the first error."""
+    threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
     pieces = itertools.count(0, PIECE_BYTES)  # its next() is atomic
     errors: list[int] = []
 
@@ -240,9 +236,8 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now)
 class PopulateThread:
     """A thread that maps a range of memory, for reading, at the lowest priority of its class.
 
-    The first access to each 4 KiB of a mapping faults: some 32 times for a host page of one layer, which can cost more
-    than attending to it. With a CUDA device the decode server pins the host pages at start, so their memory is
-    allocated anyway, and the attention process then walks it once in the background.
+    The first access to each 4 KiB of a mapping faults, which for a host page of one layer can cost more than attending
+    to it. With a CUDA device host pages are pinned, so allocated anyway, and the attention process walks them once.
 
     Args:
         cpus: its affinity; empty: that of the process. It gets hardly any time on CPUs shared with polling threads.
@@ -277,43 +272,34 @@ class PopulateThread:
         logger.info("mapped the %s of the arena in %.1f s", gib(self._nbytes), spent_s)
 
 
-def bind_memory(address: int, spans: Iterable[tuple[int, int, int]]) -> bool:
-    """Binds spans of a mapping, not yet touched, to nodes from which their pages will be allocated.
+def bind_memory(address: int, spans: Sequence[tuple[int, int, int]]) -> None:
+    """Binds spans (offset, bytes, node) of a mapping, not yet touched, to the nodes to allocate their pages from.
 
-    For shared memory the policy belongs to the file, so it also applies to other processes' faults.
-
-    Args:
-        address: of the mapping.
-        spans: (offset, bytes, node) each.
-
-    Returns:
-        False if nothing was bound (logged): at most one node, or a kernel or sandbox without mbind.
+    For shared memory the policy belongs to the file, so it also applies to other processes' faults. Only logs what it
+    finds with one node, or with a kernel or sandbox without mbind.
 
     Raises:
         ArenaError: the machine has several nodes, and one of those requested does not exist.
     """
-    spans = list(spans)
     asked = sorted({node for _, _, node in spans})
     known = numa.nodes()
     if len(known) <= 1:
         logger.info("arena: machine has no second NUMA node, memory is not bound to %s", asked)
-        return False
+        return
     if not set(asked) <= set(known):
         raise ArenaError(f"numa_nodes={asked}; this machine has {known}")
     for offset, nbytes, node in spans:
         if error := _mbind(address + offset, nbytes, node):
             reason = os.strerror(error)
             logger.warning("arena: cannot bind memory to NUMA node %d: %s", node, reason)
-            return False
+            return
     logger.info("arena: memory is bound to NUMA nodes %s", asked)
-    return True
 
 
 def use_own_node() -> None:
     """Resets the memory policy of this thread, and of those that it starts, to the local node.
 
     A process inherits its parent's policy, and SGLang starts a scheduler with ``numactl --membind``.
-    No-op without NUMA support or if a sandbox blocks the call.
     """
     default = ctypes.c_int(_MPOL_DEFAULT), None, ctypes.c_ulong(0)
     _libc.syscall(ctypes.c_long(_SET_MEMPOLICY), *default)
@@ -321,23 +307,15 @@ def use_own_node() -> None:
 
 def _mbind(address: int, nbytes: int, node: int) -> int:
     """The system call; 0 or an errno."""
-    words = node // _BITS + 1
-    mask = (ctypes.c_ulong * words)()
+    mask = (ctypes.c_ulong * (node // _BITS + 1))()
     mask[node // _BITS] = 1 << (node % _BITS)
-    rc = _libc.syscall(
-        ctypes.c_long(_MBIND),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(nbytes),
-        ctypes.c_int(_MPOL_BIND),
-        mask,
-        ctypes.c_ulong(words * _BITS + 1),
-        ctypes.c_uint(0),
-    )
+    memory = ctypes.c_void_p(address), ctypes.c_ulong(nbytes)
+    policy = ctypes.c_int(_MPOL_BIND), mask, ctypes.c_ulong(len(mask) * _BITS + 1)
+    rc = _libc.syscall(ctypes.c_long(_MBIND), *memory, *policy, ctypes.c_uint(0))
     return ctypes.get_errno() if rc != 0 else 0
 
 
 def gib(nbytes: int) -> str:
-    """Formats a size for messages."""
     return f"{nbytes / 2**30:.3f} GiB"
 
 

@@ -1,28 +1,35 @@
 """The thread that supervises a CPU attention process: starts it, monitors it, kills and replaces it.
 
-It never reads records. It passes one number to the posting side, the epoch of the process that
-may be given work (``RingProducer.set_live_epoch``): 0 from the detection of a failure until the next
-one is ready. A process is started only when the previous one is dead, so no two ever
-write to the same arena.
+It never reads records. It tells the posting side the epoch of the process that may be given work
+(``RingProducer.set_live_epoch``): 0 from the detection of a failure until the next one is ready. A process is started
+only when the previous one is dead, so no two ever write to the same arena.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import platform
 import threading
 import time
 
 from sglang_scout import _native
-from sglang_scout.core.errors import WorkerError
+from sglang_scout.core.errors import ConfigError, WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import ZmqContext, open_context
 from sglang_scout.worker.process import WorkerProcess
-from sglang_scout.worker.ring import LAYOUT_VERSION
-from sglang_scout.worker.settings import check_machine
 
 _STOPPED = ""  # exit reason of a worker that was told to stop
+
+
+def check_machine() -> None:
+    """Raises ConfigError on a CPU architecture on which the ring has not been verified."""
+    if (machine := platform.machine()) != "x86_64":
+        raise ConfigError(
+            f"this machine is {machine}: the ring to the CPU attention process is modelled and tested only for the "
+            "memory order of x86-64, and with a weaker one a record might be seen before its data; serve on x86_64"
+        )
 
 
 class Supervisor:
@@ -63,7 +70,7 @@ class Supervisor:
         """Starts the thread and the first worker, and waits until that is ready.
 
         Raises:
-            WorkerError: it did not become ready; nothing is left running.
+            WorkerError: it did not become ready, with its own reason; nothing is left running.
             ConfigError: this machine is not supported.
         """
         check_machine()
@@ -131,7 +138,7 @@ class Supervisor:
             self.restarts += 1
 
     def _run_process(self) -> float | None:
-        """Runs one worker from start to exit. Returns for how long it was ready, None if it never was."""
+        """Runs one worker from start to exit. Returns for how many s it was ready, None if it never was."""
         epoch = self._producer.next_epoch()
         self._arena.restore_header()
         try:
@@ -204,9 +211,7 @@ class Supervisor:
 
     def _answer(self, process: WorkerProcess, message: m.Message) -> None:
         if isinstance(message, m.Hello):
-            process.channel.send(
-                m.Register(arena_bytes=self._arena.nbytes, layout_version=LAYOUT_VERSION)
-            )
+            process.channel.send(m.Register(arena_bytes=self._arena.nbytes))
             process.channel.send(self._configure)
         elif isinstance(message, m.Ready):
             self.isa = message.isa
