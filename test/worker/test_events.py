@@ -125,7 +125,10 @@ def test_client_reads_each_event_once_over_a_restart(make_arena, cpu):
         client.record_events(True)
         before, old = events_of(1), client.snapshot().pid
         os.kill(old, signal.SIGKILL)
-        until(lambda: client.ready and client.snapshot().pid != old, "a new worker")
+        until(
+            lambda: client.snapshot().state == "ready" and client.snapshot().pid != old,
+            "a new worker",
+        )
         assert events_of(2)["seq"][0] >> 40 > before["seq"][-1] >> 40
         client.record_events(False)
         serve_one(3)

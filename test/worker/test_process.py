@@ -20,7 +20,6 @@ from sglang_scout.worker.process import WorkerProcess
 from worker_cases import gone, until
 
 LOG = logging.getLogger("test")
-STATS = m.Stats()
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_bad_messages_are_refused_and_counted(process):
     assert heard(process.peer, 1) == [m.Hello()], "the server speaks first"
     socket, [address] = process.peer._socket, process.peer._address
     token = process.peer._token
-    good = m.Heartbeat(stats=STATS)
+    good = m.Heartbeat(items=1)
     more = msgspec.msgpack.encode(msgspec.msgpack.decode(m.encode(good)) | {"more": 1})
     bad = [
         [token, m.encode(msgspec.structs.replace(good, version=9))],
@@ -100,7 +99,7 @@ def test_a_message_above_the_cap_is_not_even_received(process, context):
     process.channel.send(m.Drain())
     assert heard(process.peer, 1) == [m.Drain()]
     process.peer._socket.send_multipart([*process.peer._address, *big])
-    process.peer.send(m.Drained(stats=STATS))
+    process.peer.send(m.Drained())
     assert heard(process.channel, 1, 0.1) == [] and process.channel.refused == 0
 
 
@@ -110,7 +109,7 @@ def test_another_process_of_the_same_user_is_refused(process):
     for end in (process.peer, process.channel):
         end.peer_pid = os.getppid()
     process.channel.send(m.Stop())
-    process.peer.send(m.Ready(isa="", threads=1))
+    process.peer.send(m.Ready(isa=""))
     for end in (process.peer, process.channel):
         until(lambda end=end: end.receive() == [] and end.refused == 1, "a refusal")
 

@@ -33,7 +33,7 @@ def test_worker_without_cpu_has_longer(make_arena, cpu, monkeypatch):
         silent_s = float(re.search(r"silent for (\S+) s", client.snapshot().last_error)[1])
         assert silent_s >= 1.0
         # If silent for less than that, it is kept.
-        until(lambda: client.ready, "the next worker")
+        until(lambda: client.snapshot().state == "ready", "the next worker")
         pid = client.snapshot().pid
         freeze(pid)
         time.sleep(0.5)
@@ -123,7 +123,7 @@ def test_failed_starts_are_tried_again(make_arena, cpu, monkeypatch):
             assert client.snapshot().last_error.endswith("ended with exit code 1")
             ticket = client.post(0, 0, *make_request(arena.spec, 4, 1, full=True))
             assert client.wait(ticket, *buffers(arena, 4)).fallback_pages == 32
-        until(lambda: client.ready, "a worker that starts")
+        until(lambda: client.snapshot().state == "ready", "a worker that starts")
 
 
 def test_what_is_posted_is_finished_before_a_stop(make_arena, cpu):

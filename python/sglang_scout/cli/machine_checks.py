@@ -155,7 +155,7 @@ def check_hugepages() -> Check:
     pool, mode = host_memory.pool_pages()[0], host_memory.shmem_mode()
     text = f"{pool} free 2 MiB pages in the pool, shmem_enabled is {mode or 'unknown'}"
     values = {"free_pool_pages": pool, "shmem_enabled": mode}
-    if pool or host_memory.shared_huge_pages_allowed():
+    if pool or mode in host_memory.SHMEM_MODES_THAT_HELP:
         return Check(OK, text, values=values)
     fix = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
     return Check(WARNING, f"{text}; host memory for KV uses pages of 4 KiB", fix, values)

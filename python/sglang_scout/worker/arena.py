@@ -269,7 +269,8 @@ def _take_from_pool(
 
 def _map(fd: int, nbytes: int, backing: str, hugepages: bool) -> tuple[np.ndarray, str]:
     mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
-    if backing == "4k" and hugepages and host_memory.shared_huge_pages_allowed():
+    allowed = host_memory.shmem_mode() in host_memory.SHMEM_MODES_THAT_HELP
+    if backing == "4k" and hugepages and allowed:
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
             backing = "thp"

@@ -26,6 +26,7 @@ __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "W
 
 _F32 = np.dtype(np.float32)
 _I32 = np.dtype(np.int32)
+ATTENDANT_POLL_US = 50
 
 
 class Ticket(NamedTuple):
@@ -89,6 +90,10 @@ class WorkerClient:
         background_cpus: for mapping pages; empty: any but ``cpus``.
         nodes: those of ``cpus`` that are local to each of the arena's NUMA nodes; not needed for an arena of one.
         log: logger of the supervisor.
+
+    Attributes:
+        parts: runs of pages that every sequence is split into; 0: determined by ``split``.
+        split: the rule for the number of runs where it is not fixed.
     """
 
     def __init__(
@@ -108,14 +113,15 @@ class WorkerClient:
         node_of = {cpu: node for node, of_node in enumerate(nodes or [cpus]) for cpu in of_node}
         self._cpu_nodes = tuple(node_of[cpu] for cpu in cpus)
         node_cpus = max(1, min(map(self._cpu_nodes.count, range(self._spec.num_nodes))))
-        most = most_threads(self._config.threads_per_group, node_cpus)
+        self.parts = self._config.threads_per_group
+        most = most_threads(self.parts, node_cpus)
         list_bytes = 2 * self._spec.page_bytes // self._spec.lists  # of a page
         least_pages = _native.least_run_pages(list_bytes) * self._spec.num_nodes
-        self._split = Split(node_cpus, most, least_pages)
+        self.split = Split(node_cpus, most, least_pages)
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
         self._q_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
-        self._producer.set_split(*self._split)
+        self._producer.set_split(*self.split)
         self._attendant: _native.RingAttendant | None = None
         self._own_epoch = 0
         self._next_event = [0] * len(self._cpus)
@@ -150,34 +156,19 @@ class WorkerClient:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    @property
-    def ready(self) -> bool:
-        """Whether a worker is serving."""
-        return self._supervisor.state == "ready" and self._supervisor.pid is not None
+    def serve_device(self) -> None:
+        """From now on records are posted from a device's stream (``ops.doorbell.DeviceRing``), not by ``post``.
 
-    def serve_device(self, poll_us: int = 50) -> None:
-        """From now on records are posted from a device's stream (``ops.doorbell.DeviceRing``).
-
-        An attendant thread polls every ``poll_us``, rings the bell on the stream's behalf, and answers records that
-        no live worker will; ``post`` and ``wait`` must not be used after this. Call once, before :meth:`start`.
+        An attendant thread rings the bell on the stream's behalf, and answers records that no live worker will. Call
+        once, before :meth:`start`.
         """
         self._own_epoch = self._producer.next_epoch()
-        self._attendant = _native.RingAttendant(self._producer, poll_us)
+        self._attendant = _native.RingAttendant(self._producer, ATTENDANT_POLL_US)
 
     @property
     def device_epoch(self) -> int:
         """The epoch that a device's next step posts to: the live worker's, or the attendant's."""
         return self._producer.live_epoch() or self._own_epoch
-
-    @property
-    def parts(self) -> int:
-        """Runs of pages that every sequence is split into; 0: determined by ``split``."""
-        return self._config.threads_per_group
-
-    @property
-    def split(self) -> Split:
-        """The rule for the number of runs where it is not fixed."""
-        return self._split
 
     def post(
         self, layer: int, step: int, q: np.ndarray, pages: np.ndarray, n_pages: np.ndarray
@@ -203,8 +194,6 @@ class WorkerClient:
             raise ValueError(f"post: pages has {pages.ndim} axes, expected [B*C, k]")
         _check("post", "pages", pages, _I32, (rows, pages.shape[1]))
         _check("post", "n_pages", n_pages, _I32, (rows,))
-        if layer < 0 or step < 0:
-            raise ValueError(f"post: layer {layer} or step {step} is negative")
         number = self._producer.post(
             layer,
             step,
@@ -213,7 +202,7 @@ class WorkerClient:
             _address(pages),
             pages.shape[1],
             _address(n_pages),
-            self._config.threads_per_group,
+            self.parts,
             len(q) * self._q_bytes,
         )
         return Ticket(layer, step, len(q), number)

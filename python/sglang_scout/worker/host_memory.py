@@ -43,7 +43,7 @@ _MPOL_DEFAULT, _MPOL_BIND = 0, 2
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _ANY_NODE = r"\d+"
 _PROC, _SYS_MM = Path("/proc"), Path("/sys/kernel/mm")
-_SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
+SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
 # For cgroup v2 and v1: file names of limits and usage, and the memory.stat key of reclaimable cache. Above
 # memory.high a process is throttled until pages are reclaimed, and those of the arena cannot be.
 _GROUP_FILES = {
@@ -157,11 +157,6 @@ def shmem_mode() -> str:
     """The selected mode in shmem_enabled; "" if the kernel has no transparent huge pages."""
     match = re.search(r"\[(\w+)\]", numa.read(_SYS_MM / "transparent_hugepage/shmem_enabled"))
     return match[1] if match else ""
-
-
-def shared_huge_pages_allowed() -> bool:
-    """Whether shared memory may get transparent huge pages."""
-    return shmem_mode() in _SHMEM_MODES_THAT_HELP
 
 
 def protect(address: int, nbytes: int) -> None:

@@ -71,7 +71,7 @@ class Worker:
                 ring_bytes = arena.layout().kv_offset
                 pages = arena.address + ring_bytes, arena.nbytes - ring_bytes
                 stack.callback(PopulateThread(*pages, others).stop)
-            self._channel.send(m.Ready(isa=_native.isa(), threads=len(configure.cpus)))
+            self._channel.send(m.Ready(isa=_native.isa()))
             self._beat(runtime, configure.config.heartbeat_interval_s)
 
     def _beat(self, runtime: _native.RingRuntime, interval_s: float) -> None:
@@ -79,11 +79,14 @@ class Worker:
         draining = False
         while True:
             now_s = time.monotonic()
+            pending, items = runtime.progress()
             if now_s >= due_s:
-                self._channel.send(m.Heartbeat(stats=self._stats(runtime)))
+                refused = self._channel.refused
+                beat = m.Heartbeat(items=items, pending=pending, refused_messages=refused)
+                self._channel.send(beat)
                 due_s = now_s + interval_s
-            if draining and not (stats := self._stats(runtime)).pending:
-                self._channel.send(m.Drained(stats=stats))
+            if draining and not pending:
+                self._channel.send(m.Drained())
                 draining = False
             self._channel.wait(_DRAIN_POLL_S if draining else due_s - now_s)
             draining |= any(isinstance(message, m.Drain) for message in self._receive())
@@ -104,10 +107,6 @@ class Worker:
         if any(isinstance(message, m.Stop) for message in received):
             raise Stopped
         return received
-
-    def _stats(self, runtime: _native.RingRuntime) -> m.Stats:
-        pending, items = runtime.progress()
-        return m.Stats(items=items, pending=pending, refused_messages=self._channel.refused)
 
 
 def attach(fd: int, register: m.Register) -> Arena:

@@ -12,7 +12,7 @@ Lifecycle of a process::
     process -> Ready | Failed             serving, or why not (then it exits)
     process -> Heartbeat ...              every heartbeat interval, with statistics
     server  -> Drain                      finish what is posted
-    process -> Drained                    nothing is left, final statistics
+    process -> Drained                    nothing is left
     server  -> Stop                       exit with code 0, at any time
 """
 
@@ -62,12 +62,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     version: int = PROTOCOL_VERSION  # the sender's
 
 
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    items: int = 0  # (sequence, part) items computed
-    pending: int = 0  # records published but not finished
-    refused_messages: int = 0  # that the process dropped
-
-
 class Hello(Message, frozen=True, kw_only=True):
     """The first message in each direction."""
 
@@ -86,10 +80,9 @@ class Configure(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The threads are running. ``isa`` names the attention kernel's instruction set."""
+    """The threads are running."""
 
-    isa: str
-    threads: int
+    isa: str  # instruction set of the attention kernel
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -99,7 +92,9 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    stats: Stats
+    items: int = 0  # (sequence, part) items computed by the process
+    pending: int = 0  # records published but not finished
+    refused_messages: int = 0  # that the process dropped
 
 
 class Drain(Message, frozen=True, kw_only=True):
@@ -107,7 +102,7 @@ class Drain(Message, frozen=True, kw_only=True):
 
 
 class Drained(Message, frozen=True, kw_only=True):
-    stats: Stats
+    """Nothing is pending."""
 
 
 class Stop(Message, frozen=True, kw_only=True):

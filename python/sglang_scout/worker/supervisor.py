@@ -167,7 +167,7 @@ class Supervisor:
         tick_s = config.heartbeat_interval_s / 2
         quiet_s = 0.0  # since the last message
         beat_s = stalled_s = 0.0  # since the last heartbeat; of heartbeats without progress
-        last = m.Stats()
+        last = m.Heartbeat()
         last_s = time.monotonic()
         refused_before = self.refused_messages
         while not self._stopping.is_set():
@@ -181,13 +181,12 @@ class Supervisor:
             for message in received:
                 quiet_s = 0.0
                 if isinstance(message, m.Heartbeat):
-                    stats = message.stats
                     # Only a heartbeat that reports pending work without progress counts as a stall. A
                     # starved supervisor reads several at once, each of which stands for an interval.
-                    stuck = last.pending and stats.pending and stats.items == last.items
+                    stuck = last.pending and message.pending and message.items == last.items
                     spent_s = max(beat_s, config.heartbeat_interval_s)
                     stalled_s = stalled_s + spent_s if stuck else 0.0
-                    beat_s, last = 0.0, stats
+                    beat_s, last = 0.0, message
                 elif isinstance(message, m.Failed):
                     return f"CPU attention process {process.pid} failed: {message.error}"
                 else:
@@ -220,8 +219,8 @@ class Supervisor:
             self.state = "ready"
             self._first_outcome.set()
             what = "CPU attention process %d ready: %d threads, %s, control socket %s"
-            facts = process.pid, message.threads, message.isa, process.channel.endpoint
-            self._log.info(what, *facts)
+            threads = len(self._configure.cpus)
+            self._log.info(what, process.pid, threads, message.isa, process.channel.endpoint)
 
     def _stop_gently(self, process: WorkerProcess) -> None:
         """What is posted is finished first, if that takes no longer than a stop may."""
