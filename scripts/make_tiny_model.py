@@ -53,8 +53,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# The merges of the tokenizer are learned only from this text, so that they never depend on the
-# machine.
+# The merges of the tokenizer are learned only from this text, so that they never depend on the machine.
 TOKENIZER_TEXT = (
     "The decode server keeps every page of a long prompt in host memory and a few of them near "
     "the arithmetic. A page that matters is read where it lies, and the two partial answers are "

@@ -124,7 +124,7 @@ def test_a_gpu_on_the_second_of_two_nodes(
     assert plan.background == background
 
     spec = ArenaSpec(2, 4000, 32, 2, 4, 64, "bfloat16", 0.125, 4, 8, len(nodes))
-    with Arena.create(spec, numa_nodes=list(nodes), hugepages=False) as arena:
+    with Arena.create(spec, numa_nodes=list(nodes)) as arena:
         begin = arena.address
         for address, nbytes, node in bound:
             assert address == begin and nbytes > 0 and node in nodes

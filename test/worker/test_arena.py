@@ -74,16 +74,16 @@ def test_planes_are_disjoint_and_shared(make_arena, kv_dtype):
     arena = make_arena(kv_dtype=kv_dtype)
     s = arena.spec
     shape = (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
-    planes = [p(i) for i in range(s.num_layers) for p in (arena.k_pages, arena.v_pages)]
-    for number, plane in enumerate(planes):
+
+    def planes(of):
+        return [plane(i) for i in range(s.num_layers) for plane in (of.k_pages, of.v_pages)]
+
+    for number, plane in enumerate(planes(arena), 1):
         assert plane.shape == shape and plane.dtype == s.storage_dtype
-        plane[:] = number + 1
+        plane[:] = number
     with Arena.attach(arena.fd) as other:
         assert other.spec == s and other.fd != arena.fd and other.nbytes == arena.nbytes
-        for number in range(len(planes)):
-            plane = (other.v_pages if number % 2 else other.k_pages)(number // 2)
-            assert (plane == number + 1).all()
-        del plane
+        assert all((plane == number).all() for number, plane in enumerate(planes(other), 1))
 
 
 @pytest.mark.parametrize(
@@ -206,13 +206,7 @@ def test_an_arena_that_relies_on_growth_is_taken_at_once_or_refused(monkeypatch,
 
 def test_attach_refuses_foreign_files(tmp_path):
     with open(tmp_path / "f", "wb+") as file:
-        with pytest.raises(ArenaError, match="not sealed|not a memory"):
-            Arena.attach(file.fileno())
-    with open(os.memfd_create("x", os.MFD_ALLOW_SEALING), "wb") as file:
         os.ftruncate(file.fileno(), 1 << 16)
-        with pytest.raises(ArenaError, match="not sealed"):
-            Arena.attach(file.fileno())
-        fcntl.fcntl(file.fileno(), 1033, 7)
         with pytest.raises(ArenaError, match="magic number differs"):
             Arena.attach(file.fileno())
 

@@ -150,10 +150,6 @@ def check_mooncake() -> Check:
     return check
 
 
-def check_router() -> Check:
-    return _importable("sglang_router", "sglang-router")
-
-
 def check_worker(cpus: list[int]) -> Check:
     from sglang_scout.cli import worker_check  # imports the native module
 
@@ -175,14 +171,8 @@ def check_policy(name: str, keys: str) -> Check:
         files.append(f"{kind}_file {path}, of {model.describe()}")
     missing = MISSING[policy.route] if policy.feedback is None else WITH_FEEDBACK
     text = f"{name}: {missing}; budget of {config.budget_tokens} tokens"
-    values = {
-        "policy": policy.name,
-        "budget_tokens": config.budget_tokens,
-        "digest": config.digest,
-        "worker": policy.route == "cpu",
-        "missing": missing,
-        "files": files,
-    }
+    values = {"policy": policy.name, "budget_tokens": config.budget_tokens, "digest": config.digest}
+    values |= {"worker": policy.route == "cpu", "missing": missing, "files": files}
     return Check(OK, "; ".join([text, *files]), values=values)
 
 
@@ -205,7 +195,7 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
         "huge pages": machine.check_hugepages,
         "locked memory": machine.check_locked_memory,
         "mooncake": check_mooncake,
-        "router": check_router,
+        "router": lambda: _importable("sglang_router", "sglang-router"),
         "queries": check_queries,
         "CPU attention": lambda: check_worker(given or sorted(os.sched_getaffinity(0))),
     }
@@ -248,20 +238,14 @@ def report(results: Mapping[str, Check]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--cpus",
-        metavar="LIST",
-        help="CPUs for CPU attention, as for --kv-offload-cpus, for example 0-35 (default: those that a decode "
-        "server would take; the check of CPU attention takes every CPU of this process)",
+    cpus = (
+        "CPUs for CPU attention, as for --kv-offload-cpus, for example 0-35 (default: those that a decode server would "
+        "take; the check of CPU attention takes every CPU of this process)"
     )
-    parser.add_argument(
-        "--kv-offload",
-        metavar="POLICY",
-        help="also check what this policy needs, as the server's flag would",
-    )
-    parser.add_argument(
-        "--kv-offload-config", metavar="JSON", default="{}", help="the same as the server's flag"
-    )
+    add = parser.add_argument
+    add("--cpus", metavar="LIST", help=cpus)
+    add("--kv-offload", metavar="POLICY", help="also check what this policy needs")
+    add("--kv-offload-config", metavar="JSON", default="{}", help="the same as the server's flag")
 
 
 def run(args: argparse.Namespace) -> int:

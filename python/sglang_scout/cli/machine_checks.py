@@ -52,7 +52,7 @@ def reason(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def cuda_devices() -> tuple[int, str]:
-    """How many CUDA devices torch can use, and why none. Takes seconds, to import torch."""
+    """How many CUDA devices torch can use, and why none."""
     done = python("-c", COUNT_DEVICES)
     if done.returncode:
         return 0, reason(done)
@@ -63,11 +63,8 @@ def cuda_devices() -> tuple[int, str]:
 
 
 def transfer_reads_device() -> bool:
-    """Whether the installed mooncake was built with CUDA.
-
-    Without it mooncake passes the address of device memory to the socket, which refuses it, and every transfer fails;
-    also of digests that arrive in device memory. With it, device memory is copied through the host.
-    """
+    """Whether the installed mooncake was built with CUDA, and so copies device memory through the host. Otherwise every
+    transfer of it over TCP fails, also that of digests."""
     spec = importlib.util.find_spec("mooncake")  # a lookup without an import
     folders = (spec.submodule_search_locations or ()) if spec else ()
     modules = (module for folder in folders for module in Path(folder).glob("engine*.so"))

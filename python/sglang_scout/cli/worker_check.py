@@ -81,10 +81,7 @@ def attend_plainly(
 
 
 def compare_and_time(client: WorkerClient, arena: Arena) -> tuple[dict[str, Any], str]:
-    """What a started client's process computed, and in what time; and what is wrong with it, or "".
-
-    Times are medians: ``batch_us`` for rows x pages, ``page_us`` for one row with one page.
-    """
+    """What a started client's process computed, and in what median time; and what is wrong with it, or ""."""
     rng = np.random.default_rng(0)
     for plane in (arena.k_pages(0), arena.v_pages(0)):
         values = rng.standard_normal(plane.shape, dtype=np.float32)
@@ -112,21 +109,10 @@ def compare_and_time(client: WorkerClient, arena: Arena) -> tuple[dict[str, Any]
     status, problem = client.snapshot(), ""
     if not error <= TOLERANCE:  # also true for NaN
         problem = f"the error of {error:.2e} exceeds the tolerance of {TOLERANCE:.0e}"
-    elif fallback:
+    elif fallback or status.restarts:
         problem = (
-            f"{fallback} pages were computed without the CPU attention process: {status.last_error}"
+            f"the CPU attention process was replaced {status.restarts} times, and {fallback} pages were computed "
+            f"without it: {status.last_error}"
         )
-    elif status.restarts:
-        problem = (
-            f"the CPU attention process was replaced {status.restarts} times: {status.last_error}"
-        )
-    found = {
-        "rows": ROWS,
-        "pages": PAGES,
-        "batch_us": batch_us,
-        "page_us": page_us,
-        "max_error": error,
-        "isa": status.isa,
-        "endpoint": status.endpoint,
-    }
-    return found, problem
+    found = {"rows": ROWS, "pages": PAGES, "batch_us": batch_us, "page_us": page_us}
+    return found | {"max_error": error, "isa": status.isa, "endpoint": status.endpoint}, problem

@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 MEMFD_NAME = "sglang-scout"
 _F_ADD_SEALS = 1033
-_F_GET_SEALS = 1034
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _MFD_NOEXEC_SEAL = 8  # of Linux 6.3
 _MFD_HUGE_2MB = 21 << 26
@@ -63,28 +62,25 @@ class Arena:
         _open_arenas.add(self)
 
     @classmethod
-    def create(
-        cls, spec: ArenaSpec, *, numa_nodes: Sequence[int] = (), hugepages: bool = True
-    ) -> Arena:
-        """Creates, seals and maps a new arena. Memory is allocated on first write, except from the hugetlb
+    def create(cls, spec: ArenaSpec, *, numa_nodes: Sequence[int] = ()) -> Arena:
+        """Creates, seals and maps a new arena: in the hugetlb pool if that has enough free pages, on each of
+        ``numa_nodes`` too, and otherwise in transparent huge pages. Memory is allocated on first write, except from the
         pool, and where the machine must grow first to have it all.
 
         Args:
             numa_nodes: bind the pages of the spec's node i to the i-th of these; a logged no-op on a machine without
                 NUMA. Empty: bind nothing.
-            hugepages: use the hugetlb pool if it has enough free pages on each of these nodes, and
-                populate them immediately; otherwise request transparent huge pages.
 
         Raises:
             ArenaError: not enough memory on the machine or on a node, a pool that is short though half of the pages are
                 free, a node that does not exist, or a failed system call.
         """
         layout = layout_of(spec)
-        made = _take_from_pool(spec, layout, numa_nodes) if hugepages else None
+        made = _take_from_pool(spec, layout, numa_nodes)
         if made is None:
             check_fits(spec, numa_nodes)
             try:
-                made = _make(layout.total_bytes, False, hugepages)
+                made = _make(layout.total_bytes, False)
             except OSError as e:
                 raise ArenaError(f"cannot make {describe(spec)}: {e.strerror}") from e
             with _closed_on_error(made[0]):
@@ -104,21 +100,12 @@ class Arena:
         writable. ``fd`` is duplicated and stays owned by the caller.
 
         Raises:
-            ArenaError: the file is not sealed, or is not an arena of this version.
+            ArenaError: the file is not an arena of this version, or cannot be mapped.
         """
-        try:
-            seals = fcntl.fcntl(fd, _F_GET_SEALS)
-        except OSError as e:
-            raise ArenaError(f"descriptor {fd} is not a memory file: {e.strerror}") from e
-        if seals & 0x6 != 0x6:
-            raise ArenaError(f"memory file {fd} is not sealed against resizing (seals {seals:#x})")
-        nbytes = os.fstat(fd).st_size
-        if nbytes == 0:
-            raise ArenaError(f"memory file {fd} is empty")
-        own = os.dup(fd)
+        nbytes, own = os.fstat(fd).st_size, os.dup(fd)
         with _closed_on_error(own):
             try:
-                memory, backing = _map(own, nbytes, "4k", True)
+                memory, backing = _map(own, nbytes, "4k")
                 spec = read_header(memory)
                 layout = layout_of(spec)
                 for begin, end in ((0, layout.bell_offset), (layout.kv_offset, nbytes)):
@@ -129,7 +116,6 @@ class Arena:
         return cls(own, memory, spec, backing)
 
     def layout(self) -> Layout:
-        """Offsets and strides in bytes."""
         return self._layout
 
     def k_pages(self, layer: int) -> np.ndarray:
@@ -193,8 +179,8 @@ _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """A forked child has no mapping, see :func:`_map`, and its descriptors must not keep the memory alive. Python's
-    mmap holds a duplicate, whose number must stay in use."""
+    """A forked child has no mapping, and its descriptors must not keep the memory alive. Python's mmap holds a
+    duplicate, whose number must stay in use."""
     files = [os.fstat(arena.fd) for arena in _open_arenas if arena.fd >= 0]
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for fd in map(int, os.listdir("/proc/self/fd")):
@@ -216,7 +202,7 @@ def _closed_on_error(fd: int) -> Iterator[None]:
         raise
 
 
-def _make(nbytes: int, from_pool: bool, hugepages: bool) -> tuple[int, np.ndarray, str]:
+def _make(nbytes: int, from_pool: bool) -> tuple[int, np.ndarray, str]:
     """A sealed file, its mapping, and how it is backed. Raises OSError."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     flags |= os.MFD_HUGETLB | _MFD_HUGE_2MB if from_pool else 0
@@ -229,7 +215,7 @@ def _make(nbytes: int, from_pool: bool, hugepages: bool) -> tuple[int, np.ndarra
     with _closed_on_error(fd):
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-        memory, backing = _map(fd, nbytes, "hugetlb" if from_pool else "4k", hugepages)
+        memory, backing = _map(fd, nbytes, "hugetlb" if from_pool else "4k")
     return fd, memory, backing
 
 
@@ -253,7 +239,7 @@ def _take_from_pool(
         return None
     nbytes = layout.total_bytes
     try:
-        fd, memory, backing = _make(nbytes, True, True)
+        fd, memory, backing = _make(nbytes, True)
         with _closed_on_error(fd):
             _bind(memory, spec, numa_nodes, HUGE_PAGE_BYTES)
             error = populate_together(memory.ctypes.data, nbytes)
@@ -267,10 +253,9 @@ def _take_from_pool(
     return fd, memory, backing
 
 
-def _map(fd: int, nbytes: int, backing: str, hugepages: bool) -> tuple[np.ndarray, str]:
+def _map(fd: int, nbytes: int, backing: str) -> tuple[np.ndarray, str]:
     mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
-    allowed = host_memory.shmem_mode() in host_memory.SHMEM_MODES_THAT_HELP
-    if backing == "4k" and hugepages and allowed:
+    if backing == "4k" and host_memory.shmem_mode() in host_memory.SHMEM_MODES_THAT_HELP:
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
             backing = "thp"

@@ -3,8 +3,8 @@
 The endpoint is ``ipc://@sglang-scout-PID-EPOCH-RANDOM``, a name in Linux's abstract namespace: it needs no file, and
 ends with its process. Nor has it a mode, so whoever shares the network namespace may connect. What keeps others out:
 
-- libzmq closes connections of all processes but the server before it reads a byte: IPC_FILTER_PID, set before bind. It
-  is stricter than IPC_FILTER_UID, and must stand alone: libzmq accepts whom either lets in.
+- libzmq closes connections of all processes but the server before it reads a byte: IPC_FILTER_PID, set before bind.
+  IPC_FILTER_UID must not be set beside it: libzmq accepts whom either lets in.
 - Each message must come from the one process and user expected at the other end, by the kernel's word (SO_PEERCRED).
 - Each carries the boot token of this start, which only the two processes know: none of an earlier life counts.
 - The name is not on the command line, which all can read, so nobody can bind it before the process does.
@@ -117,8 +117,8 @@ class Channel:
         endpoint, token = os.environ.pop(_ENDPOINT_ENV), os.environ.pop(_TOKEN_ENV)
         socket = context.socket(zmq.ROUTER)
         channel = cls(socket, endpoint, token, m.FromServer, server_pid, log)
-        # libzmq looks up the names of users that it refuses, in its only thread; a name service may be slow. In a class
-        # an attribute of this name would be mangled; other libraries than glibc have none.
+        # libzmq looks up the names of users that it refuses, in its only thread; a name service may be slow. Only glibc
+        # has this function, and in a class Python would mangle its name.
         with contextlib.suppress(AttributeError):
             getattr(ctypes.CDLL(None), "__nss_configure_lookup")(b"passwd", b"files")
         socket.setsockopt(zmq.IPC_FILTER_PID, server_pid)

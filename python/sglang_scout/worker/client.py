@@ -39,10 +39,10 @@ class Ticket(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """How an answer was obtained: time spent waiting for the worker, and pages that the caller computed."""
+    """How an answer was obtained."""
 
-    waited_us: int
-    fallback_pages: int
+    waited_us: int  # for the worker
+    fallback_pages: int  # that the caller computed
 
 
 class ThreadEvents(NamedTuple):

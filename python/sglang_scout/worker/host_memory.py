@@ -58,7 +58,7 @@ for _call in (_libc.madvise, _libc.mprotect):
 
 def available_bytes(node: int | None = None) -> int:
     """Memory that a new arena can have outside of the hugetlb pool, on the machine or on a NUMA node: what ``OVERRIDE``
-    promises if it is set, otherwise :func:`bytes_now` and what there is room to grow by, within the same limits."""
+    promises, or else :func:`bytes_now` and what there is room to grow by."""
     return promised_bytes() or bytes_now(node, grown=True)
 
 
@@ -76,9 +76,8 @@ def promised_bytes() -> int:
 
 
 def bytes_now(node: int | None = None, grown: bool = False) -> int:
-    """Of the machine MemAvailable, capped by the limits of this process's cgroup and all its ancestors, and by the
-    commit limit with ``vm.overcommit_memory=2``: beyond that a first write to shared memory raises SIGBUS. Of a node
-    what is free or reclaimable file cache.
+    """Of the machine MemAvailable, capped by the limits of this process's cgroup and its ancestors, and by the commit
+    limit with ``vm.overcommit_memory=2``, beyond which a first write raises SIGBUS. Of a node what is free or cache.
 
     Args:
         grown: as if the machine had grown to its ``present`` pages beyond MemTotal, less a share for what the kernel
@@ -135,7 +134,6 @@ def _memory_groups() -> Iterator[tuple[str, Path]]:
 
 
 def pool_folder(node: int | None = None) -> Path:
-    """Of the hugetlb pool of 2 MiB pages, on all nodes or on one."""
     return (_SYS_MM if node is None else numa.folder(node)) / "hugepages/hugepages-2048kB"
 
 
@@ -149,7 +147,6 @@ def pool_pages(node: int | None = None) -> tuple[int, int]:
 
 
 def free_pool_bytes(node: int | None = None) -> int:
-    """Free and unreserved bytes in the hugetlb pool."""
     return pool_pages(node)[0] * HUGE_PAGE_BYTES
 
 
@@ -166,8 +163,8 @@ def protect(address: int, nbytes: int) -> None:
 
 
 def populate(address: int, nbytes: int, *, write: bool = True) -> int:
-    """Allocates and maps all pages of a range, for writing or only for reading. Returns 0 or an errno:
-    EINVAL before Linux 5.14, EFAULT where an access would raise SIGBUS."""
+    """Allocates and maps all pages of a range. Returns 0 or an errno: EINVAL before Linux 5.14, EFAULT where an access
+    would raise SIGBUS."""
     advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
     return ctypes.get_errno() if _libc.madvise(address, nbytes, advice) else 0
 
@@ -193,12 +190,8 @@ def populate_together(address: int, nbytes: int) -> int:
 
 
 def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now) -> None:
-    """Allocates a range of memory that the machine gets only as it is used, each step once there is room for it.
-
-    Near the end of what is there steps become smaller: some machines grow only when little is left.
-
-    Args:
-        now: bytes available at the moment.
+    """Allocates a range of memory that the machine gets only as it is used, each step once ``now()`` says that there is
+    room. Near the end of that steps become smaller: some machines grow only when little is left.
 
     Raises:
         ArenaError: the machine does not grow in time; with how far it got.

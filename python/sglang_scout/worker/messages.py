@@ -1,7 +1,5 @@
-"""Control messages between the decode server and its CPU attention process: small, typed, bounded.
-
-msgspec structs in MessagePack; no pickle, no tensor bytes. Every message carries the protocol version, and takes at
-most :data:`MAX_MESSAGE_BYTES`. How they travel: ``channel.py``.
+"""Control messages between the decode server and its CPU attention process: msgspec structs in MessagePack, of at most
+:data:`MAX_MESSAGE_BYTES`, no tensor bytes. How they travel: ``channel.py``.
 
 Lifecycle of a process::
 
@@ -27,7 +25,7 @@ from sglang_scout.core.errors import WorkerError
 
 PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 64 * 1024
-MAX_TEXT_CHARS = 4000  # of an error text, so that Failed stays far below the cap
+MAX_TEXT_CHARS = 4000  # of an error text
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,7 @@ class WorkerConfig:
     ready_timeout_s: float = 30.0  # from process start to its Ready
     heartbeat_interval_s: float = 0.2
     heartbeat_timeout_s: float = 0.8  # silent for so long it is killed and replaced
-    # The same for one that has work and makes no progress, and for one that is silent because it is starved of CPU;
-    # never less than heartbeat_timeout_s.
+    # The same for one that has work and makes no progress, and for one that is silent because it is starved of CPU.
     stall_timeout_s: float = 2.0
     wait_timeout_s: float = 10.0  # after this, wait() computes the pages itself
     # Delays before restarts: each is twice the one before. A worker that was ready for the longest resets them.
@@ -52,10 +49,6 @@ class WorkerConfig:
     # results are identical; 0: chosen for speed, up to 8, see Split.
     threads_per_group: int = 0
     populate: bool = False  # map all of the arena in the background, see PopulateThread
-
-    def __post_init__(self) -> None:
-        stall_timeout_s = max(self.stall_timeout_s, self.heartbeat_timeout_s)
-        object.__setattr__(self, "stall_timeout_s", stall_timeout_s)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

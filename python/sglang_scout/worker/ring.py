@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -133,31 +134,8 @@ class ArenaSpec:
 _SIZES = [x.name for x in fields(ArenaSpec) if x.name not in ("kv_dtype", "q_dtype", "checksums")]
 
 
-class Layout(NamedTuple):
-    """Offsets and strides in bytes; ``records``, ``replies`` and ``kv`` start at ``*_offset``."""
-
-    total_bytes: int
-    log_entries: int
-    control_offset: int
-    log_offset: int
-    records_offset: int
-    record_stride: int
-    bell_offset: int
-    stats_offset: int
-    replies_offset: int
-    reply_stride: int
-    kv_offset: int
-    layer_stride: int
-    v_offset: int
-    q_offset: int
-    pages_offset: int
-    n_pages_offset: int
-    out_offset: int
-    lse_offset: int
-    events_offset: int
-    event_entries: int
-    stat_lines: int
-    checksums_offset: int
+class Layout(SimpleNamespace):
+    """The fields of ring.h's Header as numbers: the sizes, and offsets and strides in bytes."""
 
 
 def _header_of(spec: ArenaSpec) -> np.ndarray:
@@ -175,7 +153,7 @@ def _header_of(spec: ArenaSpec) -> np.ndarray:
 def layout_of(spec: ArenaSpec) -> Layout:
     """Offsets of all parts of an arena of these sizes."""
     header = _header_of(spec)[0]
-    return Layout(*(int(header[name]) for name in Layout._fields))
+    return Layout(**{name: header[name].item() for name in HEADER_DTYPE.names or ()})
 
 
 def write_header(memory: np.ndarray, spec: ArenaSpec) -> None:
@@ -220,8 +198,8 @@ class WorkerMemory(NamedTuple):
     max_batch: int  # requests that it is sized for
     threads: int  # of a NUMA node that may share a sequence
     ring_bytes: int  # the arena without pages: requests, replies, events
-    # Of the worker's own memory, for partial results of threads that share a sequence until they are merged; 0 if none
-    # is shared. One for each run of the largest record, for every record that may be in flight; allocated lazily.
+    # Partial results of threads that share a sequence: one for each run of the largest record, for each record that may
+    # be in flight; 0 if none is shared. Allocated lazily.
     partial_bytes: int
 
     @property

@@ -33,11 +33,7 @@ def check_machine() -> None:
 
 
 class Supervisor:
-    """Keeps a worker process running until stopped.
-
-    Attributes, all readable from any thread:
-        state, pid, endpoint, restarts, isa, last_error, refused_messages: as in WorkerStatus.
-    """
+    """Keeps a worker process running until stopped. Attributes are as in WorkerStatus, and readable from any thread."""
 
     def __init__(
         self,
@@ -75,8 +71,6 @@ class Supervisor:
         """
         check_machine()
         with self._lock:
-            if self._thread is not None:
-                raise WorkerError("the CPU attention process has been started already")
             self._context = open_context()
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
             self._stopping.clear()
@@ -173,8 +167,7 @@ class Supervisor:
         while not self._stopping.is_set():
             received, ended = process.wait(tick_s, self._wake_fd)
             now_s = time.monotonic()
-            # If this thread itself was not scheduled, the worker was not silent: its messages have
-            # been read above, and a long gap is capped at two ticks.
+            # If this thread itself was not scheduled, the worker was not silent: a gap is capped at two ticks.
             gap_s, last_s = min(now_s - last_s, 2 * tick_s), now_s
             quiet_s += gap_s
             beat_s += gap_s
