@@ -3,10 +3,9 @@
 
     python scripts/compile_kernels.py [--arch 90] [--ptx FOLDER]
 
-The ops' own functions run on tensors without data; instead of being launched, each kernel is compiled for
-the types, alignments and constants of that launch. Prints registers, spilled bytes and shared memory of
-each. Fails if one does not compile, exceeds the shared memory limit, spills more than a few words on the
-architecture that it was written for (90), or if a kernel of the package was not reached.
+The ops' own functions run on tensors without data; instead of being launched, each kernel is compiled for the types,
+alignments and constants of that launch. Fails if one does not compile, exceeds the shared memory limit, spills more
+than a few words on the architecture that it was written for (90), or was not reached.
 """
 
 from __future__ import annotations
@@ -244,10 +243,9 @@ def ring_calls() -> Iterator[Case]:
     yield "post of one page", doorbell.post, (ring, 1, *one)
     yield "wait and merge of one row", doorbell.merge, (ring, 1, out[:1], lse[:1], None, F32)
     # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
-    ring = DeviceRing(
-        *place, dataclasses.replace(spec, num_layers=1, q_dtype="float32"), parts=1, split=Split(),
-        timeout_us=10_000_000, device="meta",
-    )  # fmt: skip
+    one_layer = dataclasses.replace(spec, num_layers=1, q_dtype="float32")
+    split_by = {"parts": 1, "split": Split()}
+    ring = DeviceRing(*place, one_layer, **split_by, timeout_us=10_000_000, device="meta")
     yield "post without a split", doorbell.post, (ring, 0, out, chosen_pages, empty(16, dtype=I32))
     yield "long wait and merge", doorbell.merge, (ring, 0, out.to(BF16), lse, None, BF16)
 
@@ -269,11 +267,8 @@ def resources(ptx: str, arch: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        done = subprocess.run(
-            [get_ptxas(arch).path, "-v", f"-arch={target}", str(source),
-             "-o", str(Path(folder, "kernel.cubin"))],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        command = [get_ptxas(arch).path, "-v", f"-arch={target}", source, "-o", f"{folder}/cubin"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     registers = re.search(r"Used (\d+) registers", done.stderr)
     spilled = re.findall(r"(\d+) bytes spill", done.stderr)
     return int(registers[1]) if registers else 0, sum(map(int, spilled))
@@ -322,11 +317,8 @@ def main() -> int:
                 (arguments.ptx / f"{name}-{len(rows)}.ptx").write_text(kernel.asm["ptx"])
             warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
             rows.append((name, spilled, shared))
-            print(
-                f"{name:18} {warps:2} warps {registers:4} registers {spilled:4} B spilled "
-                f"{shared:7} B shared  {case}",
-                flush=True,
-            )
+            used = f"{warps:2} warps {registers:4} registers {spilled:4} B spilled"
+            print(f"{name:18} {used} {shared:7} B shared  {case}", flush=True)
     missed = kernels_of_package() - {name for name, _ in seen}
     most = SHARED_KIB[arguments.arch] << 10
     own = arguments.arch == 90  # what the kernels were written for

@@ -71,10 +71,7 @@ def _fails(command: Sequence[str | Path], folder: Path) -> str:
 
 
 def from_pypi(requirement: str, folder: Path) -> None:
-    """Unpacks one wheel into the folder, with the available pip or uv and its configuration.
-
-    Raises Unavailable.
-    """
+    """Unpacks one wheel into the folder, with the available pip or uv. Raises Unavailable."""
     bootstrap = CACHE / "uv-bootstrap" / "bin"
     options = ["install", "-q", "--no-deps", "--only-binary", ":all:", "--target", "."]
     pythons = [bootstrap / "python", Path(sys.executable), Path("python3")]

@@ -37,6 +37,10 @@ class Place:
         ]
         return min(found, key=lambda of_node: of_node[2] / max(of_node[1], 1))
 
+    def has(self, spec: ArenaSpec) -> bool:
+        _, needed, free = self.shortest(spec)
+        return free >= needed
+
     def most_pages(self, spec: ArenaSpec) -> int:
         """The most pages, less than in ``spec``, with which such arenas fit; 0 if none do."""
 
@@ -44,9 +48,7 @@ class Place:
             # A share of the pages, rounded by whoever chose it.
             context = spec.context_pages * pages // spec.num_pages + spec.num_kv_heads
             context_pages = min(context, spec.context_pages)
-            arena = replace(spec, num_pages=pages, context_pages=context_pages)
-            _, needed, free = self.shortest(arena)
-            return free < needed
+            return not self.has(replace(spec, num_pages=pages, context_pages=context_pages))
 
         return bisect_left(range(1, spec.num_pages), True, key=too_many)
 

@@ -59,7 +59,7 @@ class ThreadEvents(NamedTuple):
 class WorkerStatus:
     """A snapshot of the worker's status. Totals continue across restarts."""
 
-    pid: int | None  # of the running process; None if there is none
+    pid: int | None  # of the running process
     endpoint: str  # of its control channel; "" before the first start
     state: str  # "starting", "ready", "restarting", "stopped" or "failed"
     restarts: int  # workers after the first
@@ -68,9 +68,7 @@ class WorkerStatus:
     items: int  # (sequence, part) items computed by workers
     pages: int  # that workers attended to
     remote_pages: int  # of these, on another node than the thread's
-    # Records that a worker refused because a field was out of range, and answers that the caller did because of inf
-    # or NaN.
-    refused: int
+    refused: int  # records that a worker refused for a field, and answers that the caller did for inf or NaN
     busy_us: int  # compute time summed over worker threads
     stale: int  # records of another epoch that a worker skipped
     fallback_pages: int  # that the caller computed instead
@@ -82,10 +80,9 @@ class WorkerStatus:
 
 
 class WorkerClient:
-    """A supervised worker process on an arena.
+    """A supervised worker process on an arena, which must stay open while the client is in use.
 
     Args:
-        arena: holds the pages and the ring; must stay open while the client is in use.
         cpus: one worker thread is pinned to each.
         background_cpus: for mapping pages; empty: any but ``cpus``.
         nodes: those of ``cpus`` that are local to each of the arena's NUMA nodes; not needed for an arena of one.
@@ -142,8 +139,7 @@ class WorkerClient:
     def stop(self) -> None:
         """Stops the worker; leaves no process, thread, descriptor or file. Idempotent.
 
-        Outstanding tickets can still be waited for: the caller computes them. Records posted by a device are no longer
-        answered.
+        Outstanding tickets can still be waited for. Records posted by a device are no longer answered.
         """
         self._supervisor.stop()
         if self._attendant is not None:

@@ -197,14 +197,14 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now)
         ArenaError: the machine does not grow in time; with how far it got.
     """
     done, asked_s = 0, time.monotonic()
+    fix = f"lower --kv-offload-host-gb, or free memory; {LAST_RESORT}"
     while done < nbytes:
         step, room = min(STEP_BYTES, nbytes - done), now() - KEPT_BYTES
         if room < step and (step := room // 2 // PIECE_BYTES * PIECE_BYTES) <= 0:
             if time.monotonic() - asked_s > GROWTH_WAIT_S:
                 raise ArenaError(
                     f"this machine's memory does not grow: {gib(done)} of {gib(nbytes)} are allocated, and no more "
-                    f"became available within {GROWTH_WAIT_S:g} s; lower --kv-offload-host-gb, or free memory; "
-                    f"{LAST_RESORT}"
+                    f"became available within {GROWTH_WAIT_S:g} s; {fix}"
                 )
             time.sleep(0.1)
             continue
@@ -212,10 +212,8 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now)
         if error == errno.EINVAL:  # before Linux 5.14
             return
         if error:
-            raise ArenaError(
-                f"only {gib(done)} of {gib(nbytes)} of host memory could be allocated: {os.strerror(error)}; lower "
-                f"--kv-offload-host-gb, or free memory; {LAST_RESORT}"
-            )
+            what = f"only {gib(done)} of {gib(nbytes)} of host memory could be allocated"
+            raise ArenaError(f"{what}: {os.strerror(error)}; {fix}")
         done, asked_s = done + step, time.monotonic()
         if done // STEP_BYTES > (done - step) // STEP_BYTES:
             logger.info("arena: %s of %s are allocated", gib(done), gib(nbytes))

@@ -40,8 +40,6 @@ class Stopped(Exception):
 
 
 class Worker:
-    """The channel to the server, an arena, the threads."""
-
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._received: list[m.Message] = []

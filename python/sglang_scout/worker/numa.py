@@ -28,8 +28,7 @@ def read(path: str | Path) -> str:
 
 def nodes() -> list[int]:
     """NUMA nodes of this machine, ascending; empty without NUMA support in the kernel."""
-    found = (p.name[4:] for p in (SYS / _NODES).glob("node*"))
-    return sorted(int(name) for name in found if name.isdigit())
+    return sorted(int(p.name[4:]) for p in (SYS / _NODES).glob("node[0-9]*"))
 
 
 def folder(node: int) -> Path:
@@ -95,16 +94,10 @@ def hardware() -> list[dict[str, Any]]:
     """What ``numactl --hardware`` says of each node; bytes are None and distances empty if the kernel does not tell."""
     found = []
     for node in nodes():
-        memory = read_meminfo(folder(node) / "meminfo")
-        found.append(
-            {
-                "node": node,
-                "cpus": read_cpus(f"{folder(node)}/cpulist"),
-                "total_bytes": memory.get("MemTotal"),
-                "free_bytes": memory.get("MemFree"),
-                "distances": list(map(int, read(folder(node) / "distance").split())),
-            }
-        )
+        memory, cpus = read_meminfo(folder(node) / "meminfo"), read_cpus(f"{folder(node)}/cpulist")
+        sizes = {"total_bytes": memory.get("MemTotal"), "free_bytes": memory.get("MemFree")}
+        distances = list(map(int, read(folder(node) / "distance").split()))
+        found.append({"node": node, "cpus": cpus, **sizes, "distances": distances})
     return found
 
 
