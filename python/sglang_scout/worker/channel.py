@@ -9,8 +9,8 @@ ends with its process. Nor has it a mode, so whoever shares the network namespac
 - Each carries the boot token of this start, which only the two processes know: none of an earlier life counts.
 - The name is not on the command line, which all can read, so nobody can bind it before the process does.
 
-The attention process binds: libzmq aborts a process that has no descriptor left when it accepts a connection, which must
-not be the server. ZMQ may lose messages: silence is measured by heartbeats, death is told by a pidfd.
+The attention process binds: libzmq aborts a process that has no descriptor left when it accepts a connection, which
+must not be the server. ZMQ may lose messages: silence is measured by heartbeats, death is told by a pidfd.
 """
 
 from __future__ import annotations
