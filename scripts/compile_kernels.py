@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 if "TRITON_INTERPRET" in os.environ:  # before importing triton
     del os.environ["TRITON_INTERPRET"]
@@ -65,20 +66,13 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # of KV, in a model of bflo
 I32, I64 = torch.int32, torch.int64
 
 
-class Driver:
+def driver(arch: int) -> SimpleNamespace:
     """The device properties that triton queries before it compiles."""
-
-    def __init__(self, arch: int) -> None:
-        self._arch = arch
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._arch, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+    )
 
 
 def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
@@ -155,7 +149,6 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
 
 
 def model_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of digests."""
     return BF16 if dtype in (E4M3, E5M2) else dtype
 
 
@@ -290,7 +283,7 @@ def main() -> int:
     except RuntimeError as error:
         print(f"no ptxas: {error}")
         return 77
-    triton.runtime.driver.set_active(Driver(arguments.arch))
+    triton.runtime.driver.set_active(driver(arguments.arch))
     compiled: list[tuple[str, object]] = []
 
     def instead_of_launch(kernel: JITFunction, grid: object) -> Callable[..., None]:

@@ -92,8 +92,8 @@ def made(args: argparse.Namespace) -> Path:
     """
     least = 8 * PAGE_TOKENS
     if args.tokens % PAGE_TOKENS or args.tokens < least:
-        expected = f"expected a multiple of {PAGE_TOKENS} from {least} on"
-        raise ValueError(f"--tokens {args.tokens}: {expected}")
+        expected = f"a multiple of {PAGE_TOKENS} from {least} on"
+        raise ValueError(f"--tokens {args.tokens}: expected {expected}")
     folder: Path = args.model or smollm2()
     out: Path = args.out or CACHE / "weights" / f"{folder.resolve().name}-{args.kind}.npz"
     identity = identity_of(folder)

@@ -138,14 +138,12 @@ def test_layout_has_no_overlap(values):
     assert plane <= at.v_offset and 2 * at.v_offset == at.layer_stride
     spans = [(0, 4096), (at.control_offset, 384), (at.stats_offset, 128 * 1024)]
     spans += [(at.log_offset, 8 * at.log_entries), (at.bell_offset, 256)]
+    pages = (at.pages_offset, spec.max_batch * spec.max_pages * 4)
+    record = [(0, 128), (at.q_offset, value_bytes), pages, (at.n_pages_offset, spec.max_batch * 4)]
+    reply = [(0, 384), (at.out_offset, value_bytes), (at.lse_offset, heads * 4)]
     for i in range(slots):
-        base = at.records_offset + i * at.record_stride
-        spans += [(base, 128), (base + at.q_offset, value_bytes)]
-        spans += [(base + at.pages_offset, spec.max_batch * spec.max_pages * 4)]
-        spans += [(base + at.n_pages_offset, spec.max_batch * 4)]
-        base = at.replies_offset + i * at.reply_stride
-        spans += [(base, 384), (base + at.out_offset, value_bytes)]
-        spans += [(base + at.lse_offset, heads * 4)]
+        spans += [(at.records_offset + i * at.record_stride + x, size) for x, size in record]
+        spans += [(at.replies_offset + i * at.reply_stride + x, size) for x, size in reply]
     for i in range(spec.num_layers):
         spans += [(at.kv_offset + i * at.layer_stride + j * at.v_offset, plane) for j in (0, 1)]
     spans.sort()

@@ -25,7 +25,7 @@ def traced(make_ring):
 
 
 def read(ring, start=0):
-    """The events of a thread, and the other results of read_events: where to continue, how many are lost."""
+    """The events of a thread, where to continue, and how many are lost."""
     buffer = np.zeros(EVENT_ENTRIES, EVENT_DTYPE)
     following, count, lost = ring.producer.read_events(0, start, buffer.ctypes.data)
     return buffer[:count], following, lost
