@@ -20,10 +20,9 @@ from sglang_scout.core.sglang_versions import ADAPTERS
 from sglang_scout.worker import numa
 
 DESCRIPTION = (
-    "Check whether this machine can serve. Each line says ok, warning or failed and what was found; a line "
-    "that starts with -> says what to do. One check has SGLang run a tiny random model and compares its "
-    "queries with predicted ones. Another starts a real CPU attention process and compares what it "
-    "computes. The exit code is 1 if a check failed, otherwise 0."
+    "Check whether this machine can serve. Each line says ok, warning or failed and what was found; a line that starts "
+    "with -> says what to do. One check has SGLang run a tiny random model, another starts a real CPU attention "
+    "process. The exit code is 1 if a check failed, otherwise 0."
 )
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "scout"
@@ -60,9 +59,7 @@ def check_python() -> Check:
 
 def check_sglang() -> Check:
     supported = list(ADAPTERS)
-    fix = (
-        f"pip install sglang=={supported[0]}; sglang-scout supports only {' and '.join(supported)}"
-    )
+    fix = f"pip install sglang=={supported[0]}; supported are only {' and '.join(supported)}"
     try:
         found = version("sglang")
     except PackageNotFoundError:
@@ -82,9 +79,7 @@ def check_queries() -> Check:
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     done = python("-m", "sglang_scout.plugin.query_check", **on_cpu)
     if done.returncode != 0:
-        fix = (
-            "see the sglang check above; a decode server repeats this comparison in its first steps"
-        )
+        fix = "see the sglang check above; a decode server compares them again in its first steps"
         return Check(WARNING, f"could not compare predicted queries: {reason(done)}", fix)
     found = json.loads(done.stdout.splitlines()[-1])
     if "error" in found:

@@ -162,19 +162,16 @@ def check_locked_memory() -> Check:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Check(OK, "unlimited", values={"limit_bytes": None})
-    why, without = [], []
+    needs, values = {}, {"limit_bytes": limit}
     if numa.nvidia_gpus():
-        why.append("a decode server with --device cuda page-locks all KV pages")
-        without.append("--device cpu")
+        needs["--device cpu"] = "a decode server with --device cuda page-locks all KV pages"
     if numa.has_rdma():
-        why.append("RDMA transfer registers all KV pages")
-        without.append("MOONCAKE_PROTOCOL=tcp")
-    values = {"limit_bytes": limit}
-    if not why:
+        needs["MOONCAKE_PROTOCOL=tcp"] = "RDMA transfer registers all KV pages"
+    if not needs:
         found = f"{gib(limit)}; more is not needed without a GPU or an RDMA device"
         return Check(OK, found, values=values)
     fix = (
-        f"{', and '.join(why)}: set ulimit -l unlimited (LimitMEMLOCK=infinity of a service), "
-        f"or use {' and '.join(without)}"
+        f"{', and '.join(needs.values())}: set ulimit -l unlimited (LimitMEMLOCK=infinity of a service), "
+        f"or use {' and '.join(needs)}"
     )
     return Check(WARNING, gib(limit), fix, values)

@@ -19,11 +19,10 @@ from sglang_scout.core.profile import PROFILE_VERSION, RecallProfile, choose_int
 from sglang_scout.core.step_log import COLD_STEPS, StepLogFile, ratios_by_age, read_step_log
 
 DESCRIPTION = (
-    "Choose how often each layer recalls pages. First let a decode server serve your workload without "
-    'recall and write a step log (--kv-offload-config \'{"step_log": "FILE", "recall": "off"}\'). This '
-    "command measures how the share of pages that the CPU computes grows in each layer, and takes for each "
-    "layer the longest interval that keeps the share at or below the threshold. Give the result to the decode "
-    'server with --kv-offload-recall-profile, and set "recall": "fixed".'
+    "Choose how often each layer recalls pages. First let a decode server serve your workload without recall and write "
+    'a step log (--kv-offload-config \'{"step_log": "FILE", "recall": "off"}\'). This command takes for each layer the '
+    "longest interval at which the share of pages that the CPU computes stays within the threshold. Give the result to "
+    'the decode server with --kv-offload-recall-profile, and set "recall": "fixed".'
 )
 LEAST_STEPS = 8
 LEAST_COSINE = 0.8

@@ -45,10 +45,10 @@ def check_worker(cpus: Sequence[int]) -> Check:
         with WorkerClient(arena, cpus, config=config, log=quiet) as client:
             ready_s = time.monotonic() - begin_s
             found, problem = compare_and_time(client, arena)
+    times = f"round trip {found['batch_us']:.0f} us; one page: {found['page_us']:.0f} us"
     text = (
-        f"ready in {ready_s * 1e3:.0f} ms, control socket {found['endpoint']}; "
-        f"{ROWS} sequences x {PAGES} pages: largest error {found['max_error']:.1e}, "
-        f"round trip {found['batch_us']:.0f} us; one page: {found['page_us']:.0f} us"
+        f"ready in {ready_s * 1e3:.0f} ms, control socket {found['endpoint']}; {ROWS} sequences x {PAGES} pages: "
+        f"largest error {found['max_error']:.1e}, {times}"
     )
     values = {"right": not problem, "problem": problem, "ready_s": ready_s} | found
     if problem:
@@ -59,10 +59,7 @@ def check_worker(cpus: Sequence[int]) -> Check:
 def attend_plainly(
     q: Floats, k: npt.NDArray[np.uint16], v: npt.NDArray[np.uint16], pages: npt.NDArray[np.int32]
 ) -> tuple[Floats, Floats]:
-    """Softmax attention of ``q`` ``[B, HQ, D]`` over pages ``[B, n]`` of bf16 ``[P, S, H, D]``.
-
-    Returns out ``[B, HQ, D]`` and the natural log-sum-exp ``[B, HQ]``.
-    """
+    """Softmax attention of ``q`` ``[B, HQ, D]`` over pages ``[B, n]`` of bf16 ``[P, S, H, D]``: out and log-sum-exp."""
     group = SPEC.num_q_heads // SPEC.num_kv_heads
     out, lse = np.empty_like(q), np.empty(q.shape[:2], np.float32)
     for row, ids in enumerate(pages):
