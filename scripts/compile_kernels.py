@@ -3,10 +3,9 @@
 
     python scripts/compile_kernels.py [--arch 90] [--ptx FOLDER]
 
-The ops' own functions run on tensors without data; instead of being launched, each kernel is compiled for
-the types, alignments and constants of that launch. Prints registers, spilled bytes and shared memory of
-each. Fails if one does not compile, exceeds the shared memory limit, spills more than a few words on the
-architecture that it was written for (90), or if a kernel of the package was not reached.
+The ops' own functions run on tensors without data; instead of being launched, each kernel is compiled for the types,
+alignments and constants of that launch. Fails if one does not compile, exceeds the shared memory limit, spills more
+than a few words on the architecture that it was written for (90), or was not reached.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 if "TRITON_INTERPRET" in os.environ:  # before importing triton
     del os.environ["TRITON_INTERPRET"]
@@ -55,8 +55,7 @@ from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 from sglang_scout.ops.triton import attend, doorbell
-from sglang_scout.worker.ring import layout_of
-from sglang_scout.worker.spec import ArenaSpec
+from sglang_scout.worker.ring import ArenaSpec, layout_of
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """Maximum shared memory per program, by architecture: A100, A40, L40S, H100, B200, B300, RTX PRO 6000."""
@@ -67,20 +66,13 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # of KV, in a model of bflo
 I32, I64 = torch.int32, torch.int64
 
 
-class Driver:
+def driver(arch: int) -> SimpleNamespace:
     """The device properties that triton queries before it compiles."""
-
-    def __init__(self, arch: int) -> None:
-        self._arch = arch
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._arch, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+    )
 
 
 def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
@@ -157,7 +149,6 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
 
 
 def model_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of digests."""
     return BF16 if dtype in (E4M3, E5M2) else dtype
 
 
@@ -245,10 +236,9 @@ def ring_calls() -> Iterator[Case]:
     yield "post of one page", doorbell.post, (ring, 1, *one)
     yield "wait and merge of one row", doorbell.merge, (ring, 1, out[:1], lse[:1], None, F32)
     # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
-    ring = DeviceRing(
-        *place, dataclasses.replace(spec, num_layers=1, q_dtype="float32"), parts=1, split=Split(),
-        timeout_us=10_000_000, device="meta",
-    )  # fmt: skip
+    one_layer = dataclasses.replace(spec, num_layers=1, q_dtype="float32")
+    split_by = {"parts": 1, "split": Split()}
+    ring = DeviceRing(*place, one_layer, **split_by, timeout_us=10_000_000, device="meta")
     yield "post without a split", doorbell.post, (ring, 0, out, chosen_pages, empty(16, dtype=I32))
     yield "long wait and merge", doorbell.merge, (ring, 0, out.to(BF16), lse, None, BF16)
 
@@ -270,11 +260,8 @@ def resources(ptx: str, arch: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        done = subprocess.run(
-            [get_ptxas(arch).path, "-v", f"-arch={target}", str(source),
-             "-o", str(Path(folder, "kernel.cubin"))],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        command = [get_ptxas(arch).path, "-v", f"-arch={target}", source, "-o", f"{folder}/cubin"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     registers = re.search(r"Used (\d+) registers", done.stderr)
     spilled = re.findall(r"(\d+) bytes spill", done.stderr)
     return int(registers[1]) if registers else 0, sum(map(int, spilled))
@@ -296,7 +283,7 @@ def main() -> int:
     except RuntimeError as error:
         print(f"no ptxas: {error}")
         return 77
-    triton.runtime.driver.set_active(Driver(arguments.arch))
+    triton.runtime.driver.set_active(driver(arguments.arch))
     compiled: list[tuple[str, object]] = []
 
     def instead_of_launch(kernel: JITFunction, grid: object) -> Callable[..., None]:
@@ -323,11 +310,8 @@ def main() -> int:
                 (arguments.ptx / f"{name}-{len(rows)}.ptx").write_text(kernel.asm["ptx"])
             warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
             rows.append((name, spilled, shared))
-            print(
-                f"{name:18} {warps:2} warps {registers:4} registers {spilled:4} B spilled "
-                f"{shared:7} B shared  {case}",
-                flush=True,
-            )
+            used = f"{warps:2} warps {registers:4} registers {spilled:4} B spilled"
+            print(f"{name:18} {used} {shared:7} B shared  {case}", flush=True)
     missed = kernels_of_package() - {name for name, _ in seen}
     most = SHARED_KIB[arguments.arch] << 10
     own = arguments.arch == 90  # what the kernels were written for

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 """End-to-end demo on one machine: prefill and decode server, router, questions and bench_serving.
 
-Run it as scripts/demo.sh, which does the set-up first. A small language model answers three questions
-about a real text, one of them about a fact hidden in it. Each answer is streamed, followed by that of
-full attention. Exit status 0 means: every request was answered in full, the hidden fact was found,
-the CPU attention process computed pages, pages were recalled, and no process is left.
+Run it as scripts/demo.sh, which does the set-up first. A small language model answers three questions about a real
+text, one of them about a fact hidden in it, each followed by the answer of full attention. Exit status 0: every request
+was answered in full, the fact was found, the CPU attention process computed pages, pages were recalled, and no process
+is left.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +29,6 @@ from smollm2 import smollm2
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "test"))  # for the server launchers
 
-from demo_bench import print_report, run_bench  # noqa: E402
 from demo_questions import TEXT_TOKENS, DemoFailed, ask_about_text, converse  # noqa: E402
 from servers import placement  # noqa: E402
 from servers.group import flags  # noqa: E402
@@ -105,8 +106,7 @@ def make_cluster(
     """The servers, sized for the demo's requests with some room."""
     requests = max(args.concurrency, 8)
     tokens_per_request = args.input_len + args.output_len + 256
-    # Room for twice as many. The device cache is sized accordingly, and what fits stays resident:
-    # the requests of the demo have two budgets each.
+    # Room for twice as many: the requests of the demo have two budgets each, and what fits stays resident.
     room = 2 * requests
     prefill, decode = where.memory()
     common, more_decodes = [], {}
@@ -129,10 +129,8 @@ def make_cluster(
                 options["kv_offload_config"] = json.dumps(config)
     max_total_tokens = max((requests + 2) * tokens_per_request, 3 * TEXT_TOKENS)
     if where.prefill == placement.CPU:
-        # All waiting prompts in one prefill batch: the decode server then gets them at about the
-        # same time and runs them as a batch. Not needed on a GPU.
-        prefill |= {"max_prefill_tokens": max_total_tokens}
-        prefill |= {"chunked_prefill_size": -1}
+        # All waiting prompts in one prefill batch, so that the decode server gets and runs them as a batch.
+        prefill |= {"max_prefill_tokens": max_total_tokens, "chunked_prefill_size": -1}
     return PDCluster(
         model,
         device=where.decode,
@@ -163,11 +161,75 @@ def check_offload(state: dict[str, Any]) -> None:
     copies_ahead = state["policy"] == "infinigen"
     for name in ("recalled_pages",) if copies_ahead else ("cpu_pages", "recalled_pages"):
         if not state[name] > 0:
-            raise DemoFailed(
-                f"kv_offload.{name} is {state[name]}, expected more than 0; state: {state}"
-            )
+            raise DemoFailed(f"kv_offload.{name} is {state[name]}, not more than 0: {state}")
     if state["worker"]["state"] != "ready":
         raise DemoFailed(f"the CPU attention process is not ready: {state['worker']}")
+
+
+def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The result row of SGLang's own bench_serving. Raises DemoFailed unless every request was answered in full."""
+    result_file = cluster.log_dir / "bench_serving.jsonl"
+    log = cluster.log_dir / "bench_serving.log"
+    command = [sys.executable, "-m", "sglang.bench_serving"]
+    command += flags(
+        backend="sglang",
+        base_url=cluster.url,
+        model=model,
+        num_prompts=args.prompts,
+        max_concurrency=args.concurrency,
+        warmup_requests=0,  # the questions were the warm-up
+        disable_tqdm=True,
+        output_file=result_file,
+        dataset_name="random-ids",
+        tokenize_prompt=True,  # token ids: exact prompt lengths
+        random_range_ratio=1,
+        random_input_len=args.input_len,
+        random_output_len=args.output_len,
+    )
+    pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    with open(log, "wb") as sink:
+        done = subprocess.run(command, env=cluster.client_environment, stdout=sink, **pipes)
+    code = done.returncode
+    if code != 0 or not result_file.is_file():
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        raise DemoFailed(f"bench_serving ended with exit code {code}:\n{tail}")
+    row = json.loads(result_file.read_text().splitlines()[-1])
+    tokens = args.prompts * args.output_len
+    if row["completed"] != args.prompts or row["total_output_tokens"] != tokens:
+        raise DemoFailed(
+            f"bench_serving: {row['completed']} of {args.prompts} requests answered, "
+            f"{row['total_output_tokens']} of {tokens} tokens (see {log})"
+        )
+    return row
+
+
+def print_report(bench: dict[str, Any], state: dict[str, Any], decode_log: str) -> None:
+    batches = map(int, re.findall(r"Decode batch.*?#running-req: (\d+)", decode_log))
+    rows = {
+        "requests answered": f"{bench['completed']} of bench_serving, and the questions above",
+        "throughput": f"{bench['output_throughput']:.1f} output tokens/s "
+        f"({bench['input_throughput']:.0f} input)",
+        "TPOT": f"{bench['mean_tpot_ms']:.1f} ms mean, {bench['median_tpot_ms']:.1f} ms median",
+        "TTFT": f"{bench['mean_ttft_ms'] / 1e3:.1f} s mean",
+        "largest decode batch": max(batches, default=0),
+        "policy": "none (stock SGLang)",
+    }
+    if state:
+        worker = state["worker"]
+        rows |= {
+            "policy": f"{state['policy']} ({state['backend']}), "
+            f"budget {state['budget_tokens']} tokens, pages of {state['page_size']}",
+            "CPU compute ratio": f"{state['cpu_compute_ratio']:.3f}",
+            "pages computed on CPU": f"{state['cpu_pages']} of {state['selected_pages']} selected",
+            "pages recalled": f"{state['recalled_pages']} "
+            f"({state['recall_bytes'] / 2**20:.1f} MiB)",
+            "fallback pages": state["fallback_pages"],
+            "CPU attention process": f"{worker['state']}, pid {worker['pid']}, {worker['restarts']} restarts",
+        }
+    print()
+    for name, value in rows.items():
+        print(f"  {name:<22} {value}")
+    print(flush=True)
 
 
 def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:
@@ -184,10 +246,8 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
     if state:
         names = ("steps", "selected_pages", "cpu_pages", "recalled_pages", "fallback_pages")
         print("\n  counters: " + ", ".join(f"{n} {state[n] - before[n]}" for n in names))
-    say(
-        f"bench_serving: {args.prompts} prompts of {args.input_len} tokens, "
-        f"{args.concurrency} at once"
-    )
+    prompts = f"{args.prompts} prompts of {args.input_len} tokens"
+    say(f"bench_serving: {prompts}, {args.concurrency} at once")
     bench = run_bench(cluster, model, args)
     state = offload_state(cluster, args)
     print_report(bench, state, cluster.servers["decode"].log())
@@ -201,9 +261,8 @@ def run(args: argparse.Namespace, where: placement.Placement, log_dir: Path) -> 
     """The demo; raises DemoFailed or ServerFailed. No process is left, whatever happens."""
     say(f"model: {args.model}" + " (downloaded once)" * (args.job is SMOLLM2))
     model = find_model(args.model)
-    say(
-        f"starting the servers, which takes a minute or two: {model.name}, --kv-offload {args.kv_offload}, {where}"
-    )
+    what = f"{model.name}, --kv-offload {args.kv_offload}, {where}"
+    say(f"starting the servers, which takes a minute or two: {what}")
     cluster = make_cluster(args, where, model, log_dir)
     try:
         with cluster:
@@ -211,9 +270,7 @@ def run(args: argparse.Namespace, where: placement.Placement, log_dir: Path) -> 
             use_cluster(cluster, model, args)
             say("stopping the servers")
             if outlived := cluster.stop():
-                raise DemoFailed(
-                    f"processes did not stop by themselves and were killed: {outlived}"
-                )
+                raise DemoFailed(f"processes did not stop by themselves: {outlived}")
     except (DemoFailed, RequestFailed, Unavailable, OSError, ValueError, KeyError) as error:
         raise DemoFailed(f"{type(error).__name__}: {error}\n{cluster.tails(15)}") from error
     if cluster.processes():

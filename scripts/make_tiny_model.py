@@ -1,18 +1,14 @@
 """A small random-weight model and its tokenizer for tests: no network, the same bytes for the same seed.
 
-Random weights at the usual scale (std 0.02) make a poor test model: attention is nearly uniform over
-the context, its output nearly vanishes, and greedy decoding repeats one token whatever the prompt
-was. The weights here are scaled so that every part of the computation affects the next token:
+With random weights of the usual scale (std 0.02) attention is nearly uniform, and greedy decoding repeats one token
+whatever the prompt was. The weights here are scaled so that every part of the computation affects the next token:
 
-- q and k: the attention logits get a standard deviation of about ``LOGIT_STD``, so that a query
-  attends to a few dozen tokens out of thousands, at any position, rather than to the mean of all;
-- v and o: the attention output is as large as the residual stream, which would otherwise be
-  dominated by the embedding of the last token;
-- MLP outputs stay smaller than both; lm_head is not tied to the embedding, so a token does not
-  predict itself.
+- q and k: attention logits have a standard deviation of about ``LOGIT_STD``, so that a query attends to a few dozen
+  tokens out of thousands, at any position;
+- v and o: the attention output is as large as the residual stream;
+- MLP outputs stay smaller than both; lm_head is not tied to the embedding, so a token does not predict itself.
 
-lm_head rows of non-printable tokens (control bytes, bytes above 127, special tokens, vocabulary
-padding) are zero: greedy text is readable ASCII and never ends before the requested length.
+lm_head rows of tokens that are not printable ASCII are zero: greedy text is readable and never ends too early.
 """
 
 from __future__ import annotations
@@ -53,8 +49,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# The merges of the tokenizer are learned only from this text, so that they never depend on the
-# machine.
+# The merges of the tokenizer are learned only from this text, so that they never depend on the machine.
 TOKENIZER_TEXT = (
     "The decode server keeps every page of a long prompt in host memory and a few of them near "
     "the arithmetic. A page that matters is read where it lies, and the two partial answers are "
@@ -126,7 +121,6 @@ def build_tokenizer(vocab: int) -> Any:
 
 
 def build_config(spec: TinyModelSpec, eos_token_id: int, pad_token_id: int) -> Any:
-    """The transformers configuration of ``spec``."""
     from transformers import AutoConfig
 
     common: dict[str, Any] = dict(
@@ -150,10 +144,7 @@ def build_config(spec: TinyModelSpec, eos_token_id: int, pad_token_id: int) -> A
 
 
 def fill_weights(model: Any, spec: TinyModelSpec, printable: list[bool]) -> None:
-    """Overwrite all parameters of ``model``, a transformers causal LM, with seeded values (in float32).
-
-    Each tensor has its own generator, seeded by its name: adding a layer leaves the others unchanged.
-    """
+    """Overwrite all parameters of a transformers causal LM; each has its own generator, seeded by its name."""
     import torch
 
     for name, parameter in model.named_parameters():
@@ -187,11 +178,8 @@ def printable_ids(tokenizer: Any, vocab: int) -> list[bool]:
 
 
 def make_tiny_model(spec: TinyModelSpec, out: Path) -> Path:
-    """Write the model and the tokenizer to the folder ``out`` and return it.
-
-    The folder is renamed into place atomically, so a killed run never leaves a partial model. An existing
-    folder is replaced. Has no other side effects; needs no network.
-    """
+    """Write the model and the tokenizer to the folder ``out`` and return it. It is renamed into place: a killed run
+    leaves no partial model."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from transformers import AutoModelForCausalLM
@@ -203,7 +191,6 @@ def make_tiny_model(spec: TinyModelSpec, out: Path) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill_weights(model, spec, printable_ids(tokenizer, spec.vocab))
     model = model.to(getattr(torch, spec.dtype))
-    out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         fresh = Path(scratch) / "model"
@@ -217,7 +204,7 @@ def make_tiny_model(spec: TinyModelSpec, out: Path) -> Path:
 
 def cached_tiny_model(spec: TinyModelSpec, cache_dir: Path) -> Path:
     """The folder of ``spec`` below ``cache_dir``, written on the first call; safe for concurrent callers."""
-    folder = Path(cache_dir) / spec.key
+    folder = cache_dir / spec.key
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

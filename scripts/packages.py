@@ -71,17 +71,12 @@ def _fails(command: Sequence[str | Path], folder: Path) -> str:
 
 
 def from_pypi(requirement: str, folder: Path) -> None:
-    """Unpacks one wheel into the folder, with the available pip or uv and its configuration.
-
-    Raises Unavailable.
-    """
+    """Unpacks one wheel into the folder, with the available pip or uv. Raises Unavailable."""
     bootstrap = CACHE / "uv-bootstrap" / "bin"
     options = ["install", "-q", "--no-deps", "--only-binary", ":all:", "--target", "."]
-    pythons = [bootstrap / "python", Path(sys.executable), Path("python3")]
-    commands = [[str(python), "-m", "pip", *options, "--no-compile"] for python in pythons]
-    commands += [
-        [uv, "pip", *options, "--python", sys.executable] for uv in ("uv", f"{bootstrap}/uv")
-    ]
+    pythons, uvs = (f"{bootstrap}/python", sys.executable, "python3"), ("uv", f"{bootstrap}/uv")
+    commands = [[python, "-m", "pip", *options, "--no-compile"] for python in pythons]
+    commands += [[uv, "pip", *options, "--python", sys.executable] for uv in uvs]
     for command in commands:
         if not (why := _fails([*command, requirement], folder)):
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -82,21 +83,14 @@ def hooks() -> str:
 
 def alerts() -> str:
     """The runbook."""
-    found = []
-    for rule in yaml.safe_load((DOCS / "monitoring" / "alerts.yml").read_text())["groups"][0][
-        "rules"
-    ]:
+    found, groups = [], yaml.safe_load((DOCS / "monitoring" / "alerts.yml").read_text())["groups"]
+    for rule in groups[0]["rules"]:
         notes, severity = rule["annotations"], rule["labels"]["severity"]
         meaning, action = notes["description"].split("\n")
-        lines = (
-            f"When: {notes['when']} ({severity}).",
-            f"Meaning: {notes['summary']} {meaning}",
-            f"What to do: {action}",
-        )
-        filled = [
-            textwrap.fill(f"- {line}", 120, subsequent_indent="  ", break_on_hyphens=False)
-            for line in lines
-        ]
+        when, meaning = f"{notes['when']} ({severity}).", f"{notes['summary']} {meaning}"
+        lines = f"- When: {when}", f"- Meaning: {meaning}", f"- What to do: {action}"
+        fill = partial(textwrap.fill, width=120, subsequent_indent="  ", break_on_hyphens=False)
+        filled = list(map(fill, lines))
         found.append("\n".join([f"### {rule['alert']}", "", *filled]))
     return "\n\n".join(found)
 
@@ -118,8 +112,7 @@ def generated() -> dict[Path, str]:
     """All files that have generated parts, as they should be.
 
     Raises:
-        ValueError: a mark without its other half, which would cost the text up to the next one; or a block that is in
-            no page, in several, or unknown.
+        ValueError: a mark without its other half; or a block that is in no page, in several, or unknown.
     """
     names: list[str] = []
     files = {}

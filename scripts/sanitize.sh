@@ -3,8 +3,7 @@
 #
 #   scripts/sanitize.sh [address|thread|all] [options]     default: all
 #
-#   address   address and undefined behaviour: test/ops with a module built so (needs scripts/setup.sh);
-#             ring_test stress, kill
+#   address   address and undefined behaviour: test/ops on such a module (needs scripts/setup.sh); ring_test stress, kill
 #   thread    data races: batch_test; ring_test stress (kill races between processes)
 #
 #   --seconds N     how long each mode of ring_test runs (default 4)

@@ -171,16 +171,11 @@ def convert(gguf: Path, folder: Path) -> None:
     def get(key: str) -> Any:
         return reader.fields[key].contents()
 
-    for name, make in (
-        ("config.json", config),
-        ("tokenizer.json", tokenizer),
-        ("tokenizer_config.json", tokenizer_config),
-    ):
-        (folder / name).write_text(json.dumps(make(get), ensure_ascii=False, indent=1) + "\n")
-    heads = {
-        "attn_q": get("llama.attention.head_count"),
-        "attn_k": get("llama.attention.head_count_kv"),
-    }
+    for make in (config, tokenizer, tokenizer_config):
+        text = json.dumps(make(get), ensure_ascii=False, indent=1) + "\n"
+        (folder / f"{make.__name__}.json").write_text(text)
+    kinds = {"attn_q": "head_count", "attn_k": "head_count_kv"}
+    heads = {kind: get(f"llama.attention.{name}") for kind, name in kinds.items()}
     write_safetensors(folder / "model.safetensors", tensors(reader, heads))
 
 

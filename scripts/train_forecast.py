@@ -7,10 +7,8 @@ coordinates of calibrated digests.
     .venv/bin/python scripts/train_forecast.py --kind digest    one minute: prefills three texts, trains nothing
     .venv/bin/python scripts/train_forecast.py --model FOLDER   a Llama-, Qwen2- or Qwen3-shaped model
 
-The model is frozen. The training data of a text - layer inputs, queries, pooled keys of its pages, and the pages that
-real queries attend to - is computed once with full attention and reused in every epoch, so the first pass over the
-texts takes most of the time. The loss is that of arXiv 2606.04511, section 4.4: see
-benchmark/accuracy/forecast_training/loss.py.
+The model is frozen. What a text trains on is computed once, with full attention, so the first pass over the texts takes
+most of the time. The loss is that of arXiv 2606.04511, section 4.4: benchmark/accuracy/forecast_training/loss.py.
 
 forecast  initialized with the layer's own W_q, averaged over the query heads of a KV head, scaled for the norm of the
           layer whose input it is applied to
@@ -94,8 +92,8 @@ def made(args: argparse.Namespace) -> Path:
     """
     least = 8 * PAGE_TOKENS
     if args.tokens % PAGE_TOKENS or args.tokens < least:
-        expected = f"expected a multiple of {PAGE_TOKENS} from {least} on"
-        raise ValueError(f"--tokens {args.tokens}: {expected}")
+        expected = f"a multiple of {PAGE_TOKENS} from {least} on"
+        raise ValueError(f"--tokens {args.tokens}: expected {expected}")
     folder: Path = args.model or smollm2()
     out: Path = args.out or CACHE / "weights" / f"{folder.resolve().name}-{args.kind}.npz"
     identity = identity_of(folder)

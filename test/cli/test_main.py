@@ -21,19 +21,15 @@ def test_help_loads_nothing_slow(command, slow):
     assert done.stderr.strip() == "set()"
 
 
-@pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
-def test_help(capsys, arguments):
-    with pytest.raises(SystemExit) as stop:
-        main([*arguments, "--help"])
-    text = capsys.readouterr().out
-    assert stop.value.code == 0 and text.startswith("usage: sglang-scout")
-
-
-@pytest.mark.parametrize("arguments", [[], ["cure"]])
-def test_no_command_and_an_unknown_one(capsys, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--help"], 0), *(([name, "--help"], 0) for name in COMMANDS), ([], 2), (["cure"], 2)],
+)
+def test_help_no_command_and_an_unknown_one(capsys, arguments, code):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
-    assert stop.value.code == 2 and "usage" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert stop.value.code == code and (said.err or said.out).startswith("usage: sglang-scout")
 
 
 def test_as_a_module_and_with_a_reader_that_stops_early(monkeypatch):

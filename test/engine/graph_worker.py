@@ -38,7 +38,7 @@ class GraphWorker(MiniWorker):
     def _make_host(self, pages):
         s = self.shape
         size = ServerSize(self.config, s, self.max_batch, MAX_PAGES * SIZE, node_cpus=[1])
-        self.arena = Arena.create(size.arena(pages), hugepages=False)
+        self.arena = Arena.create(size.arena(pages))
         planes = (self.arena.k_pages, self.arena.v_pages)
         kv = [
             [torch.from_numpy(plane(i)).view(s.dtype) for i in range(s.num_layers)]

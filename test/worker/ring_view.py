@@ -48,11 +48,9 @@ class RingView:
         return (step & 1) * self._spec.num_layers + layer
 
     def record(self, slot: int) -> np.void:
-        """The record's header."""
         return self._view(self._record(slot), (1,), RECORD)[0]
 
     def reply(self, slot: int) -> np.void:
-        """The reply's header."""
         return self._view(self._reply(slot), (1,), REPLY)[0]
 
     def record_data(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

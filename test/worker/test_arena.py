@@ -18,8 +18,7 @@ from sglang_scout.core.errors import ArenaError, ScoutError
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient
-from sglang_scout.worker.ring import HEADER_DTYPE, layout_of
-from sglang_scout.worker.spec import KV_DTYPES
+from sglang_scout.worker.ring import HEADER_DTYPE, KV_DTYPES, layout_of
 from worker_cases import small_spec
 
 F_GET_SEALS = 1034
@@ -75,16 +74,16 @@ def test_planes_are_disjoint_and_shared(make_arena, kv_dtype):
     arena = make_arena(kv_dtype=kv_dtype)
     s = arena.spec
     shape = (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
-    planes = [p(i) for i in range(s.num_layers) for p in (arena.k_pages, arena.v_pages)]
-    for number, plane in enumerate(planes):
+
+    def planes(of):
+        return [plane(i) for i in range(s.num_layers) for plane in (of.k_pages, of.v_pages)]
+
+    for number, plane in enumerate(planes(arena), 1):
         assert plane.shape == shape and plane.dtype == s.storage_dtype
-        plane[:] = number + 1
+        plane[:] = number
     with Arena.attach(arena.fd) as other:
         assert other.spec == s and other.fd != arena.fd and other.nbytes == arena.nbytes
-        for number in range(len(planes)):
-            plane = (other.v_pages if number % 2 else other.k_pages)(number // 2)
-            assert (plane == number + 1).all()
-        del plane
+        assert all((plane == number).all() for number, plane in enumerate(planes(other), 1))
 
 
 @pytest.mark.parametrize(
@@ -139,14 +138,12 @@ def test_layout_has_no_overlap(values):
     assert plane <= at.v_offset and 2 * at.v_offset == at.layer_stride
     spans = [(0, 4096), (at.control_offset, 384), (at.stats_offset, 128 * 1024)]
     spans += [(at.log_offset, 8 * at.log_entries), (at.bell_offset, 256)]
+    pages = (at.pages_offset, spec.max_batch * spec.max_pages * 4)
+    record = [(0, 128), (at.q_offset, value_bytes), pages, (at.n_pages_offset, spec.max_batch * 4)]
+    reply = [(0, 384), (at.out_offset, value_bytes), (at.lse_offset, heads * 4)]
     for i in range(slots):
-        base = at.records_offset + i * at.record_stride
-        spans += [(base, 128), (base + at.q_offset, value_bytes)]
-        spans += [(base + at.pages_offset, spec.max_batch * spec.max_pages * 4)]
-        spans += [(base + at.n_pages_offset, spec.max_batch * 4)]
-        base = at.replies_offset + i * at.reply_stride
-        spans += [(base, 384), (base + at.out_offset, value_bytes)]
-        spans += [(base + at.lse_offset, heads * 4)]
+        spans += [(at.records_offset + i * at.record_stride + x, size) for x, size in record]
+        spans += [(at.replies_offset + i * at.reply_stride + x, size) for x, size in reply]
     for i in range(spec.num_layers):
         spans += [(at.kv_offset + i * at.layer_stride + j * at.v_offset, plane) for j in (0, 1)]
     spans.sort()
@@ -161,18 +158,7 @@ def test_layout_has_no_overlap(values):
     [
         ({"num_layers": 0}, "num_layers=0 is outside 1..65536"),
         ({"num_pages": 1 << 31}, "num_pages=2147483648 is outside"),
-        ({"num_q_heads": 5}, "num_q_heads=5 is not a multiple of num_kv_heads=2"),
-        ({"lists": 4}, "lists=4 is neither 1 nor num_kv_heads=2"),
-        ({"lists": 2, "max_batch": 3}, "max_batch=3 is not a multiple of lists=2"),
-        ({"head_dim": 24}, "head_dim=24 is not a multiple of 16"),
-        ({"kv_dtype": "fp8"}, "kv_dtype='fp8'; supported are float32, bfloat16, float16, float8_"),
-        ({"q_dtype": "float16"}, "q_dtype='float16'; supported are float32, bfloat16"),
-        ({"scale": 0.0}, "scale=0.0 is not a positive number"),
-        ({"max_batch": 2.0}, "max_batch=2.0 is not an integer"),
-        (
-            {"checksums": True, "page_size": 1, "num_kv_heads": 1, "kv_dtype": "float8_e5m2"},
-            "of 32",
-        ),
+        ({"context_pages": 1 << 30}, "context_pages=1073741824: with 4 tokens each"),
     ],
 )
 def test_bad_sizes_are_named(change, text):
@@ -218,13 +204,7 @@ def test_an_arena_that_relies_on_growth_is_taken_at_once_or_refused(monkeypatch,
 
 def test_attach_refuses_foreign_files(tmp_path):
     with open(tmp_path / "f", "wb+") as file:
-        with pytest.raises(ArenaError, match="not sealed|not a memory"):
-            Arena.attach(file.fileno())
-    with open(os.memfd_create("x", os.MFD_ALLOW_SEALING), "wb") as file:
         os.ftruncate(file.fileno(), 1 << 16)
-        with pytest.raises(ArenaError, match="not sealed"):
-            Arena.attach(file.fileno())
-        fcntl.fcntl(file.fileno(), 1033, 7)
         with pytest.raises(ArenaError, match="magic number differs"):
             Arena.attach(file.fileno())
 
@@ -235,6 +215,8 @@ def test_attach_refuses_foreign_files(tmp_path):
         ("lse_offset", 0, "an offset in the header is not what its sizes say"),
         ("total_bytes", 1 << 50, "asks for more bytes than the"),
         ("head_dim", 24, "a size in the header is out of range"),
+        ("num_q_heads", 5, "a size in the header is out of range"),
+        ("lists", 3, "a size in the header is out of range"),
         ("layout_version", 1, "layout version 1, this build has"),
     ],
 )

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from sglang_scout.core.errors import ConfigError, WorkerError
+from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import process as process_module
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from worker_cases import buffers, close, freeze, make_request, oracle, until
@@ -26,7 +26,6 @@ def test_round_trips_match_the_oracle(make_arena, cpu, threads_per_group, lists)
     config = WorkerConfig(threads_per_group=threads_per_group)
     pages = 0
     with WorkerClient(arena, [cpu], config=config) as client:
-        assert client.ready
         for step in range(8):
             for layer in range(arena.spec.num_layers):
                 request = make_request(arena.spec, 1 + step % 4, 10 * step + layer)
@@ -52,15 +51,13 @@ def test_before_start_and_after_stop_the_caller_computes(make_arena, cpu):
     request = make_request(arena.spec, 4, 1, full=True)
     expected = oracle(arena, 1, *request)
     client = WorkerClient(arena, [cpu])
-    assert not client.ready and client.snapshot().state == "stopped"
+    assert client.snapshot().state == "stopped"
     for step in range(2):
         answer = buffers(arena, 4)
         assert client.wait(client.post(1, step, *request), *answer).fallback_pages == 32
         close(answer, expected)
         if step == 0:
             client.start()
-            with pytest.raises(WorkerError, match="started already"):
-                client.start()
             client.stop()
             client.stop()
     client.start()  # a stopped client can be restarted
@@ -87,8 +84,6 @@ def test_mistakes_are_named(make_arena, cpu):
             client.post(0, 0, *args)
     with pytest.raises(ValueError, match="layer 3 is outside"):
         client.post(3, 0, q, pages, n_pages)
-    with pytest.raises(ValueError, match="negative"):
-        client.post(0, -1, q, pages, n_pages)
     ticket = client.post(0, 0, q, pages, n_pages)
     out, lse = buffers(arena, 2)
     with pytest.raises(ValueError, match=r"wait: lse is float32 \[2, 3\]"):
@@ -96,9 +91,6 @@ def test_mistakes_are_named(make_arena, cpu):
     client.wait(ticket, out, lse)
     with pytest.raises(WorkerError, match="used up"):
         client.wait(ticket, out, lse)
-    for cpus in ([], [-1], [0, 0], ["x"]):
-        with pytest.raises(ConfigError, match="cpus"):
-            WorkerClient(arena, cpus)
 
 
 def test_bad_cpu_comes_back_as_the_worker_s_reason(make_arena):
@@ -106,7 +98,7 @@ def test_bad_cpu_comes_back_as_the_worker_s_reason(make_arena):
     client = WorkerClient(make_arena(), [1023])
     with pytest.raises(WorkerError, match=r"cannot start on CPUs \[1023\].*online are"):
         client.start()
-    assert client.snapshot().state == "failed" and not client.ready
+    assert client.snapshot().state == "failed"
     assert len(psutil.Process().children()) == children
 
 
@@ -145,30 +137,20 @@ def test_idle_worker_sleeps(make_arena, cpu):
         client.wait(client.post(0, 0, *request), *buffers(arena, 4))
         time.sleep(0.1)
         process = psutil.Process(client.snapshot().pid)
-        before = process.cpu_times()
-        own = time.process_time()
+        before, own = sum(process.cpu_times()[:2]), time.process_time()
         time.sleep(0.6)
-        after = process.cpu_times()
-        used_s = after.user + after.system - before.user - before.system
-        assert used_s < 0.05
+        assert sum(process.cpu_times()[:2]) - before < 0.05
         assert time.process_time() - own < 0.05  # the supervisor's share
 
 
 def test_no_growth_over_starts(make_arena, cpu):
-    arena = make_arena()
-
-    def cycle() -> None:
+    arena, found = make_arena(), []
+    for _ in range(2):
         with WorkerClient(arena, [cpu]):
             pass
-
-    cycle()
-    gc.collect()
-    fds = len(os.listdir("/proc/self/fd"))
-    threads = len(os.listdir("/proc/self/task"))  # ZMQ's too
-    cycle()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= fds
-    assert len(os.listdir("/proc/self/task")) == threads
+        gc.collect()
+        found.append([len(os.listdir(f"/proc/self/{of}")) for of in ("fd", "task")])  # ZMQ's too
+    assert found[1][0] <= found[0][0] and found[1][1] == found[0][1]
     assert [p for p in psutil.Process().children() if "worker.main" in " ".join(p.cmdline())] == []
 
 

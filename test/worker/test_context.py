@@ -13,10 +13,9 @@ SIZE, CONTEXT = 4, 20
 def arena(make_arena):
     made = make_arena(num_kv_heads=1, context_pages=CONTEXT)
     rng = np.random.default_rng(3)
-    for layer in range(made.spec.num_layers):
-        for which in (0, 1):
-            plane = made.context(layer, which)
-            plane[:] = rng.standard_normal(plane.shape, np.float32)
+    for layer, which in np.ndindex(made.spec.num_layers, 2):
+        plane = made.context(layer, which)
+        plane[:] = rng.standard_normal(plane.shape, np.float32)
     return made
 
 

@@ -25,7 +25,7 @@ def traced(make_ring):
 
 
 def read(ring, start=0):
-    """The events of a thread, and the other results of read_events: where to continue, how many are lost."""
+    """The events of a thread, where to continue, and how many are lost."""
     buffer = np.zeros(EVENT_ENTRIES, EVENT_DTYPE)
     following, count, lost = ring.producer.read_events(0, start, buffer.ctypes.data)
     return buffer[:count], following, lost
@@ -125,7 +125,10 @@ def test_client_reads_each_event_once_over_a_restart(make_arena, cpu):
         client.record_events(True)
         before, old = events_of(1), client.snapshot().pid
         os.kill(old, signal.SIGKILL)
-        until(lambda: client.ready and client.snapshot().pid != old, "a new worker")
+        until(
+            lambda: client.snapshot().state == "ready" and client.snapshot().pid != old,
+            "a new worker",
+        )
         assert events_of(2)["seq"][0] >> 40 > before["seq"][-1] >> 40
         client.record_events(False)
         serve_one(3)

@@ -25,7 +25,7 @@ def served():
     cpu = min(os.sched_getaffinity(0))
     with Arena.create(small_spec()) as arena, WorkerClient(arena, [cpu]) as client:
         yield os.getpid(), client.snapshot().pid
-        assert client.ready and client.snapshot().restarts == 0
+        assert client.snapshot().state == "ready" and client.snapshot().restarts == 0
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["server", "worker"])

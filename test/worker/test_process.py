@@ -17,11 +17,9 @@ from sglang_scout.worker import messages as m
 from sglang_scout.worker import process as process_module
 from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.process import WorkerProcess
-from sglang_scout.worker.settings import WorkerConfig
 from worker_cases import gone, until
 
 LOG = logging.getLogger("test")
-STATS = m.Stats()
 
 
 @pytest.fixture
@@ -57,7 +55,7 @@ def heard(channel: Channel, count: int, timeout_s: float = 5.0) -> list[m.Messag
 
 
 def test_the_largest_messages_are_below_the_cap():
-    config, many = WorkerConfig(), [*range(4096)]
+    config, many = m.WorkerConfig(), [*range(4096)]
     assert m.encode(m.Failed(error="ü" * m.MAX_TEXT_CHARS))
     assert m.encode(m.Configure(cpus=many, cpu_nodes=many, background_cpus=many, config=config))
 
@@ -66,7 +64,7 @@ def test_bad_messages_are_refused_and_counted(process):
     assert heard(process.peer, 1) == [m.Hello()], "the server speaks first"
     socket, [address] = process.peer._socket, process.peer._address
     token = process.peer._token
-    good = m.Heartbeat(stats=STATS)
+    good = m.Heartbeat(items=1)
     more = msgspec.msgpack.encode(msgspec.msgpack.decode(m.encode(good)) | {"more": 1})
     bad = [
         [token, m.encode(msgspec.structs.replace(good, version=9))],
@@ -101,7 +99,7 @@ def test_a_message_above_the_cap_is_not_even_received(process, context):
     process.channel.send(m.Drain())
     assert heard(process.peer, 1) == [m.Drain()]
     process.peer._socket.send_multipart([*process.peer._address, *big])
-    process.peer.send(m.Drained(stats=STATS))
+    process.peer.send(m.Drained())
     assert heard(process.channel, 1, 0.1) == [] and process.channel.refused == 0
 
 
@@ -111,7 +109,7 @@ def test_another_process_of_the_same_user_is_refused(process):
     for end in (process.peer, process.channel):
         end.peer_pid = os.getppid()
     process.channel.send(m.Stop())
-    process.peer.send(m.Ready(isa="", threads=1))
+    process.peer.send(m.Ready(isa=""))
     for end in (process.peer, process.channel):
         until(lambda end=end: end.receive() == [] and end.refused == 1, "a refusal")
 

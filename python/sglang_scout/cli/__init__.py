@@ -51,8 +51,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns its exit code: 0 fine, 1 a check failed or something does not fit,
-    2 a wrong argument."""
+    """Runs a command. Returns its exit code: 0 fine, 1 a check failed or something does not fit, 2 a wrong argument."""
     words = sys.argv[1:] if argv is None else argv
     args = _parser(words).parse_args(words)
     try:

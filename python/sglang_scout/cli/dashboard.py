@@ -18,9 +18,9 @@ from fastapi.responses import FileResponse
 from sglang_scout.core.errors import ConfigError
 
 DESCRIPTION = (
-    "Serve a live page of one decode server, on this machine only: resident pages by layer, each layer's "
-    "CPU compute ratio, waits, recalls and the CPU attention process. It reads the server's /server_info "
-    "once a second, and sends no API key."
+    "Serve a live page of one decode server, on this machine only: resident pages by layer, each layer's CPU compute "
+    "ratio, waits, recalls and the CPU attention process. It reads the server's /server_info once a second, and sends "
+    "no API key."
 )
 PAGE = Path(__file__).with_name("dashboard.html")
 HOST = "127.0.0.1"
@@ -31,12 +31,8 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no prox
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--decode",
-        required=True,
-        metavar="URL",
-        help="address of the decode server, for example http://127.0.0.1:30001",
-    )
+    address = "address of the decode server, for example http://127.0.0.1:30001"
+    parser.add_argument("--decode", required=True, metavar="URL", help=address)
     parser.add_argument("--port", type=int, default=8900, help="port of the page (default: 8900)")
 
 
@@ -45,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.decode.startswith(("http://", "https://")):
         raise ConfigError(f"--decode {args.decode!r}: not a URL; give it as http://HOST:PORT")
     url = f"http://{HOST}:{args.port}"
-    print(
-        json.dumps({"url": url}) if args.json else f"dashboard of {args.decode}: {url}", flush=True
-    )
+    text = json.dumps({"url": url}) if args.json else f"dashboard of {args.decode}: {url}"
+    print(text, flush=True)
     uvicorn.run(app(args.decode), host=HOST, port=args.port, loop="uvloop", log_level="warning")
     return 0
 
@@ -93,21 +88,15 @@ def app(decode_url: str) -> FastAPI:
 
 
 def view(before: State, now: State, seconds: float) -> dict[str, Any]:
-    """Rates and values over the ``seconds`` between two states of ``/server_info``.
-
-    Args:
-        before: ``internal_states[0].kv_offload`` of the previous poll.
-        now: that of this poll, of the same server.
+    """Rates and values over the ``seconds`` between two polls of ``internal_states[0].kv_offload``.
 
     Returns:
         JSON: pages by layer and place, each layer's CPU compute ratio in these seconds (None without a step), its
         threshold or None, and rates. A restarted server counts from zero.
     """
     if now["steps"] < before["steps"]:
-        before = dict.fromkeys(before, 0) | {
-            "cpu_compute_ratio_by_layer": [],
-            "worker": {"pages": 0},
-        }
+        nothing = {"cpu_compute_ratio_by_layer": [], "worker": {"pages": 0}}
+        before = dict.fromkeys(before, 0) | nothing
     layers = len(now["cpu_compute_ratio_by_layer"])
 
     def rate(key: str, unit: float = 1.0) -> float:

@@ -20,10 +20,9 @@ from sglang_scout.core.sglang_versions import ADAPTERS
 from sglang_scout.worker import numa
 
 DESCRIPTION = (
-    "Check whether this machine can serve. Each line says ok, warning or failed and what was found; a line "
-    "that starts with -> says what to do. One check has SGLang run a tiny random model and compares its "
-    "queries with predicted ones. Another starts a real CPU attention process and compares what it "
-    "computes. The exit code is 1 if a check failed, otherwise 0."
+    "Check whether this machine can serve. Each line says ok, warning or failed and what was found; a line that starts "
+    "with -> says what to do. One check has SGLang run a tiny random model, another starts a real CPU attention "
+    "process. The exit code is 1 if a check failed, otherwise 0."
 )
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "scout"
@@ -60,9 +59,7 @@ def check_python() -> Check:
 
 def check_sglang() -> Check:
     supported = list(ADAPTERS)
-    fix = (
-        f"pip install sglang=={supported[0]}; sglang-scout supports only {' and '.join(supported)}"
-    )
+    fix = f"pip install sglang=={supported[0]}; supported are only {' and '.join(supported)}"
     try:
         found = version("sglang")
     except PackageNotFoundError:
@@ -82,9 +79,7 @@ def check_queries() -> Check:
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     done = python("-m", "sglang_scout.plugin.query_check", **on_cpu)
     if done.returncode != 0:
-        fix = (
-            "see the sglang check above; a decode server repeats this comparison in its first steps"
-        )
+        fix = "see the sglang check above; a decode server compares them again in its first steps"
         return Check(WARNING, f"could not compare predicted queries: {reason(done)}", fix)
     found = json.loads(done.stdout.splitlines()[-1])
     if "error" in found:
@@ -150,10 +145,6 @@ def check_mooncake() -> Check:
     return check
 
 
-def check_router() -> Check:
-    return _importable("sglang_router", "sglang-router")
-
-
 def check_worker(cpus: list[int]) -> Check:
     from sglang_scout.cli import worker_check  # imports the native module
 
@@ -175,14 +166,8 @@ def check_policy(name: str, keys: str) -> Check:
         files.append(f"{kind}_file {path}, of {model.describe()}")
     missing = MISSING[policy.route] if policy.feedback is None else WITH_FEEDBACK
     text = f"{name}: {missing}; budget of {config.budget_tokens} tokens"
-    values = {
-        "policy": policy.name,
-        "budget_tokens": config.budget_tokens,
-        "digest": config.digest,
-        "worker": policy.route == "cpu",
-        "missing": missing,
-        "files": files,
-    }
+    values = {"policy": policy.name, "budget_tokens": config.budget_tokens, "digest": config.digest}
+    values |= {"worker": policy.route == "cpu", "missing": missing, "files": files}
     return Check(OK, "; ".join([text, *files]), values=values)
 
 
@@ -205,7 +190,7 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
         "huge pages": machine.check_hugepages,
         "locked memory": machine.check_locked_memory,
         "mooncake": check_mooncake,
-        "router": check_router,
+        "router": lambda: _importable("sglang_router", "sglang-router"),
         "queries": check_queries,
         "CPU attention": lambda: check_worker(given or sorted(os.sched_getaffinity(0))),
     }
@@ -248,20 +233,14 @@ def report(results: Mapping[str, Check]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--cpus",
-        metavar="LIST",
-        help="CPUs for CPU attention, as for --kv-offload-cpus, for example 0-35 (default: those that a decode "
-        "server would take; the check of CPU attention takes every CPU of this process)",
+    cpus = (
+        "CPUs for CPU attention, as for --kv-offload-cpus, for example 0-35 (default: those that a decode server would "
+        "take; the check of CPU attention takes every CPU of this process)"
     )
-    parser.add_argument(
-        "--kv-offload",
-        metavar="POLICY",
-        help="also check what this policy needs, as the server's flag would",
-    )
-    parser.add_argument(
-        "--kv-offload-config", metavar="JSON", default="{}", help="the same as the server's flag"
-    )
+    add = parser.add_argument
+    add("--cpus", metavar="LIST", help=cpus)
+    add("--kv-offload", metavar="POLICY", help="also check what this policy needs")
+    add("--kv-offload-config", metavar="JSON", default="{}", help="the same as the server's flag")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -52,7 +52,7 @@ def reason(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def cuda_devices() -> tuple[int, str]:
-    """How many CUDA devices torch can use, and why none. Takes seconds, to import torch."""
+    """How many CUDA devices torch can use, and why none."""
     done = python("-c", COUNT_DEVICES)
     if done.returncode:
         return 0, reason(done)
@@ -63,11 +63,8 @@ def cuda_devices() -> tuple[int, str]:
 
 
 def transfer_reads_device() -> bool:
-    """Whether the installed mooncake was built with CUDA.
-
-    Without it mooncake passes the address of device memory to the socket, which refuses it, and every transfer fails;
-    also of digests that arrive in device memory. With it, device memory is copied through the host.
-    """
+    """Whether the installed mooncake was built with CUDA, and so copies device memory through the host. Otherwise every
+    transfer of it over TCP fails, also that of digests."""
     spec = importlib.util.find_spec("mooncake")  # a lookup without an import
     folders = (spec.submodule_search_locations or ()) if spec else ()
     modules = (module for folder in folders for module in Path(folder).glob("engine*.so"))
@@ -155,7 +152,7 @@ def check_hugepages() -> Check:
     pool, mode = host_memory.pool_pages()[0], host_memory.shmem_mode()
     text = f"{pool} free 2 MiB pages in the pool, shmem_enabled is {mode or 'unknown'}"
     values = {"free_pool_pages": pool, "shmem_enabled": mode}
-    if pool or host_memory.shared_huge_pages_allowed():
+    if pool or mode in host_memory.SHMEM_MODES_THAT_HELP:
         return Check(OK, text, values=values)
     fix = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
     return Check(WARNING, f"{text}; host memory for KV uses pages of 4 KiB", fix, values)
@@ -165,19 +162,16 @@ def check_locked_memory() -> Check:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Check(OK, "unlimited", values={"limit_bytes": None})
-    why, without = [], []
+    needs, values = {}, {"limit_bytes": limit}
     if numa.nvidia_gpus():
-        why.append("a decode server with --device cuda page-locks all KV pages")
-        without.append("--device cpu")
+        needs["--device cpu"] = "a decode server with --device cuda page-locks all KV pages"
     if numa.has_rdma():
-        why.append("RDMA transfer registers all KV pages")
-        without.append("MOONCAKE_PROTOCOL=tcp")
-    values = {"limit_bytes": limit}
-    if not why:
+        needs["MOONCAKE_PROTOCOL=tcp"] = "RDMA transfer registers all KV pages"
+    if not needs:
         found = f"{gib(limit)}; more is not needed without a GPU or an RDMA device"
         return Check(OK, found, values=values)
     fix = (
-        f"{', and '.join(why)}: set ulimit -l unlimited (LimitMEMLOCK=infinity of a service), "
-        f"or use {' and '.join(without)}"
+        f"{', and '.join(needs.values())}: set ulimit -l unlimited (LimitMEMLOCK=infinity of a service), "
+        f"or use {' and '.join(needs)}"
     )
     return Check(WARNING, gib(limit), fix, values)

@@ -1,5 +1,4 @@
-"""A model's shape and weight size: from its config.json, as transformers and so the servers read it, and from the sizes
-of its files."""
+"""A model's shape and weight size, from its config.json, as transformers reads it, and the sizes of its files."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
 
     Args:
         model_path: folder with config.json, or the name of a model in the cache of the Hugging Face Hub.
-        dtype: "auto" or a type; auto takes the checkpoint's, and float16 for float32, like SGLang.
-        kv_cache_dtype: as SGLang's flag.
+        dtype, kv_cache_dtype: as SGLang's flags.
     Raises:
         ConfigError: no model, one that --kv-offload does not support, as far as config.json shows, or quantised weights
             without files, whose size is then unknown.

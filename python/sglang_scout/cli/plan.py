@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_scout.cli.step_model import CAVEAT, DEVICES, Prediction, find_device, has_model, predict
 from sglang_scout.cli.table import GIB, columns, gb, gib
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
-from sglang_scout.core.served_models import FP8_KV
+from sglang_scout.core.served_models import DTYPES, FP8_KV
 
 if TYPE_CHECKING:
     from sglang_scout.cli.sizes import Plan
@@ -26,80 +26,35 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--model-path",
-        required=True,
-        metavar="DIR",
-        help="folder of the model, or the name of one that has been downloaded from the Hugging Face Hub",
+    def add(flag: str, text: str, kind: type = int, metavar: str | None = "N", **more: Any) -> None:
+        parser.add_argument(*flag.split(), help=text, type=kind, metavar=metavar, **more)
+
+    where = (
+        "folder of the model, or the name of one that has been downloaded from the Hugging Face Hub"
     )
-    add(
-        "--context",
-        "--context-tokens",
-        dest="context_tokens",
-        type=int,
-        metavar="N",
-        help="tokens of one request, prompt and answer (default: the model's maximum)",
+    add("--model-path", where, str, "DIR", required=True)
+    tokens = "tokens of one request, prompt and answer (default: the model's maximum)"
+    add("--context --context-tokens", tokens, dest="context_tokens")
+    add("--requests", "concurrent requests to plan for (default: as many as fit)")
+    add("--kv-offload", "as the server's flag (default: scout)", str, "POLICY", default="scout")
+    add("--kv-offload-config", "as the server's flag", str, "JSON", default="{}")
+    budget = "the server's --kv-offload-budget, a multiple of 32 (default: {}, unless the policy has its own)"
+    add("--budget", budget.format(DEFAULT_BUDGET_TOKENS), metavar="TOKENS")
+    host = "the server's --kv-offload-host-gb, in GiB (default: about the server's, half of the available memory)"
+    add("--host-gb", host, float, "GB")
+    gpu = (
+        f"GPU to predict step times for, and whose memory is the default of --gpu-gb: {', '.join(DEVICES)}, or a JSON "
+        "file with a device's rates (python/sglang_scout/cli/step_model.py names them)"
     )
-    add(
-        "--requests",
-        type=int,
-        metavar="N",
-        help="concurrent requests to plan for (default: as many as fit)",
-    )
-    add(
-        "--kv-offload",
-        default="scout",
-        metavar="POLICY",
-        help="the same as the server's flag (default: scout)",
-    )
-    add("--kv-offload-config", default="{}", metavar="JSON", help="the same as the server's flag")
-    add(
-        "--budget",
-        type=int,
-        metavar="TOKENS",
-        help=f"the server's --kv-offload-budget, a multiple of 32 (default: {DEFAULT_BUDGET_TOKENS}, unless the policy "
-        "has its own)",
-    )
-    add(
-        "--host-gb",
-        type=float,
-        metavar="GB",
-        help="the server's --kv-offload-host-gb, in GiB (default: half of the memory that this machine has available "
-        "now, which is about the server's default)",
-    )
-    add(
-        "--gpu",
-        metavar="NAME",
-        help=f"GPU to predict step times for, and whose memory is the default of --gpu-gb: {', '.join(DEVICES)}, or a "
-        "JSON file with a device's rates (python/sglang_scout/cli/step_model.py names them)",
-    )
-    add(
-        "--gpu-gb",
-        type=float,
-        metavar="GB",
-        help="memory of one GPU in GiB (default: that of --gpu; without both, only host memory limits the requests)",
-    )
-    add(
-        "--mem-fraction-static",
-        type=float,
-        default=0.88,
-        metavar="SHARE",
-        help="SGLang's flag: share of the GPU's memory for weights and KV (default: 0.88)",
-    )
-    add(
-        "--dtype",
-        default="auto",
-        choices=("auto", "bfloat16", "float16", "float32"),
-        help="SGLang's flag: type of the weights (default: auto, which is the type in config.json, or float16 if "
-        "that is float32)",
-    )
-    add(
-        "--kv-cache-dtype",
-        default="auto",
-        choices=("auto", *FP8_KV),
-        help="SGLang's flag: type of KV (default: auto, which is the type of the weights)",
-    )
+    add("--gpu", gpu, str, "NAME")
+    memory = "memory of one GPU in GiB (default: that of --gpu; without both, only host memory limits the requests)"
+    add("--gpu-gb", memory, float, "GB")
+    share = "SGLang's flag: share of the GPU's memory for weights and KV (default: 0.88)"
+    add("--mem-fraction-static", share, float, "SHARE", default=0.88)
+    weights = "SGLang's flag: type of the weights (default: auto, the type in config.json, or float16 for float32)"
+    add("--dtype", weights, str, None, default="auto", choices=("auto", *DTYPES))
+    kv = "SGLang's flag: type of KV (default: auto, the type of the weights)"
+    add("--kv-cache-dtype", kv, str, None, default="auto", choices=("auto", *FP8_KV))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,16 +81,14 @@ def run(args: argparse.Namespace) -> int:
     steps = predict(plan, device) if device and plan.fits and modelled else None
     print(json.dumps(as_dict(plan, steps), indent=2) if args.json else as_text(plan, steps))
     if device and not modelled and not args.json:
-        print(
-            "\nNo step is predicted: the model covers only policies whose CPU attention runs one layer ahead."
-        )
+        what = "the model covers only policies whose CPU attention runs one layer ahead"
+        print(f"\nNo step is predicted: {what}.")
     return 0 if plan.fits else 1
 
 
 def as_dict(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> dict[str, Any]:
     """The plan as plain numbers; sizes in bytes, times in us. ``steps``: low and high end."""
-    server, memory = plan.server, plan.memory
-    config = server.config
+    server, memory, config = plan.server, plan.memory, plan.server.config
     on_device = {what for what, _, _ in memory.device_rows}
     result: dict[str, Any] = {
         "model": asdict(server.model),
@@ -166,35 +119,29 @@ def as_dict(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> d
         result["step"] = {"note": CAVEAT}
         for name, of in (("low", low.offload), ("high", high.offload), ("stock", high.stock)):
             more = {"us": of.us, "tokens_per_s": of.tokens_per_s, "bound": of.bound}
-            result["step"][name] = {**asdict(of), **more}
+            result["step"][name] = asdict(of) | more
         for name, end in (("low", low), ("high", high)):
-            result["step"][name] |= {
+            wins = {
                 "wins_from_requests": end.wins_from,
                 "wins_with_host_bytes": end.wins_host_bytes,
-                "speed_up": end.speed_up,
             }
+            result["step"][name] |= wins | {"speed_up": end.speed_up}
     return result
 
 
 def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> str:
-    """The plan as text. ``steps``: low and high end."""
-    server = plan.server
-    model, config = server.model, server.config
+    server, model, config = plan.server, plan.server.model, plan.server.config
     experts = f", of which a token uses {gib(model.bytes_a_token)}" if model.expert_bytes else ""
+    page = f"{config.page_size_tokens} tokens: {gib(server.kv_bytes_per_page)} of KV, "
+    facts = [
+        ("model", model.describe()),
+        ("weights", f"{gib(model.weight_bytes)} ({model.weight_source}){experts}"),
+        ("policy", f"{config.policy}, budget of {config.budget_tokens} tokens"),
+        ("KV per token", f"{server.kv_bytes_per_token} bytes, {model.kv_dtype}"),
+        ("page", f"{page}{gib(server.digest_bytes_per_page)} of digest, over all layers"),
+    ]
     blocks = [
-        columns(
-            [
-                ("model", model.describe()),
-                ("weights", f"{gib(model.weight_bytes)} ({model.weight_source}){experts}"),
-                ("policy", f"{config.policy}, budget of {config.budget_tokens} tokens"),
-                ("KV per token", f"{server.kv_bytes_per_token} bytes, {model.kv_dtype}"),
-                (
-                    "page",
-                    f"{config.page_size_tokens} tokens: {gib(server.kv_bytes_per_page)} of KV, "
-                    f"{gib(server.digest_bytes_per_page)} of digest, over all layers",
-                ),
-            ]
-        ),
+        columns(facts),
         f"Memory of {_count(max(plan.requests, 1))} of {server.context_tokens} tokens ({server.pages_per_request} "
         f"pages){' each' * (plan.requests > 1)}\n"
         + columns(_memory_rows(plan), right=(1, 2, 3), indent=2),
@@ -207,7 +154,6 @@ def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> s
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """The server's memory plan, with locations."""
     memory, requests = plan.memory, max(plan.requests, 1)
     device = "device" if plan.gpu_kv_bytes is None else "GPU"
     shown = [
@@ -248,13 +194,11 @@ def _step_text(low: Prediction, high: Prediction) -> str:
         rows.append((f"  {name}{beside}, ms", *shown))
     lines = [f"A decode step, predicted (not measured)\n{columns(rows, right=(1, 2, 3), indent=2)}"]
     for name, end in (("Low", low), ("High", high)):
-        if end.wins_from is None:
-            lines.append(f"{name} end: no batch that fits is faster than stock.")
-        else:
+        what = "no batch that fits is faster than stock"
+        if end.wins_from is not None:
             pages = gib(end.wins_host_bytes or 0)
-            lines.append(
-                f"{name} end: faster than stock from {_count(end.wins_from)} on, with {pages} of host pages."
-            )
+            what = f"faster than stock from {_count(end.wins_from)} on, with {pages} of host pages"
+        lines.append(f"{name} end: {what}.")
     return "\n".join([*lines, *textwrap.wrap(CAVEAT, 100)])
 
 

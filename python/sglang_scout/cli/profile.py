@@ -15,20 +15,14 @@ from sglang_scout import __version__
 from sglang_scout.cli.table import columns
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_different
-from sglang_scout.core.profile import (
-    PROFILE_VERSION,
-    RecallProfile,
-    choose_interval,
-    save_profile,
-)
+from sglang_scout.core.profile import PROFILE_VERSION, RecallProfile, choose_interval, save_profile
 from sglang_scout.core.step_log import COLD_STEPS, StepLogFile, ratios_by_age, read_step_log
 
 DESCRIPTION = (
-    "Choose how often each layer recalls pages. First let a decode server serve your workload without "
-    'recall and write a step log (--kv-offload-config \'{"step_log": "FILE", "recall": "off"}\'). This '
-    "command measures how the share of pages that the CPU computes grows in each layer, and takes for each "
-    "layer the longest interval that keeps the share at or below the threshold. Give the result to the decode "
-    'server with --kv-offload-recall-profile, and set "recall": "fixed".'
+    "Choose how often each layer recalls pages. First let a decode server serve your workload without recall and write "
+    'a step log (--kv-offload-config \'{"step_log": "FILE", "recall": "off"}\'). This command takes for each layer the '
+    "longest interval at which the share of pages that the CPU computes stays within the threshold. Give the result to "
+    'the decode server with --kv-offload-recall-profile, and set "recall": "fixed".'
 )
 LEAST_STEPS = 8
 LEAST_COSINE = 0.8
@@ -39,13 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("step_log", metavar="STEP_LOG", help="step log of a decode server")
     add("--output", required=True, metavar="FILE", help="JSON file to write the profile to")
-    add(
-        "--threshold",
-        type=float,
-        default=0.12,
-        metavar="RATIO",
-        help="largest CPU compute ratio of a layer: pages computed on the CPU over the budget (default: 0.12)",
-    )
+    ratio = "largest share of a layer's budget that the CPU may compute (default: 0.12)"
+    add("--threshold", type=float, default=0.12, metavar="RATIO", help=ratio)
     add("--plot", metavar="FILE", help="also plot the profile, to a .png, .svg or .pdf file")
 
 
@@ -77,16 +66,13 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
     Raises:
         ConfigError: a wrong threshold, a run with recall, or too few steps of requests longer than the budget.
     """
-    if not 0.0 < threshold < 1.0:
-        raise ConfigError(
-            f"profile: --threshold {threshold}: must be between 0 and 1, for example 0.12"
-        )
     facts = log.facts
+    if not 0.0 < threshold < 1.0:
+        why = f"--threshold {threshold}: must be between 0 and 1, for example 0.12"
+        raise ConfigError(f"profile: {why}")
     if facts.recall != "off":
-        raise ConfigError(
-            f'profile: the step log was recorded with "recall": "{facts.recall}"; record one with '
-            '"recall": "off"'
-        )
+        why = f'the step log was recorded with "recall": "{facts.recall}"'
+        raise ConfigError(f'profile: {why}; record one with "recall": "off"')
     # The first step's selection is loaded in every mode; the curve starts after that.
     oldest = max((age for step in log.steps for age in step.ages), default=0)
     curves, samples = ratios_by_age(log, oldest + 1)
@@ -157,11 +143,8 @@ def as_text(profile: RecallProfile) -> str:
             f"Layers that stayed at {beta:g} or below for all {last} steps: {whole}. Longer intervals may "
             "suffice; record more steps to find out."
         )
-    if poor := [
-        f"{i} ({x:.2f})"
-        for i, x in enumerate(profile.query_cosine)
-        if x is not None and x < LEAST_COSINE
-    ]:
+    cosines = ((i, x) for i, x in enumerate(profile.query_cosine) if x is not None)
+    if poor := [f"{i} ({x:.2f})" for i, x in cosines if x < LEAST_COSINE]:
         notes.append(
             f"Layers whose query is hard to predict (cosine below {LEAST_COSINE:g}): {', '.join(poor)}. "
             'If answers suffer, list them in "exact_layers": they then wait for CPU attention.'

@@ -106,12 +106,8 @@ def as_text(found: Report) -> str:
     for layer, ratio in enumerate(found.ratio_by_layer):
         layers.append((str(layer), f"{ratio:.3f}", f"{found.cpu_wait_us_by_layer[layer]:.0f}"))
     layers.append(("mean", f"{np.mean(found.ratio_by_layer):.3f}", ""))
-    return "\n\n".join(
-        [
-            f"{found.steps} steps of {found.requests:.1f} requests on average; policy {found.policy}, "
-            f"recall {found.recall}",
-            columns(shares, right=(1, 2)),
-            columns(layers, right=(0, 1, 2)),
-            f"Recalled per step: {found.recalled_pages:.1f} pages, {gb(found.recall_bytes)}.",
-        ]
-    )
+    of_requests = f"{found.steps} steps of {found.requests:.1f} requests on average"
+    head = f"{of_requests}; policy {found.policy}, recall {found.recall}"
+    last = f"Recalled per step: {found.recalled_pages:.1f} pages, {gb(found.recall_bytes)}."
+    tables = columns(shares, right=(1, 2)), columns(layers, right=(0, 1, 2))
+    return "\n\n".join([head, *tables, last])

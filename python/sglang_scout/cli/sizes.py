@@ -1,7 +1,6 @@
-"""Computes ``sglang-scout plan``: how many requests fit, by the memory plan of a decode server.
+"""Computes ``sglang-scout plan``: how many requests fit, by the memory plan of a decode server (``engine/memory.py``).
 
-Only arithmetic (``engine/memory.py``) on config.json and file sizes. Resident pages are a budget for every request, at
-most as many as host pages. CPUs are assumed to suffice for all partial results.
+Resident pages are a budget for every request. CPUs are assumed to suffice for all partial results.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from sglang_scout.engine.memory import MemoryPlan, ServerSize
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Context, Policy, make_policy, policies
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, available_bytes, free_pool_bytes
-from sglang_scout.worker.ring import MOST_THREADS_PER_GROUP
-from sglang_scout.worker.spec import MAX_BATCH
+from sglang_scout.worker.ring import MAX_BATCH, MOST_THREADS_PER_GROUP
 
 MAX_TOKENS, MAX_GIB = 2**40, 2**30
 
@@ -32,11 +30,9 @@ def server_config(
     name: str, keys: str, budget_tokens: int | None = None, flags: Mapping[str, str] = FLAGS
 ) -> OffloadConfig:
     """The configuration of a server with this policy; arguments as of :func:`parse_config`."""
-    known = policies()
-    if name not in known:
-        raise ConfigError(
-            f"--kv-offload {name!r}: unknown policy; choose one of {', '.join(known)}"
-        )
+    if name not in (known := policies()):
+        names = ", ".join(known)
+        raise ConfigError(f"--kv-offload {name!r}: unknown policy; choose one of {names}")
     return parse_config(
         policy=name, policies=known, config=keys, budget_tokens=budget_tokens, flags=flags
     )
@@ -54,16 +50,10 @@ class Server:
 
     def size(self, requests: int) -> ServerSize:
         model, kv = self.model, self.model.kv_dtype
-        shape = ModelShape(
-            model.num_layers,
-            model.num_q_heads,
-            model.num_kv_heads,
-            model.head_dim,
-            self.config.page_size_tokens,
-            getattr(torch, model.dtype),
-            scale=1.0,
-            fp8=None if kv == model.dtype else getattr(torch, kv),
-        )
+        heads = model.num_q_heads, model.num_kv_heads, model.head_dim
+        dtype, fp8 = getattr(torch, model.dtype), None if kv == model.dtype else getattr(torch, kv)
+        page_size = self.config.page_size_tokens
+        shape = ModelShape(model.num_layers, *heads, page_size, dtype, scale=1.0, fp8=fp8)
         return ServerSize(
             self.config,
             shape,
@@ -105,7 +95,7 @@ class Server:
         return requests * self.pages_per_request + 1
 
     def memory(self, requests: int, num_pages: int | None = None) -> MemoryPlan:
-        """The plan for ``requests`` concurrent requests, by default with only the pages that they need."""
+        """The plan for concurrent requests, by default with only the pages that they need."""
         return self.size(requests).plan(num_pages or self.host_pages(requests))
 
     def fitting(self, device_bytes: int) -> int:

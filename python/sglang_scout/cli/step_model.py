@@ -88,9 +88,8 @@ a CPU (docs/results/boundary.jsonl)."""
 def low_end(device: Device) -> Device:
     """The device if a server on it were as slow, beyond bytes and launches, as the paper's on the paper's.
 
-    Two constants, fitted to three published numbers (derived in docs/results/predictions.md): .9 ms per
-    layer, from 5.1 times stock at 64k and 1.78 times the tokens from batch 16 to 32; CPU attention at 28 % of the
-    host's rate, from the 1.48 of batch 32 to 64, where it becomes the limit.
+    Two constants, fitted to three published numbers (docs/results/predictions.md): .9 ms per layer, and CPU attention
+    at 28 % of the host's rate.
     """
     return replace(device, unexplained_us=900.0, reached={**device.reached, "worker": 0.28})
 
@@ -240,13 +239,14 @@ def dense_step(work: Work, device: Device, batch: int) -> Step | None:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Stock and offload at the largest batch that fits each; ``wins_from``: from which batch on ours is faster than
-    stock's best, and the host bytes that it needs; None: none that fits is."""
+    """Stock and offload at the largest batch that fits each."""
 
     stock: Step
     offload: Step
-    wins_from: int | None
-    wins_host_bytes: int | None
+    wins_from: (
+        int | None
+    )  # batch from which on offload is faster than stock's best; None: none that fits is
+    wins_host_bytes: int | None  # of that batch
 
     @property
     def speed_up(self) -> float | None:

@@ -8,23 +8,11 @@ GIB = 2**30
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: int = 0) -> str:
-    """Rows as lines with aligned columns, two spaces between them.
-
-    Args:
-        rows: cells; a shorter row leaves its last columns empty.
-        right: indices of right-aligned columns.
-        indent: spaces before each line.
-    """
-    width = max((len(row) for row in rows), default=0)
-    sizes = [max((len(row[i]) for row in rows if i < len(row)), default=0) for i in range(width)]
-    lines = []
-    for row in rows:
-        cells = (
-            cell.rjust(sizes[i]) if i in right else cell.ljust(sizes[i])
-            for i, cell in enumerate(row)
-        )
-        lines.append((" " * indent + "  ".join(cells)).rstrip())
-    return "\n".join(lines)
+    """Rows of equal length as lines with aligned columns, two spaces apart; ``right``: the right-aligned ones."""
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [">" if i in right else "<" for i in range(len(sizes))]
+    line = " " * indent + "  ".join(f"{{:{a}{n}}}" for a, n in zip(aligned, sizes, strict=True))
+    return "\n".join(line.format(*row).rstrip() for row in rows)
 
 
 def gib(nbytes: float) -> str:

@@ -45,10 +45,10 @@ def check_worker(cpus: Sequence[int]) -> Check:
         with WorkerClient(arena, cpus, config=config, log=quiet) as client:
             ready_s = time.monotonic() - begin_s
             found, problem = compare_and_time(client, arena)
+    times = f"round trip {found['batch_us']:.0f} us; one page: {found['page_us']:.0f} us"
     text = (
-        f"ready in {ready_s * 1e3:.0f} ms, control socket {found['endpoint']}; "
-        f"{ROWS} sequences x {PAGES} pages: largest error {found['max_error']:.1e}, "
-        f"round trip {found['batch_us']:.0f} us; one page: {found['page_us']:.0f} us"
+        f"ready in {ready_s * 1e3:.0f} ms, control socket {found['endpoint']}; {ROWS} sequences x {PAGES} pages: "
+        f"largest error {found['max_error']:.1e}, {times}"
     )
     values = {"right": not problem, "problem": problem, "ready_s": ready_s} | found
     if problem:
@@ -59,10 +59,7 @@ def check_worker(cpus: Sequence[int]) -> Check:
 def attend_plainly(
     q: Floats, k: npt.NDArray[np.uint16], v: npt.NDArray[np.uint16], pages: npt.NDArray[np.int32]
 ) -> tuple[Floats, Floats]:
-    """Softmax attention of ``q`` ``[B, HQ, D]`` over pages ``[B, n]`` of bf16 ``[P, S, H, D]``.
-
-    Returns out ``[B, HQ, D]`` and the natural log-sum-exp ``[B, HQ]``.
-    """
+    """Softmax attention of ``q`` ``[B, HQ, D]`` over pages ``[B, n]`` of bf16 ``[P, S, H, D]``: out and log-sum-exp."""
     group = SPEC.num_q_heads // SPEC.num_kv_heads
     out, lse = np.empty_like(q), np.empty(q.shape[:2], np.float32)
     for row, ids in enumerate(pages):
@@ -81,10 +78,7 @@ def attend_plainly(
 
 
 def compare_and_time(client: WorkerClient, arena: Arena) -> tuple[dict[str, Any], str]:
-    """What a started client's process computed, and in what time; and what is wrong with it, or "".
-
-    Times are medians: ``batch_us`` for rows x pages, ``page_us`` for one row with one page.
-    """
+    """What a started client's process computed, and in what median time; and what is wrong with it, or ""."""
     rng = np.random.default_rng(0)
     for plane in (arena.k_pages(0), arena.v_pages(0)):
         values = rng.standard_normal(plane.shape, dtype=np.float32)
@@ -112,21 +106,10 @@ def compare_and_time(client: WorkerClient, arena: Arena) -> tuple[dict[str, Any]
     status, problem = client.snapshot(), ""
     if not error <= TOLERANCE:  # also true for NaN
         problem = f"the error of {error:.2e} exceeds the tolerance of {TOLERANCE:.0e}"
-    elif fallback:
+    elif fallback or status.restarts:
         problem = (
-            f"{fallback} pages were computed without the CPU attention process: {status.last_error}"
+            f"the CPU attention process was replaced {status.restarts} times, and {fallback} pages were computed "
+            f"without it: {status.last_error}"
         )
-    elif status.restarts:
-        problem = (
-            f"the CPU attention process was replaced {status.restarts} times: {status.last_error}"
-        )
-    found = {
-        "rows": ROWS,
-        "pages": PAGES,
-        "batch_us": batch_us,
-        "page_us": page_us,
-        "max_error": error,
-        "isa": status.isa,
-        "endpoint": status.endpoint,
-    }
-    return found, problem
+    found = {"rows": ROWS, "pages": PAGES, "batch_us": batch_us, "page_us": page_us}
+    return found | {"max_error": error, "isa": status.isa, "endpoint": status.endpoint}, problem

@@ -29,8 +29,7 @@ from sglang_scout.plugin.query_check import QueryProbe
 from sglang_scout.plugin.ranks import AttentionRanks
 from sglang_scout.plugin.release import adapter
 from sglang_scout.policy.base import Context, make_policy
-from sglang_scout.worker.client import WorkerClient
-from sglang_scout.worker.settings import WorkerConfig
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 logger = logging.getLogger(__name__)
 

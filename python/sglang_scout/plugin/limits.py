@@ -19,8 +19,8 @@ from sglang_scout.plugin.model import TORCH_DTYPES, model_identity
 from sglang_scout.plugin.release import VERSION, adapter
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes, free_pool_bytes
-from sglang_scout.worker.settings import check_machine
-from sglang_scout.worker.spec import MAX_BATCH
+from sglang_scout.worker.ring import MAX_BATCH
+from sglang_scout.worker.supervisor import check_machine
 
 BACKEND_NAME = "scout"
 MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device

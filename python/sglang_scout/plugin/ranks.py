@@ -27,7 +27,7 @@ from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena_fits import pool
 from sglang_scout.worker.cpus import CpuPlan, deal_cpus, plan_cpus
 from sglang_scout.worker.host_memory import LAST_RESORT
-from sglang_scout.worker.spec import MAX_NODES
+from sglang_scout.worker.ring import MAX_NODES
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,7 @@
 """The arena: one sealed memory file with the host KV pages, the request ring and the replies.
 
-A memfd has no name in any file system: it disappears with the last process that has it open or
-mapped, however these die. It is sealed against growing and shrinking, so no holder can make another
-fault by truncating it. The worker inherits its descriptor.
+A memfd has no name in any file system: it disappears with the last process that has it open or mapped. It is sealed, so
+no holder can make another fault by truncating it. The worker inherits its descriptor.
 """
 
 from __future__ import annotations
@@ -23,8 +22,14 @@ from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import bytes_now, check_fits, describe, pool_lacks
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
-from sglang_scout.worker.ring import Layout, layout_of, node_spans, read_header, write_header
-from sglang_scout.worker.spec import ArenaSpec
+from sglang_scout.worker.ring import (
+    ArenaSpec,
+    Layout,
+    layout_of,
+    node_spans,
+    read_header,
+    write_header,
+)
 
 __all__ = ["Arena", "ArenaSpec"]
 
@@ -32,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 MEMFD_NAME = "sglang-scout"
 _F_ADD_SEALS = 1033
-_F_GET_SEALS = 1034
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _MFD_NOEXEC_SEAL = 8  # of Linux 6.3
 _MFD_HUGE_2MB = 21 << 26
@@ -42,10 +46,8 @@ class Arena:
     """A mapped arena. Constructed by :meth:`create` or :meth:`attach`.
 
     Attributes:
-        spec: the sizes.
         fd: the memory file; owned by this object.
-        nbytes: size of the file and of the mapping.
-        address: base address of the mapping in this process.
+        nbytes, address: size of the mapping in bytes, and its base address in this process.
         backing: ``"hugetlb"``, ``"thp"`` (transparent huge pages allowed) or ``"4k"``.
     """
 
@@ -60,34 +62,25 @@ class Arena:
         _open_arenas.add(self)
 
     @classmethod
-    def create(
-        cls, spec: ArenaSpec, *, numa_nodes: Sequence[int] = (), hugepages: bool = True
-    ) -> Arena:
-        """Creates, seals and maps a new arena. Memory is allocated on first write, except from the hugetlb
+    def create(cls, spec: ArenaSpec, *, numa_nodes: Sequence[int] = ()) -> Arena:
+        """Creates, seals and maps a new arena: in the hugetlb pool if that has enough free pages, on each of
+        ``numa_nodes`` too, and otherwise in transparent huge pages. Memory is allocated on first write, except from the
         pool, and where the machine must grow first to have it all.
 
         Args:
-            spec: the sizes.
-            numa_nodes: bind the memory to this node, or the pages of the spec's node i to the i-th
-                of these; a logged no-op on a machine without NUMA. Empty: bind nothing.
-            hugepages: use the hugetlb pool if it has enough free pages on each of these nodes, and
-                populate them immediately; otherwise request transparent huge pages.
+            numa_nodes: bind the pages of the spec's node i to the i-th of these; a logged no-op on a machine without
+                NUMA. Empty: bind nothing.
 
         Raises:
-            ArenaError: not enough memory available on the machine or on a node, a pool that is short though
-                half of the pages are free, a node does not exist, the number of ``numa_nodes`` does not match
-                the spec, or a system call failed.
+            ArenaError: not enough memory on the machine or on a node, a pool that is short though half of the pages are
+                free, a node that does not exist, or a failed system call.
         """
-        if numa_nodes and len(numa_nodes) != spec.num_nodes:
-            raise ArenaError(
-                f"numa_nodes={list(numa_nodes)}: the spec has num_nodes={spec.num_nodes}"
-            )
         layout = layout_of(spec)
-        made = _take_from_pool(spec, layout, numa_nodes) if hugepages else None
+        made = _take_from_pool(spec, layout, numa_nodes)
         if made is None:
             check_fits(spec, numa_nodes)
             try:
-                made = _make(layout.total_bytes, False, hugepages)
+                made = _make(layout.total_bytes, False)
             except OSError as e:
                 raise ArenaError(f"cannot make {describe(spec)}: {e.strerror}") from e
             with _closed_on_error(made[0]):
@@ -107,21 +100,12 @@ class Arena:
         writable. ``fd`` is duplicated and stays owned by the caller.
 
         Raises:
-            ArenaError: the file is not sealed, or is not an arena of this version.
+            ArenaError: the file is not an arena of this version, or cannot be mapped.
         """
-        try:
-            seals = fcntl.fcntl(fd, _F_GET_SEALS)
-        except OSError as e:
-            raise ArenaError(f"descriptor {fd} is not a memory file: {e.strerror}") from e
-        if seals & 0x6 != 0x6:
-            raise ArenaError(f"memory file {fd} is not sealed against resizing (seals {seals:#x})")
-        nbytes = os.fstat(fd).st_size
-        if nbytes == 0:
-            raise ArenaError(f"memory file {fd} is empty")
-        own = os.dup(fd)
+        nbytes, own = os.fstat(fd).st_size, os.dup(fd)
         with _closed_on_error(own):
             try:
-                memory, backing = _map(own, nbytes, "4k", True)
+                memory, backing = _map(own, nbytes, "4k")
                 spec = read_header(memory)
                 layout = layout_of(spec)
                 for begin, end in ((0, layout.bell_offset), (layout.kv_offset, nbytes)):
@@ -132,11 +116,10 @@ class Arena:
         return cls(own, memory, spec, backing)
 
     def layout(self) -> Layout:
-        """Offsets and strides in bytes."""
         return self._layout
 
     def k_pages(self, layer: int) -> np.ndarray:
-        """K of a layer, [P, S, H, D], float32 or uint16 (the bits of a 16-bit type); no copy."""
+        """K of a layer, [P, S, H, D], float32 or the bits of a narrower type; no copy."""
         return self._plane(layer, 0)
 
     def v_pages(self, layer: int) -> np.ndarray:
@@ -160,11 +143,8 @@ class Arena:
         write_header(self._mapped(), self.spec)
 
     def close(self) -> None:
-        """Closes the file and drops the reference to the mapping; idempotent.
-
-        Memory is unmapped when the last array viewing it is gone. Addresses derived from
-        ``address`` must no longer be used.
-        """
+        """Closes the file and drops the reference to the mapping, which lasts as long as an array that views it;
+        idempotent. Addresses derived from ``address`` must no longer be used."""
         if self._memory is not None:
             self._memory = None
             os.close(self.fd)
@@ -189,8 +169,6 @@ class Arena:
         self, layer: int, which: int, begin: int = 0, shape: tuple[int, ...] = ()
     ) -> np.ndarray:
         s, at = self.spec, self._layout
-        if not 0 <= layer < s.num_layers:
-            raise ArenaError(f"layer {layer} is outside 0..{s.num_layers - 1}")
         shape = shape or (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
         begin += at.kv_offset + layer * at.layer_stride + which * at.v_offset
         plane = self.bytes_at(begin, int(np.prod(shape)) * s.storage_dtype.itemsize)
@@ -201,8 +179,8 @@ _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """A forked child has no mapping, see :func:`_map`, and its descriptors must not keep the memory alive. Python's
-    mmap holds a duplicate, whose number must stay in use."""
+    """A forked child has no mapping, and its descriptors must not keep the memory alive. Python's mmap holds a
+    duplicate, whose number must stay in use."""
     files = [os.fstat(arena.fd) for arena in _open_arenas if arena.fd >= 0]
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for fd in map(int, os.listdir("/proc/self/fd")):
@@ -224,7 +202,7 @@ def _closed_on_error(fd: int) -> Iterator[None]:
         raise
 
 
-def _make(nbytes: int, from_pool: bool, hugepages: bool) -> tuple[int, np.ndarray, str]:
+def _make(nbytes: int, from_pool: bool) -> tuple[int, np.ndarray, str]:
     """A sealed file, its mapping, and how it is backed. Raises OSError."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     flags |= os.MFD_HUGETLB | _MFD_HUGE_2MB if from_pool else 0
@@ -237,7 +215,7 @@ def _make(nbytes: int, from_pool: bool, hugepages: bool) -> tuple[int, np.ndarra
     with _closed_on_error(fd):
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-        memory, backing = _map(fd, nbytes, "hugetlb" if from_pool else "4k", hugepages)
+        memory, backing = _map(fd, nbytes, "hugetlb" if from_pool else "4k")
     return fd, memory, backing
 
 
@@ -252,8 +230,8 @@ def _take_from_pool(
 ) -> tuple[int, np.ndarray, str] | None:
     """Like :func:`_make`, from the hugetlb pool and populated; None if the pool cannot provide all pages.
 
-    A mapping only reserves pages of the machine-wide pool. Whether they are on the nodes that it is bound
-    to, and within cgroup limits, shows only when populated: on a later access it would be a SIGBUS.
+    A mapping only reserves pages of the machine-wide pool. Whether they are on its nodes, and within cgroup limits,
+    shows when they are populated; on a later access it would be a SIGBUS.
     """
     if short := pool_lacks(spec, numa_nodes):
         if host_memory.free_pool_bytes():
@@ -261,7 +239,7 @@ def _take_from_pool(
         return None
     nbytes = layout.total_bytes
     try:
-        fd, memory, backing = _make(nbytes, True, True)
+        fd, memory, backing = _make(nbytes, True)
         with _closed_on_error(fd):
             _bind(memory, spec, numa_nodes, HUGE_PAGE_BYTES)
             error = populate_together(memory.ctypes.data, nbytes)
@@ -275,9 +253,9 @@ def _take_from_pool(
     return fd, memory, backing
 
 
-def _map(fd: int, nbytes: int, backing: str, hugepages: bool) -> tuple[np.ndarray, str]:
+def _map(fd: int, nbytes: int, backing: str) -> tuple[np.ndarray, str]:
     mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
-    if backing == "4k" and hugepages and host_memory.shared_huge_pages_allowed():
+    if backing == "4k" and host_memory.shmem_mode() in host_memory.SHMEM_MODES_THAT_HELP:
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
             backing = "thp"

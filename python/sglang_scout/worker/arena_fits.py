@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, LAST_RESORT, flag_gib, gib
-from sglang_scout.worker.ring import layout_of, node_spans
-from sglang_scout.worker.spec import ArenaSpec
+from sglang_scout.worker.ring import ArenaSpec, layout_of, node_spans
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,9 @@ class Place:
             needed |= dict.fromkeys(self.nodes, 0)
             for _, nbytes, node in node_spans(spec, layout, self.nodes, self.page_bytes):
                 needed[node] += nbytes
+        page = self.page_bytes
         found = [
-            (
-                node,
-                self.arenas * -(-nbytes // self.page_bytes) * self.page_bytes,
-                self.free_bytes(node),
-            )
+            (node, self.arenas * -(-nbytes // page) * page, self.free_bytes(node))
             for node, nbytes in needed.items()
         ]
         return min(found, key=lambda of_node: of_node[2] / max(of_node[1], 1))
@@ -70,9 +66,10 @@ def check_fits(spec: ArenaSpec, nodes: Sequence[int]) -> None:
     node, needed, free = memory(nodes).shortest(spec)
     if needed <= free:
         return
-    what = f"{describe(spec)} does not fit: {gib(free)} of host memory are available"
-    fix = f"lower num_pages={spec.num_pages} to at most {memory(nodes).most_pages(spec)}"
-    if node is not None:
+    if node is None:
+        what = f"{describe(spec)} does not fit: {gib(free)} of host memory are available"
+        fix = f"lower num_pages={spec.num_pages} to at most {memory(nodes).most_pages(spec)}"
+    else:
         what = (
             f"{describe(spec)} is bound to NUMA nodes {list(nodes)}: node {node} would hold {gib(needed)} and has "
             f"{gib(free)}"

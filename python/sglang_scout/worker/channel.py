@@ -1,18 +1,16 @@
 """The control channel between the decode server and its CPU attention process: ZMQ over a local socket.
 
-The endpoint is ``ipc://@sglang-scout-PID-EPOCH-RANDOM``, a name in Linux's abstract namespace: no file, so it needs no
-room and no short path in TMPDIR, and it ends with its process. Nor has it a mode, so whoever shares the network
-namespace may connect. What keeps others out:
+The endpoint is ``ipc://@sglang-scout-PID-EPOCH-RANDOM``, a name in Linux's abstract namespace: it needs no file, and
+ends with its process. Nor has it a mode, so whoever shares the network namespace may connect. What keeps others out:
 
-- libzmq closes connections of all processes but the server before it reads a byte: IPC_FILTER_PID, set before bind. It
-  is stricter than IPC_FILTER_UID, and must stand alone: libzmq accepts whom either lets in.
+- libzmq closes connections of all processes but the server before it reads a byte: IPC_FILTER_PID, set before bind.
+  IPC_FILTER_UID must not be set beside it: libzmq accepts whom either lets in.
 - Each message must come from the one process and user expected at the other end, by the kernel's word (SO_PEERCRED).
 - Each carries the boot token of this start, which only the two processes know: none of an earlier life counts.
 - The name is not on the command line, which all can read, so nobody can bind it before the process does.
 
-The attention process binds, the server connects: libzmq aborts a process that has no descriptor left when it accepts
-a local connection, which must not be the server. ZMQ may lose messages, reconnect and queue as it likes: silence is
-measured by heartbeats, death is told by a pidfd.
+The attention process binds: libzmq aborts a process that has no descriptor left when it accepts a connection, which
+must not be the server. ZMQ may lose messages: silence is measured by heartbeats, death is told by a pidfd.
 """
 
 from __future__ import annotations
@@ -50,27 +48,21 @@ def open_context() -> ZmqContext:
     Raises:
         WorkerError: too few descriptors or threads are left.
     """
-    descriptors: list[int] = []
-    threads: list[threading.Thread] = []
     done = threading.Event()
     try:
-        for _ in range(_SPARE_DESCRIPTORS):
-            descriptors.append(os.eventfd(0))
-        for _ in range(_SPARE_THREADS):
-            thread = threading.Thread(target=done.wait, daemon=True)
-            thread.start()
-            threads.append(thread)
+        with contextlib.ExitStack() as tried:
+            for _ in range(_SPARE_DESCRIPTORS):
+                tried.callback(os.close, os.eventfd(0))
+            for _ in range(_SPARE_THREADS):
+                thread = threading.Thread(target=done.wait, daemon=True)
+                thread.start()
+                tried.callback(thread.join)
+                tried.callback(done.set)  # called before it
     except (OSError, RuntimeError) as e:
         raise WorkerError(
             f"cannot start the CPU attention process: {e}; raise ulimit -n, or the limit of processes (ulimit -u, "
             "pids.max)"
         ) from e
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-        for fd in descriptors:
-            os.close(fd)
     context: ZmqContext = zmq.Context()
     context.socket(zmq.PAIR).close(0)  # starts them
     return context
@@ -83,9 +75,8 @@ class Channel:
     the one whose message it accepted last.
 
     Attributes:
-        endpoint: as above.
         peer_pid: process whose messages are accepted.
-        refused: messages that were dropped.
+        refused: number of messages that were dropped.
     """
 
     def __init__(
@@ -125,8 +116,8 @@ class Channel:
         endpoint, token = os.environ.pop(_ENDPOINT_ENV), os.environ.pop(_TOKEN_ENV)
         socket = context.socket(zmq.ROUTER)
         channel = cls(socket, endpoint, token, m.FromServer, server_pid, log)
-        # libzmq looks up the names of users that it refuses, in its only thread; a name service may be slow. In a class
-        # an attribute of this name would be mangled; other libraries than glibc have none.
+        # libzmq looks up the names of users that it refuses, in its only thread; a name service may be slow. Only glibc
+        # has this function, and in a class Python would mangle its name.
         with contextlib.suppress(AttributeError):
             getattr(ctypes.CDLL(None), "__nss_configure_lookup")(b"passwd", b"files")
         socket.setsockopt(zmq.IPC_FILTER_PID, server_pid)

@@ -21,10 +21,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class PageChecksums:
-    """The decode server's side.
-
-    Args:
-        arena: of a spec with ``checksums``; must stay open.
+    """The decode server's side, on an arena of a spec with ``checksums``, which must stay open.
 
     Attributes:
         words: uint64 ``[L, P]`` checksums, 0 for a page that may still change.

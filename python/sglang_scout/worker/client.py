@@ -1,15 +1,15 @@
 """The decode server's side of the CPU attention process: post a layer's request, wait for its answer.
 
-``post`` and ``wait`` may be called from one thread only, the scheduler's. Both are thin: checks here, the
-work in C++ (sgl-kernel/src/producer.h). Whatever happens to the worker, ``wait`` fills its buffers with the
-attention over exactly the posted pages: from the worker, or computed in place by the same code.
+``post`` and ``wait`` may be called from one thread only, the scheduler's. The work is done in C++
+(sgl-kernel/src/producer.h). Whatever happens to the worker, ``wait`` fills its buffers with the attention over exactly
+the posted pages: from the worker, or computed in place by the same code.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,15 +18,15 @@ from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.core.split import Split
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.messages import Configure
+from sglang_scout.worker.messages import Configure, WorkerConfig
 from sglang_scout.worker.ring import EVENT_DTYPE, most_threads
-from sglang_scout.worker.settings import WorkerConfig, WorkerStatus, check_cpus, check_nodes
 from sglang_scout.worker.supervisor import Supervisor
 
 __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
 
 _F32 = np.dtype(np.float32)
 _I32 = np.dtype(np.int32)
+ATTENDANT_POLL_US = 50
 
 
 class Ticket(NamedTuple):
@@ -39,42 +39,58 @@ class Ticket(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """How an answer was obtained: time spent waiting for the worker, and pages that the caller computed."""
+    """How an answer was obtained."""
 
-    waited_us: int
-    fallback_pages: int
+    waited_us: int  # for the worker
+    fallback_pages: int  # that the caller computed
 
 
 class ThreadEvents(NamedTuple):
-    """What one worker thread did.
+    """What one worker thread did."""
 
-    Attributes:
-        thread: its number, from 0.
-        cpu: the CPU that it is pinned to.
-        events: EVENT_DTYPE ``[n]`` in chronological order, across restarts; validated, as the worker's memory is
-            untrusted: only ``step`` may be any number.
-    """
-
-    thread: int
-    cpu: int
+    thread: int  # its number, from 0
+    cpu: int  # that it is pinned to
+    # EVENT_DTYPE [n] in chronological order, across restarts. Validated, as the worker's memory is untrusted: only
+    # `step` may be any number.
     events: np.ndarray
 
 
+@dataclass(frozen=True)
+class WorkerStatus:
+    """A snapshot of the worker's status. Totals continue across restarts."""
+
+    pid: int | None  # of the running process
+    endpoint: str  # of its control channel; "" before the first start
+    state: str  # "starting", "ready", "restarting", "stopped" or "failed"
+    restarts: int  # workers after the first
+    cpus: tuple[int, ...]  # of the threads
+    cpu_nodes: tuple[int, ...]  # the arena's node of each, from 0
+    items: int  # (sequence, part) items computed by workers
+    pages: int  # that workers attended to
+    remote_pages: int  # of these, on another node than the thread's
+    refused: int  # records that a worker refused for a field, and answers that the caller did for inf or NaN
+    busy_us: int  # compute time summed over worker threads
+    stale: int  # records of another epoch that a worker skipped
+    fallback_pages: int  # that the caller computed instead
+    local_tickets: int  # posts that never went to a worker: none was ready, or the slot was busy
+    late_tickets: int  # waits that hit wait_timeout_s
+    refused_messages: int  # control messages dropped for sender, token, contents or version
+    isa: str  # instruction set of the worker's kernel, "" before the first Ready
+    last_error: str  # why the last worker exited, or ""
+
+
 class WorkerClient:
-    """A supervised worker process on an arena.
+    """A supervised worker process on an arena, which must stay open while the client is in use.
 
     Args:
-        arena: holds the pages and the ring; must stay open while the client is in use.
         cpus: one worker thread is pinned to each.
         background_cpus: for mapping pages; empty: any but ``cpus``.
-        nodes: CPUs local to each of the arena's NUMA nodes: of node 0, of node 1 ...
-            Not needed for an arena of one node.
-        config: timing and threads.
+        nodes: those of ``cpus`` that are local to each of the arena's NUMA nodes; not needed for an arena of one.
         log: logger of the supervisor.
 
-    Raises:
-        ConfigError: ``cpus`` is empty or has repeated or negative numbers, or ``nodes`` is inconsistent
-            with them or with the arena.
+    Attributes:
+        parts: runs of pages that every sequence is split into; 0: determined by ``split``.
+        split: the rule for the number of runs where it is not fixed.
     """
 
     def __init__(
@@ -88,19 +104,21 @@ class WorkerClient:
         log: logging.Logger | None = None,
     ) -> None:
         self._config = config or WorkerConfig()
-        self._cpus = check_cpus(cpus)
+        self._cpus = tuple(cpus)
         self._spec = arena.spec
         self._mapping = arena.k_pages(0)  # keeps the mapping alive as long as this object
-        self._cpu_nodes = check_nodes(nodes, self._cpus, self._spec.num_nodes)
+        node_of = {cpu: node for node, of_node in enumerate(nodes or [cpus]) for cpu in of_node}
+        self._cpu_nodes = tuple(node_of[cpu] for cpu in cpus)
         node_cpus = max(1, min(map(self._cpu_nodes.count, range(self._spec.num_nodes))))
-        most = most_threads(self._config.threads_per_group, node_cpus)
+        self.parts = self._config.threads_per_group
+        most = most_threads(self.parts, node_cpus)
         list_bytes = 2 * self._spec.page_bytes // self._spec.lists  # of a page
         least_pages = _native.least_run_pages(list_bytes) * self._spec.num_nodes
-        self._split = Split(node_cpus, most, least_pages)
+        self.split = Split(node_cpus, most, least_pages)
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
         self._q_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
-        self._producer.set_split(*self._split)
+        self._producer.set_split(*self.split)
         self._attendant: _native.RingAttendant | None = None
         self._own_epoch = 0
         self._next_event = [0] * len(self._cpus)
@@ -115,18 +133,13 @@ class WorkerClient:
         self._supervisor = Supervisor(self._producer, arena, configure, log)
 
     def start(self) -> None:
-        """Starts the worker and returns when it is ready.
-
-        Raises:
-            WorkerError: it did not become ready, with the worker's own reason. Nothing is left running.
-        """
+        """Starts the worker and returns when it is ready. Raises WorkerError, and leaves nothing running."""
         self._supervisor.start()
 
     def stop(self) -> None:
         """Stops the worker; leaves no process, thread, descriptor or file. Idempotent.
 
-        Outstanding tickets can still be waited for; they are computed by the caller. Records posted by
-        a device are no longer answered after this.
+        Outstanding tickets can still be waited for. Records posted by a device are no longer answered.
         """
         self._supervisor.stop()
         if self._attendant is not None:
@@ -139,46 +152,29 @@ class WorkerClient:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    @property
-    def ready(self) -> bool:
-        """Whether a worker is serving."""
-        return self._supervisor.state == "ready" and self._supervisor.pid is not None
+    def serve_device(self) -> None:
+        """From now on records are posted from a device's stream (``ops.doorbell.DeviceRing``), not by ``post``.
 
-    def serve_device(self, poll_us: int = 50) -> None:
-        """From now on records are posted from a device's stream (``ops.doorbell.DeviceRing``).
-
-        An attendant thread polls every ``poll_us``, rings the bell on the stream's behalf, and answers records that
-        no live worker will; ``post`` and ``wait`` must not be used after this. Call once, before :meth:`start`.
+        An attendant thread rings the bell on the stream's behalf, and answers records that no live worker will. Call
+        once, before :meth:`start`.
         """
         self._own_epoch = self._producer.next_epoch()
-        self._attendant = _native.RingAttendant(self._producer, poll_us)
+        self._attendant = _native.RingAttendant(self._producer, ATTENDANT_POLL_US)
 
     @property
     def device_epoch(self) -> int:
         """The epoch that a device's next step posts to: the live worker's, or the attendant's."""
         return self._producer.live_epoch() or self._own_epoch
 
-    @property
-    def parts(self) -> int:
-        """Runs of pages that every sequence is split into; 0: determined by ``split``."""
-        return self._config.threads_per_group
-
-    @property
-    def split(self) -> Split:
-        """The rule for the number of runs where it is not fixed."""
-        return self._split
-
     def post(
         self, layer: int, step: int, q: np.ndarray, pages: np.ndarray, n_pages: np.ndarray
     ) -> Ticket:
         """Posts the missing pages of a layer to the worker. Copies; the arguments may be reused.
 
-        There is one slot per (step parity, layer). If the worker is not ready or has not finished
-        the slot's last record, the ticket is local: wait() will compute it. If no row has pages,
-        nothing is sent.
+        There is one slot per (step parity, layer). If the worker is not ready or has not finished the slot's last
+        record, the ticket is local: wait() will compute it. If no row has pages, nothing is sent.
 
         Args:
-            layer: 0..L-1.
             step: decode step; counts up.
             q: float32 [B, HQ, D]; rounded if the ring holds 16-bit queries.
             pages: int32 [B*C, k], B*C <= max_batch, host page ids, packed to the left; negative entries are
@@ -194,8 +190,6 @@ class WorkerClient:
             raise ValueError(f"post: pages has {pages.ndim} axes, expected [B*C, k]")
         _check("post", "pages", pages, _I32, (rows, pages.shape[1]))
         _check("post", "n_pages", n_pages, _I32, (rows,))
-        if layer < 0 or step < 0:
-            raise ValueError(f"post: layer {layer} or step {step} is negative")
         number = self._producer.post(
             layer,
             step,
@@ -204,7 +198,7 @@ class WorkerClient:
             _address(pages),
             pages.shape[1],
             _address(n_pages),
-            self._config.threads_per_group,
+            self.parts,
             len(q) * self._q_bytes,
         )
         return Ticket(layer, step, len(q), number)
@@ -212,12 +206,11 @@ class WorkerClient:
     def wait(self, ticket: Ticket, out: np.ndarray, lse: np.ndarray) -> Reply:
         """Fills ``out`` and ``lse`` with the attention over the ticket's pages.
 
-        Takes the worker's answer, or computes the same pages here if the worker died, refuses
-        the record or does not answer within ``wait_timeout_s``. Heads without pages get out = 0,
-        lse = -inf.
+        Takes the worker's answer, or computes the same pages here if the worker died, refuses the record or does not
+        answer within ``wait_timeout_s``. Heads without pages get out = 0, lse = -inf.
 
         Args:
-            ticket: from post(); each is valid for one wait, and only until its slot is posted again.
+            ticket: valid for one wait, and only until its slot is posted again.
             out: float32 [B, HQ, D], overwritten; rounded to 16 bits if the ring holds 16-bit queries.
             lse: float32 [B, HQ], natural log, overwritten.
 
@@ -243,21 +236,17 @@ class WorkerClient:
         return Reply(waited_us, fallback_pages)
 
     def record_events(self, on: bool) -> None:
-        """Turns tracing of the worker's threads on or off. Off costs next to nothing.
-
-        Takes effect immediately, in this worker and later ones; earlier events are not read.
-        """
+        """Turns tracing of the worker's threads on or off, at once, in this worker and later ones; earlier events are
+        not read."""
         if on:
             lines = range(len(self._cpus))
             self._next_event = [self._producer.next_event(line) for line in lines]
         self._producer.set_trace(on)
 
     def take_events(self) -> tuple[list[ThreadEvents], int]:
-        """Events of each thread since the last call, and how many were lost.
+        """Events of each thread since the last call, and how many were lost: overwritten, or corrupted.
 
-        A thread keeps its newest ``event_entries`` events: call this once per step. Lost events are those
-        overwritten before this call and those that are corrupted. Call from the thread of ``post`` and
-        ``wait``.
+        A thread keeps its newest ``event_entries`` events: call this once per step, from the thread of ``post``.
         """
         taken, lost_total = [], 0
         for thread, cpu in enumerate(self._cpus):

@@ -13,17 +13,16 @@ LEFT_CPUS = 2
 ROOMY_CORES = 8
 """From this many cores on, two are left, so that the thread that a step waits for has its own core."""
 ENOUGH_THREADS = 16
-"""From this many cores on, their SMT siblings stay free. Attention to pages is bound by memory bandwidth, most of which
-16 threads draw from a socket: a second thread on a core adds little, and disturbs what else runs there. Of each rank.
-Not measured on a machine with SMT."""
+"""Of a rank. From this many cores on, their SMT siblings stay free: 16 threads draw most of a socket's memory
+bandwidth, by which attention is bound. Not measured on a machine with SMT."""
 
 ATTENTION = "attention threads, one each"
 
 
 class CpuUse(NamedTuple):
-    """A row of the table of CPUs: a CPU list such as ``0-3,8``, what uses it, and why."""
+    """A row of the table of CPUs."""
 
-    cpus: str
+    cpus: str  # a list such as 0-3,8
     used_by: str
     why: str
 
@@ -101,11 +100,8 @@ def _nodes_of(cpus: Collection[int]) -> str:
 
 
 def reserve_server_cores(cpus: Collection[int]) -> list[int]:
-    """Those of ``cpus`` for spinning threads, leaving some for the server.
-
-    Whole cores are left, the first ones: a spinning thread slows its SMT sibling. If there are too few
-    CPUs, none are left.
-    """
+    """Those of ``cpus`` for spinning threads, which slow their SMT siblings: the first cores are left to the server, or
+    none of too few CPUs."""
     if len(cpus) < 2 * LEFT_CPUS:
         return sorted(cpus)
     units = _by_core(cpus)
@@ -118,13 +114,11 @@ def reserve_server_cores(cpus: Collection[int]) -> list[int]:
 
 
 def background_cpus(cpus: Collection[int], workers: Collection[int]) -> list[int]:
-    """Those of ``cpus`` for background work: none of ``workers``, and not the server's first core.
+    """Those of ``cpus`` for background work, ascending: none of ``workers``, nor the server's first core, unless it is
+    the only one left.
 
     Prefers SMT siblings of the workers, which nothing else uses, then other CPUs on their nodes, as page tables are
     allocated on the node of the thread that faults.
-
-    Returns:
-        Ascending; if only one core is left, all of it; empty if none is.
     """
     cores = set(map(numa.core_of, workers))
     siblings = [cpu for cpu in set(cpus).difference(workers) if numa.core_of(cpu) in cores]
@@ -136,14 +130,11 @@ def background_cpus(cpus: Collection[int], workers: Collection[int]) -> list[int
 
 
 def deal_cpus(cpus: Collection[int], homes: Sequence[Collection[int]]) -> list[list[int]]:
-    """Distribute ``cpus`` among the ranks, as close to each rank's device as possible.
+    """Distribute ``cpus`` among the ranks, given for each the CPUs near its device, its home.
 
-    Ranks with the same home share its CPUs evenly. If homes overlap partially, or one has fewer CPUs than
-    ranks, all ranks share all CPUs evenly instead. SMT siblings stay together if there are enough cores.
+    Ranks with the same home share its CPUs evenly. If homes overlap partially, or one has fewer CPUs than ranks, all
+    ranks share all CPUs evenly instead. SMT siblings stay together if there are enough cores.
 
-    Args:
-        cpus: to be distributed.
-        homes: per rank, the CPUs near its device.
     Returns:
         Per rank, ascending. Disjoint, unless there are fewer CPUs than ranks: then every rank gets all.
     """

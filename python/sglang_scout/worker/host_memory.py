@@ -1,8 +1,8 @@
 """Host memory: how much an arena can have; populating it before the first access, binding it to NUMA nodes.
 
 A virtual machine may start small and get the rest of its memory as it uses it: such growth counts as available, and
-what relies on it is touched first. Zeroing pages dominates the time, at some GB/s per thread. Where a first write
-would raise SIGBUS, as with an exhausted hugetlb pool, MADV_POPULATE_WRITE returns an error instead.
+what relies on it is touched first. Where a first write would raise SIGBUS, as with an exhausted hugetlb pool,
+MADV_POPULATE_WRITE returns an error instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from sglang_scout.core.errors import ArenaError, ConfigError
@@ -43,7 +43,7 @@ _MPOL_DEFAULT, _MPOL_BIND = 0, 2
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _ANY_NODE = r"\d+"
 _PROC, _SYS_MM = Path("/proc"), Path("/sys/kernel/mm")
-_SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
+SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
 # For cgroup v2 and v1: file names of limits and usage, and the memory.stat key of reclaimable cache. Above
 # memory.high a process is throttled until pages are reclaimed, and those of the arena cannot be.
 _GROUP_FILES = {
@@ -58,7 +58,7 @@ for _call in (_libc.madvise, _libc.mprotect):
 
 def available_bytes(node: int | None = None) -> int:
     """Memory that a new arena can have outside of the hugetlb pool, on the machine or on a NUMA node: what ``OVERRIDE``
-    promises if it is set, otherwise :func:`bytes_now` and what there is room to grow by, within the same limits."""
+    promises, or else :func:`bytes_now` and what there is room to grow by."""
     return promised_bytes() or bytes_now(node, grown=True)
 
 
@@ -76,9 +76,8 @@ def promised_bytes() -> int:
 
 
 def bytes_now(node: int | None = None, grown: bool = False) -> int:
-    """Of the machine MemAvailable, capped by the limits of this process's cgroup and all its ancestors, and by the
-    commit limit with ``vm.overcommit_memory=2``: beyond that a first write to shared memory raises SIGBUS. Of a node
-    what is free or reclaimable file cache.
+    """Of the machine MemAvailable, capped by the limits of this process's cgroup and its ancestors, and by the commit
+    limit with ``vm.overcommit_memory=2``, beyond which a first write raises SIGBUS. Of a node what is free or cache.
 
     Args:
         grown: as if the machine had grown to its ``present`` pages beyond MemTotal, less a share for what the kernel
@@ -135,7 +134,6 @@ def _memory_groups() -> Iterator[tuple[str, Path]]:
 
 
 def pool_folder(node: int | None = None) -> Path:
-    """Of the hugetlb pool of 2 MiB pages, on all nodes or on one."""
     return (_SYS_MM if node is None else numa.folder(node)) / "hugepages/hugepages-2048kB"
 
 
@@ -149,7 +147,6 @@ def pool_pages(node: int | None = None) -> tuple[int, int]:
 
 
 def free_pool_bytes(node: int | None = None) -> int:
-    """Free and unreserved bytes in the hugetlb pool."""
     return pool_pages(node)[0] * HUGE_PAGE_BYTES
 
 
@@ -159,11 +156,6 @@ def shmem_mode() -> str:
     return match[1] if match else ""
 
 
-def shared_huge_pages_allowed() -> bool:
-    """Whether shared memory may get transparent huge pages."""
-    return shmem_mode() in _SHMEM_MODES_THAT_HELP
-
-
 def protect(address: int, nbytes: int) -> None:
     """Makes this range of a mapping read-only: a write raises SIGSEGV. Raises OSError."""
     if _libc.mprotect(address, nbytes, mmap.PROT_READ):
@@ -171,19 +163,15 @@ def protect(address: int, nbytes: int) -> None:
 
 
 def populate(address: int, nbytes: int, *, write: bool = True) -> int:
-    """Allocates and maps all pages of a range, for writing or only for reading. Returns 0 or an errno:
-    EINVAL before Linux 5.14, EFAULT where an access would raise SIGBUS."""
+    """Allocates and maps all pages of a range. Returns 0 or an errno: EINVAL before Linux 5.14, EFAULT where an access
+    would raise SIGBUS."""
     advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
     return ctypes.get_errno() if _libc.madvise(address, nbytes, advice) else 0
 
 
-def populate_together(address: int, nbytes: int, threads: int = 0) -> int:
-    """:func:`populate` for a large range, by several threads. Returns 0 or the first error.
-
-    Args:
-        threads: 0: one for each CPU of this thread's affinity, up to ``MOST_THREADS``.
-    """
-    threads = threads or min(len(os.sched_getaffinity(0)), MOST_THREADS)
+def populate_together(address: int, nbytes: int) -> int:
+    """:func:`populate` by a thread for each CPU of the affinity, up to MOST_THREADS. Returns 0 or the first error."""
+    threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
     pieces = itertools.count(0, PIECE_BYTES)  # its next() is atomic
     errors: list[int] = []
 
@@ -202,25 +190,21 @@ def populate_together(address: int, nbytes: int, threads: int = 0) -> int:
 
 
 def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now) -> None:
-    """Allocates a range of memory that the machine gets only as it is used, each step once there is room for it.
-
-    Near the end of what is there steps become smaller: some machines grow only when little is left.
-
-    Args:
-        now: bytes available at the moment.
+    """Allocates a range of memory that the machine gets only as it is used, each step once ``now()`` says that there is
+    room. Near the end of that steps become smaller: some machines grow only when little is left.
 
     Raises:
         ArenaError: the machine does not grow in time; with how far it got.
     """
     done, asked_s = 0, time.monotonic()
+    fix = f"lower --kv-offload-host-gb, or free memory; {LAST_RESORT}"
     while done < nbytes:
         step, room = min(STEP_BYTES, nbytes - done), now() - KEPT_BYTES
         if room < step and (step := room // 2 // PIECE_BYTES * PIECE_BYTES) <= 0:
             if time.monotonic() - asked_s > GROWTH_WAIT_S:
                 raise ArenaError(
                     f"this machine's memory does not grow: {gib(done)} of {gib(nbytes)} are allocated, and no more "
-                    f"became available within {GROWTH_WAIT_S:g} s; lower --kv-offload-host-gb, or free memory; "
-                    f"{LAST_RESORT}"
+                    f"became available within {GROWTH_WAIT_S:g} s; {fix}"
                 )
             time.sleep(0.1)
             continue
@@ -228,10 +212,8 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now)
         if error == errno.EINVAL:  # before Linux 5.14
             return
         if error:
-            raise ArenaError(
-                f"only {gib(done)} of {gib(nbytes)} of host memory could be allocated: {os.strerror(error)}; lower "
-                f"--kv-offload-host-gb, or free memory; {LAST_RESORT}"
-            )
+            what = f"only {gib(done)} of {gib(nbytes)} of host memory could be allocated"
+            raise ArenaError(f"{what}: {os.strerror(error)}; {fix}")
         done, asked_s = done + step, time.monotonic()
         if done // STEP_BYTES > (done - step) // STEP_BYTES:
             logger.info("arena: %s of %s are allocated", gib(done), gib(nbytes))
@@ -240,9 +222,8 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now)
 class PopulateThread:
     """A thread that maps a range of memory, for reading, at the lowest priority of its class.
 
-    The first access to each 4 KiB of a mapping faults: some 32 times for a host page of one layer, which can cost more
-    than attending to it. With a CUDA device the decode server pins the host pages at start, so their memory is
-    allocated anyway, and the attention process then walks it once in the background.
+    The first access to each 4 KiB of a mapping faults, which for a host page of one layer can cost more than attending
+    to it. With a CUDA device host pages are pinned, so allocated anyway, and the attention process walks them once.
 
     Args:
         cpus: its affinity; empty: that of the process. It gets hardly any time on CPUs shared with polling threads.
@@ -277,43 +258,34 @@ class PopulateThread:
         logger.info("mapped the %s of the arena in %.1f s", gib(self._nbytes), spent_s)
 
 
-def bind_memory(address: int, spans: Iterable[tuple[int, int, int]]) -> bool:
-    """Binds spans of a mapping, not yet touched, to nodes from which their pages will be allocated.
+def bind_memory(address: int, spans: Sequence[tuple[int, int, int]]) -> None:
+    """Binds spans (offset, bytes, node) of a mapping, not yet touched, to the nodes to allocate their pages from.
 
-    For shared memory the policy belongs to the file, so it also applies to other processes' faults.
-
-    Args:
-        address: of the mapping.
-        spans: (offset, bytes, node) each.
-
-    Returns:
-        False if nothing was bound (logged): at most one node, or a kernel or sandbox without mbind.
+    For shared memory the policy belongs to the file, so it also applies to other processes' faults. Only logs what it
+    finds with one node, or with a kernel or sandbox without mbind.
 
     Raises:
         ArenaError: the machine has several nodes, and one of those requested does not exist.
     """
-    spans = list(spans)
     asked = sorted({node for _, _, node in spans})
     known = numa.nodes()
     if len(known) <= 1:
         logger.info("arena: machine has no second NUMA node, memory is not bound to %s", asked)
-        return False
+        return
     if not set(asked) <= set(known):
         raise ArenaError(f"numa_nodes={asked}; this machine has {known}")
     for offset, nbytes, node in spans:
         if error := _mbind(address + offset, nbytes, node):
             reason = os.strerror(error)
             logger.warning("arena: cannot bind memory to NUMA node %d: %s", node, reason)
-            return False
+            return
     logger.info("arena: memory is bound to NUMA nodes %s", asked)
-    return True
 
 
 def use_own_node() -> None:
     """Resets the memory policy of this thread, and of those that it starts, to the local node.
 
     A process inherits its parent's policy, and SGLang starts a scheduler with ``numactl --membind``.
-    No-op without NUMA support or if a sandbox blocks the call.
     """
     default = ctypes.c_int(_MPOL_DEFAULT), None, ctypes.c_ulong(0)
     _libc.syscall(ctypes.c_long(_SET_MEMPOLICY), *default)
@@ -321,23 +293,15 @@ def use_own_node() -> None:
 
 def _mbind(address: int, nbytes: int, node: int) -> int:
     """The system call; 0 or an errno."""
-    words = node // _BITS + 1
-    mask = (ctypes.c_ulong * words)()
+    mask = (ctypes.c_ulong * (node // _BITS + 1))()
     mask[node // _BITS] = 1 << (node % _BITS)
-    rc = _libc.syscall(
-        ctypes.c_long(_MBIND),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(nbytes),
-        ctypes.c_int(_MPOL_BIND),
-        mask,
-        ctypes.c_ulong(words * _BITS + 1),
-        ctypes.c_uint(0),
-    )
+    memory = ctypes.c_void_p(address), ctypes.c_ulong(nbytes)
+    policy = ctypes.c_int(_MPOL_BIND), mask, ctypes.c_ulong(len(mask) * _BITS + 1)
+    rc = _libc.syscall(ctypes.c_long(_MBIND), *memory, *policy, ctypes.c_uint(0))
     return ctypes.get_errno() if rc != 0 else 0
 
 
 def gib(nbytes: int) -> str:
-    """Formats a size for messages."""
     return f"{nbytes / 2**30:.3f} GiB"
 
 

@@ -1,13 +1,11 @@
-"""The CPU attention process: ``python -m sglang_scout.worker.main --arena-fd N ...``.
+"""The CPU attention process: ``python -m sglang_scout.worker.main --arena-fd N --epoch N --parent PID``.
 
-This file is the control plane: it answers Hello, starts the C++ threads that serve the ring, sends
-periodic heartbeats and otherwise sleeps. It never touches a record, and never imports torch or
-sglang. It exits when told to, and is killed by the kernel when the decode server dies for any reason.
+This file is the control plane: it answers Hello, starts the C++ threads that serve the ring, sends heartbeats and
+otherwise sleeps. It never imports torch or sglang. It exits when told to; the kernel kills it when its server dies.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import logging
@@ -28,7 +26,6 @@ from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.die_with_parent import die_with_parent
 from sglang_scout.worker.host_memory import PopulateThread, use_own_node
 from sglang_scout.worker.numa import read_cpus
-from sglang_scout.worker.ring import LAYOUT_VERSION
 
 logger = logging.getLogger("sglang_scout.worker")
 
@@ -43,20 +40,17 @@ class Stopped(Exception):
 
 
 class Worker:
-    """The channel to the server, an arena, the threads."""
-
-    def __init__(self, args: argparse.Namespace, channel: Channel) -> None:
-        self._args = args
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._received: list[m.Message] = []
 
-    def run(self) -> int:
+    def run(self, arena_fd: int, epoch: int) -> int:
         """Serves until told to stop. Returns the exit code."""
         try:
             self._expect(m.Hello)
             self._channel.send(m.Hello())
-            with contextlib.closing(attach(self._args.arena_fd, self._expect(m.Register))) as arena:
-                self._serve(arena, self._expect(m.Configure))
+            with attach(arena_fd, self._expect(m.Register)) as arena:
+                self._serve(arena, epoch, self._expect(m.Configure))
         except Stopped:
             return 0
         except ScoutError as e:
@@ -65,33 +59,32 @@ class Worker:
             time.sleep(1.0)  # an exit could overtake the message; the server kills at once
             return 1
 
-    def _serve(self, arena: Arena, configure: m.Configure) -> None:
+    def _serve(self, arena: Arena, epoch: int, configure: m.Configure) -> None:
         """Until Stopped."""
         others = configure.background_cpus or os.sched_getaffinity(0).difference(configure.cpus)
-        runtime = start_runtime(arena, self._args.epoch, configure)
-        populating = None
-        try:
+        with contextlib.ExitStack() as stack:
+            runtime = start_runtime(arena, epoch, configure)
+            stack.callback(runtime.stop)
             if configure.config.populate:
                 ring_bytes = arena.layout().kv_offset
                 pages = arena.address + ring_bytes, arena.nbytes - ring_bytes
-                populating = PopulateThread(*pages, others)
-            self._channel.send(m.Ready(isa=_native.isa(), threads=len(configure.cpus)))
+                stack.callback(PopulateThread(*pages, others).stop)
+            self._channel.send(m.Ready(isa=_native.isa()))
             self._beat(runtime, configure.config.heartbeat_interval_s)
-        finally:
-            runtime.stop()
-            if populating is not None:
-                populating.stop()
 
     def _beat(self, runtime: _native.RingRuntime, interval_s: float) -> None:
         due_s = time.monotonic()
         draining = False
         while True:
             now_s = time.monotonic()
+            pending, items = runtime.progress()
             if now_s >= due_s:
-                self._channel.send(m.Heartbeat(stats=self._stats(runtime)))
+                refused = self._channel.refused
+                beat = m.Heartbeat(items=items, pending=pending, refused_messages=refused)
+                self._channel.send(beat)
                 due_s = now_s + interval_s
-            if draining and not (stats := self._stats(runtime)).pending:
-                self._channel.send(m.Drained(stats=stats))
+            if draining and not pending:
+                self._channel.send(m.Drained())
                 draining = False
             self._channel.wait(_DRAIN_POLL_S if draining else due_s - now_s)
             draining |= any(isinstance(message, m.Drain) for message in self._receive())
@@ -113,34 +106,23 @@ class Worker:
             raise Stopped
         return received
 
-    def _stats(self, runtime: _native.RingRuntime) -> m.Stats:
-        pending, items = runtime.progress()
-        return m.Stats(items=items, pending=pending, refused_messages=self._channel.refused)
-
 
 def attach(fd: int, register: m.Register) -> Arena:
-    """Maps the arena and checks its size and layout. Raises ArenaError, WorkerError."""
-    if register.layout_version != LAYOUT_VERSION:
-        raise WorkerError(
-            f"ring layout {register.layout_version} asked for, this process has {LAYOUT_VERSION}"
-        )
+    """Maps the arena and checks its size. Raises ArenaError, WorkerError."""
     arena = Arena.attach(fd)
     os.close(fd)
     if arena.nbytes != register.arena_bytes:
-        nbytes = arena.nbytes
-        arena.close()
-        raise WorkerError(f"arena has {nbytes} bytes, expected {register.arena_bytes}")
+        raise WorkerError(f"arena has {arena.nbytes} bytes, expected {register.arena_bytes}")
     return arena
 
 
 def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.RingRuntime:
     """Pins this thread and starts those that compute. Raises WorkerError naming a CPU that it cannot use."""
     cpus, config = configure.cpus, configure.config
-    at = arena.address, arena.nbytes
+    settings = config.spin_us, config.threads_per_group, configure.cpu_nodes
     try:
         os.sched_setaffinity(0, cpus)
-        spin_us, threads = config.spin_us, config.threads_per_group
-        return _native.RingRuntime(*at, epoch, cpus, spin_us, threads, configure.cpu_nodes)
+        return _native.RingRuntime(arena.address, arena.nbytes, epoch, cpus, *settings)
     except (OSError, ValueError, OverflowError, RuntimeError) as e:
         online, allowed = read_cpus("devices/system/cpu/online"), os.sched_getaffinity(0)
         raise WorkerError(
@@ -149,34 +131,19 @@ def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.R
         ) from e
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="sglang_scout.worker.main",
-        description="The CPU attention process of sglang-scout. The decode server starts it; do not start it by hand.",
-    )
-    parser.add_argument(
-        "--arena-fd", type=int, required=True, help="descriptor of the shared memory"
-    )
-    parser.add_argument(
-        "--epoch", type=int, required=True, help="number of this process in the ring"
-    )
-    parser.add_argument("--parent", type=int, required=True, help="pid of the decode server")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs a process. Returns the exit code."""
-    args = parse(sys.argv[1:] if argv is None else argv)
+def main() -> int:
+    """Runs a process, as supervisor and process.py start it. Returns the exit code."""
+    arena_fd, epoch, server_pid = map(int, sys.argv[2::2])  # of --arena-fd, --epoch and --parent
     logging.basicConfig(
         level=logging.INFO, format=f"[scout-cpu-attention {os.getpid()}] %(levelname)s %(message)s"
     )
     faulthandler.enable()
-    die_with_parent(args.parent)
+    die_with_parent(server_pid)
     use_own_node()  # before there are other threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the decode server
     with zmq.Context() as context:
-        with contextlib.closing(Channel.bind(context, args.parent, logger)) as channel:
-            return Worker(args, channel).run()
+        with contextlib.closing(Channel.bind(context, server_pid, logger)) as channel:
+            return Worker(channel).run(arena_fd, epoch)
 
 
 if __name__ == "__main__":

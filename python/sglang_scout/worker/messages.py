@@ -1,7 +1,5 @@
-"""Control messages between the decode server and its CPU attention process: small, typed, bounded.
-
-msgspec structs in MessagePack; no pickle, no tensor bytes. Every message carries the protocol version, and takes at
-most :data:`MAX_MESSAGE_BYTES`. How they travel: ``channel.py``.
+"""Control messages between the decode server and its CPU attention process: msgspec structs in MessagePack, of at most
+:data:`MAX_MESSAGE_BYTES`, no tensor bytes. How they travel: ``channel.py``.
 
 Lifecycle of a process::
 
@@ -12,52 +10,62 @@ Lifecycle of a process::
     process -> Ready | Failed             serving, or why not (then it exits)
     process -> Heartbeat ...              every heartbeat interval, with statistics
     server  -> Drain                      finish what is posted
-    process -> Drained                    nothing is left, final statistics
+    process -> Drained                    nothing is left
     server  -> Stop                       exit with code 0, at any time
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import UnionType
 
 import msgspec
 
 from sglang_scout.core.errors import WorkerError
-from sglang_scout.worker.settings import WorkerConfig
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 64 * 1024
-MAX_TEXT_CHARS = 4000  # of an error text, so that Failed stays far below the cap
+MAX_TEXT_CHARS = 4000  # of an error text
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """How the worker is run and supervised; user-settable values were validated with the other keys."""
+
+    ready_timeout_s: float = 30.0  # from process start to its Ready
+    heartbeat_interval_s: float = 0.2
+    heartbeat_timeout_s: float = 0.8  # silent for so long it is killed and replaced
+    # The same for one that has work and makes no progress, and for one that is silent because it is starved of CPU.
+    stall_timeout_s: float = 2.0
+    wait_timeout_s: float = 10.0  # after this, wait() computes the pages itself
+    # Delays before restarts: each is twice the one before. A worker that was ready for the longest resets them.
+    backoff_min_s: float = 0.1
+    backoff_max_s: float = 5.0
+    max_start_failures: int = 8  # in a row, before the state is "failed"
+    retry_s: float = 30.0  # delay between further starts then
+    stop_timeout_s: float = 1.0  # for the worker to exit by itself
+    spin_us: int = 50  # how long an idle thread polls before it sleeps
+    # Threads of a NUMA node that share one sequence, its pages split evenly, also where the caller computes, so that
+    # results are identical; 0: chosen for speed, up to 8, see Split.
+    threads_per_group: int = 0
+    populate: bool = False  # map all of the arena in the background, see PopulateThread
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Fields common to all messages: the sender's PROTOCOL_VERSION."""
-
-    version: int = PROTOCOL_VERSION
-
-
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of a process."""
-
-    items: int = 0  # (sequence, part) items computed
-    pending: int = 0  # records published but not finished
-    refused_messages: int = 0  # that the process dropped
+    version: int = PROTOCOL_VERSION  # the sender's
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """The first message in each direction. Who sent it is the channel's business."""
+    """The first message in each direction."""
 
 
 class Register(Message, frozen=True, kw_only=True):
-    """The arena to map. The process checks both."""
+    """The arena to map, whose header has the rest."""
 
     arena_bytes: int  # size of the memory file
-    layout_version: int  # of the ring
 
 
 class Configure(Message, frozen=True, kw_only=True):
-    """With what to serve."""
-
     cpus: list[int]  # one thread is pinned to each
     cpu_nodes: list[int]  # the arena's node of each, from 0
     background_cpus: list[int]  # for mapping pages; empty: any but `cpus`
@@ -65,22 +73,21 @@ class Configure(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The threads are running. ``isa`` names the attention kernel's instruction set."""
+    """The threads are running."""
 
-    isa: str
-    threads: int
+    isa: str  # instruction set of the attention kernel
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """The process cannot serve and exits. ``error`` is human-readable."""
+    """The process cannot serve and exits."""
 
-    error: str
+    error: str  # human-readable
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sent every heartbeat interval."""
-
-    stats: Stats
+    items: int = 0  # (sequence, part) items computed by the process
+    pending: int = 0  # records published but not finished
+    refused_messages: int = 0  # that the process dropped
 
 
 class Drain(Message, frozen=True, kw_only=True):
@@ -89,8 +96,6 @@ class Drain(Message, frozen=True, kw_only=True):
 
 class Drained(Message, frozen=True, kw_only=True):
     """Nothing is pending."""
-
-    stats: Stats
 
 
 class Stop(Message, frozen=True, kw_only=True):
@@ -117,11 +122,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, kind: UnionType) -> Message:
-    """Decodes a message of one direction.
-
-    Args:
-        data: as received.
-        kind: ``FromProcess`` or ``FromServer``.
+    """Decodes a message of ``kind``, ``FromProcess`` or ``FromServer``.
 
     Raises:
         WorkerError: malformed, unknown or of another version.

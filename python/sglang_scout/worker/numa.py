@@ -19,7 +19,7 @@ _DISPLAY = "0x03"  # PCI class 03: display controllers, 0302 for those without a
 
 
 def read(path: str | Path) -> str:
-    """A file of /sys, or of a folder given in full; empty where it cannot be read."""
+    """A file of /sys, or one given in full; empty where it cannot be read."""
     try:
         return (SYS / path).read_text().strip()
     except OSError:
@@ -28,8 +28,7 @@ def read(path: str | Path) -> str:
 
 def nodes() -> list[int]:
     """NUMA nodes of this machine, ascending; empty without NUMA support in the kernel."""
-    found = (p.name[4:] for p in (SYS / _NODES).glob("node*"))
-    return sorted(int(name) for name in found if name.isdigit())
+    return sorted(int(p.name[4:]) for p in (SYS / _NODES).glob("node[0-9]*"))
 
 
 def folder(node: int) -> Path:
@@ -61,11 +60,11 @@ def cpu_quota() -> float | None:
 
 def nvidia_gpus() -> list[str]:
     """PCI addresses of NVIDIA display controllers."""
-    found = []
-    for device in sorted((SYS / _PCI).glob("*")):
-        if read(device / "vendor") == _NVIDIA and read(device / "class").startswith(_DISPLAY):
-            found.append(device.name)
-    return found
+    return [
+        device.name
+        for device in sorted((SYS / _PCI).glob("*"))
+        if read(device / "vendor") == _NVIDIA and read(device / "class").startswith(_DISPLAY)
+    ]
 
 
 def has_rdma() -> bool:
@@ -83,10 +82,7 @@ def near_cpus(pci_address: str) -> list[int]:
 
 
 def cpus_by_node(cpus: Collection[int]) -> dict[int, list[int]]:
-    """``cpus`` grouped by NUMA node, nodes without any left out.
-
-    Nodes and CPUs ascend. Empty if one of ``cpus`` is on no node, or without NUMA support in the kernel.
-    """
+    """``cpus`` by NUMA node, ascending, without nodes that have none. Empty if one of ``cpus`` is on no node."""
     found = {}
     for node in nodes():
         if members := sorted(set(cpus).intersection(read_cpus(f"{folder(node)}/cpulist"))):
@@ -95,22 +91,13 @@ def cpus_by_node(cpus: Collection[int]) -> dict[int, list[int]]:
 
 
 def hardware() -> list[dict[str, Any]]:
-    """What ``numactl --hardware`` says, a node each: its CPUs, memory, and distances to the nodes in order.
-
-    Bytes are None and distances empty if the kernel does not tell.
-    """
+    """What ``numactl --hardware`` says of each node; bytes are None and distances empty if the kernel does not tell."""
     found = []
     for node in nodes():
-        memory = read_meminfo(folder(node) / "meminfo")
-        found.append(
-            {
-                "node": node,
-                "cpus": read_cpus(f"{folder(node)}/cpulist"),
-                "total_bytes": memory.get("MemTotal"),
-                "free_bytes": memory.get("MemFree"),
-                "distances": list(map(int, read(folder(node) / "distance").split())),
-            }
-        )
+        memory, cpus = read_meminfo(folder(node) / "meminfo"), read_cpus(f"{folder(node)}/cpulist")
+        sizes = {"total_bytes": memory.get("MemTotal"), "free_bytes": memory.get("MemFree")}
+        distances = list(map(int, read(folder(node) / "distance").split()))
+        found.append({"node": node, "cpus": cpus, **sizes, "distances": distances})
     return found
 
 

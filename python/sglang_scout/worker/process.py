@@ -27,23 +27,16 @@ class WorkerProcess:
     The thread that creates it must outlive it: the kernel kills the process when that thread ends.
 
     Args:
-        context: of ZMQ. One for all processes of a server: its threads, which ZMQ cannot do without, must not have to
-            be started again when a process is replaced because the machine is short of something.
+        context: of ZMQ. One for all processes of a server: its threads must not have to be started again when a process
+            is replaced because the machine is short of something.
         epoch: number of the process, counted across restarts.
         arena_fd: memory file that it inherits.
-        log: where refused messages are reported.
 
     Raises:
         WorkerError: the channel or the process cannot be created.
     """
 
-    def __init__(
-        self,
-        context: ZmqContext,
-        epoch: int,
-        arena_fd: int,
-        log: logging.Logger,
-    ) -> None:
+    def __init__(self, context: ZmqContext, epoch: int, arena_fd: int, log: logging.Logger) -> None:
         self.epoch = epoch
         self._log = log
         # Cleanup in reverse order: here if construction fails, otherwise in end().
@@ -67,11 +60,9 @@ class WorkerProcess:
         return self._process.pid
 
     def wait(self, timeout_s: float, *wake_fds: int) -> tuple[list[m.Message], bool]:
-        """Blocks until something happens.
+        """Blocks until something happens, one of ``wake_fds`` is readable, or on timeout.
 
-        Returns:
-            The process's valid messages and whether it has exited. Also returns, with neither, when one of
-            ``wake_fds`` is readable or on timeout.
+        Returns the process's valid messages, and whether it has exited.
         """
         ready = self.channel.wait(timeout_s, (self._pidfd, *wake_fds))
         return self.channel.receive(), self._pidfd in ready
@@ -79,9 +70,8 @@ class WorkerProcess:
     def wants_cpu(self) -> bool:
         """Whether a thread that takes part in heartbeats is runnable, i.e. waiting for a CPU or running.
 
-        A silent process that is runnable is starved: a replacement would be as well. A thread that is
-        stopped, sleeping or stuck in the kernel is not runnable. Compute threads do not count; they may
-        be busy while the process is hung.
+        A silent process that is runnable is starved: a replacement would be as well. Compute threads do not count; they
+        may be busy while the process is hung.
         """
         with contextlib.suppress(OSError):  # a thread, or all of them, may have exited
             for stat in Path(f"/proc/{self.pid}/task").glob("*/stat"):
@@ -95,10 +85,9 @@ class WorkerProcess:
         """How the process ended, human-readable. Call after it has exited."""
         code = self._process.wait()
         if code < 0:
-            with contextlib.suppress(ValueError):
-                return (
-                    f"CPU attention process {self.pid} was killed by {signal.Signals(-code).name}"
-                )
+            with contextlib.suppress(ValueError):  # a real-time signal
+                name = signal.Signals(-code).name
+                return f"CPU attention process {self.pid} was killed by {name}"
         return f"CPU attention process {self.pid} ended with exit code {code}"
 
     def end(self) -> None:
@@ -108,8 +97,7 @@ class WorkerProcess:
     def _kill(self) -> None:
         if self._process.poll() is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
         while True:
             try:
                 self._process.wait(_KILL_LOG_S)

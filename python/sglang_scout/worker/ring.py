@@ -1,67 +1,141 @@
-"""The arena's layout in Python: sizes in, offsets out.
+"""Sizes of an arena, which the decode server and its worker agree on before anything is mapped, and its layout.
 
-The layout is defined once, in sgl-kernel/src/ring.h: structs, order and alignment of all parts, and
-the protocol. The native module exports the structs as numpy dtypes and computes the offsets.
+The layout is defined once, in sgl-kernel/src/ring.h: structs, order and alignment of all parts, and the protocol. The
+native module exports the structs as numpy dtypes and computes the offsets.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
 from sglang_scout import _native
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker.spec import KV_DTYPES, QUERY_DTYPES, ArenaSpec
 
-LAYOUT_VERSION = _native.RING_LAYOUT_VERSION
 HEADER_DTYPE = np.dtype(_native.RING_STRUCTS["Header"])
 BELL_DTYPE = np.dtype(_native.RING_STRUCTS["Bell"])
 EVENT_DTYPE = np.dtype(_native.RING_STRUCTS["Event"])
+# As numbered in scout/attend.h.
+KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+QUERY_DTYPES = KV_DTYPES[:2]
+MAX_BATCH = 1 << 16
+MAX_NODES = _native.RING_MAX_NODES
 MOST_THREADS_PER_GROUP = 8  # if their number is not configured
+_HUGE_PAGE_BYTES = 2 * 1024 * 1024
+_STORAGE = dict(zip(KV_DTYPES, (np.float32, np.uint16, np.uint16, np.uint8, np.uint8), strict=True))
+_LIMITS = {
+    "num_layers": 1 << 16,
+    "num_pages": (1 << 31) - 1,
+    "page_size": 2048,
+    "num_kv_heads": 1024,
+    "num_q_heads": 1 << 14,
+    "head_dim": 512,
+    "max_batch": MAX_BATCH,
+    "max_pages": 1 << 20,
+    "num_nodes": MAX_NODES,
+    "lists": 1024,
+    "context_pages": (1 << 31) - 1,
+}
 
-_SIZES = (
-    "num_pages",
-    "num_layers",
-    "page_size",
-    "num_kv_heads",
-    "num_q_heads",
-    "head_dim",
-    "max_batch",
-    "max_pages",
-    "scale",
-    "num_nodes",
-    "lists",
-    "context_pages",
-)
+
+@dataclass(frozen=True)
+class ArenaSpec:
+    """Sizes of an arena.
+
+    Args:
+        num_layers: L.
+        num_pages: P, host pages per layer (with SGLang's padding page 0).
+        page_size: S, tokens per page.
+        num_kv_heads: H.
+        num_q_heads: HQ, a multiple of H.
+        head_dim: D, a multiple of 16 up to 512.
+        kv_dtype: one of ``KV_DTYPES``.
+        scale: softmax scale, a factor on q·k.
+        max_batch: rows of a record, a multiple of ``lists``.
+        max_pages: k, pages per row of a record.
+        num_nodes: NUMA nodes that the pages are striped over by index; see ``stripe_pages``.
+        lists: page lists (rows of a record) per request: 1, or H, one for each KV head.
+        context_pages: C, pages of one KV head in each layer, after the host pages; on the last node.
+        q_dtype: of the queries in a record and the output in its reply, one of ``QUERY_DTYPES``: ``"bfloat16"`` for a
+            model in bf16. Log-sum-exp is fp32 always.
+        checksums: whether there is a checksum for each page and layer, see ``checksums.py``.
+
+    Raises:
+        ArenaError: a size is out of range. What does not fit together, such as the numbers of heads, is refused where
+            the ring is opened.
+    """
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    num_q_heads: int
+    head_dim: int
+    kv_dtype: str
+    scale: float
+    max_batch: int
+    max_pages: int
+    num_nodes: int = 1
+    lists: int = 1
+    context_pages: int = 0
+    q_dtype: str = "float32"
+    checksums: bool = False
+
+    def __post_init__(self) -> None:
+        for name, limit in _LIMITS.items():
+            value, least = getattr(self, name), 0 if name == "context_pages" else 1
+            if not least <= value <= limit:
+                raise ArenaError(f"{name}={value} is outside {least}..{limit}")
+        if self.num_pages + self.context_pages * self.page_size >= 1 << 31:
+            raise ArenaError(
+                f"context_pages={self.context_pages}: with {self.page_size} tokens each, their token ids exceed 31 bits"
+            )
+
+    @property
+    def storage_dtype(self) -> np.dtype:
+        """Numpy dtype of the pages: float32, or the bits of a narrower type."""
+        return np.dtype(_STORAGE[self.kv_dtype])
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of K (or of V) of one page of one layer."""
+        return self.page_size * self.num_kv_heads * self.head_dim * self.storage_dtype.itemsize
+
+    @property
+    def row_heads(self) -> int:
+        """Query heads per row of a record."""
+        return self.num_q_heads // self.lists
+
+    @property
+    def stripe_pages(self) -> int:
+        """Pages per node in every plane: page i is on node ``i // stripe_pages``.
+
+        One contiguous stripe per node keeps the number of mappings far below the limit of a process (65530). Rounded to
+        whole huge pages if that costs no node more than an eighth of its share.
+        """
+        share = -(-self.num_pages // self.num_nodes)
+        whole = _HUGE_PAGE_BYTES // math.gcd(self.page_bytes, _HUGE_PAGE_BYTES)
+        if self.num_nodes == 1 or 8 * whole * (self.num_nodes - 1) > share:
+            return share
+        return -(-share // whole) * whole
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V of all pages of all layers."""
+        context_bytes = self.context_pages * (self.page_bytes // self.num_kv_heads)
+        return 2 * self.num_layers * (self.num_pages * self.page_bytes + context_bytes)
 
 
-class Layout(NamedTuple):
-    """Offsets and strides in bytes; ``records``, ``replies`` and ``kv`` start at ``*_offset``."""
+_SIZES = [x.name for x in fields(ArenaSpec) if x.name not in ("kv_dtype", "q_dtype", "checksums")]
 
-    total_bytes: int
-    log_entries: int
-    control_offset: int
-    log_offset: int
-    records_offset: int
-    record_stride: int
-    bell_offset: int
-    stats_offset: int
-    replies_offset: int
-    reply_stride: int
-    kv_offset: int
-    layer_stride: int
-    v_offset: int
-    q_offset: int
-    pages_offset: int
-    n_pages_offset: int
-    out_offset: int
-    lse_offset: int
-    events_offset: int
-    event_entries: int
-    stat_lines: int
-    checksums_offset: int
+
+class Layout(SimpleNamespace):
+    """The fields of ring.h's Header as numbers: the sizes, and offsets and strides in bytes."""
 
 
 def _header_of(spec: ArenaSpec) -> np.ndarray:
@@ -79,11 +153,10 @@ def _header_of(spec: ArenaSpec) -> np.ndarray:
 def layout_of(spec: ArenaSpec) -> Layout:
     """Offsets of all parts of an arena of these sizes."""
     header = _header_of(spec)[0]
-    return Layout(*(int(header[name]) for name in Layout._fields))
+    return Layout(**{name: header[name].item() for name in HEADER_DTYPE.names or ()})
 
 
 def write_header(memory: np.ndarray, spec: ArenaSpec) -> None:
-    """Writes the header into ``memory`` uint8 [total_bytes]."""
     memory[: HEADER_DTYPE.itemsize].view(HEADER_DTYPE)[:] = _header_of(spec)
 
 
@@ -100,14 +173,11 @@ def read_header(memory: np.ndarray) -> ArenaSpec:
 def node_spans(
     spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int], align_bytes: int
 ) -> list[tuple[int, int, int]]:
-    """Memory spans by node: (offset, bytes, node), in order, without gaps.
-
-    The ring is on the first node.
+    """Memory spans by node: (offset, bytes, node), in order, without gaps. The ring is on the first node.
 
     Args:
         numa_nodes: the system's ids of the nodes of the spec, in order.
-        align_bytes: size of the system's pages. A system page that contains host pages of two nodes
-            is bound to the second.
+        align_bytes: size of the system's pages. One that has host pages of two nodes is bound to the second.
     """
     if spec.num_nodes == 1:
         return [(0, layout.total_bytes, numa_nodes[0])]
@@ -128,8 +198,8 @@ class WorkerMemory(NamedTuple):
     max_batch: int  # requests that it is sized for
     threads: int  # of a NUMA node that may share a sequence
     ring_bytes: int  # the arena without pages: requests, replies, events
-    # Of the worker's own memory, for partial results of threads that share a sequence until they are merged; 0 if none
-    # is shared. One for each run of the largest record, for every record that may be in flight; allocated lazily.
+    # Partial results of threads that share a sequence: one for each run of the largest record, for each record that may
+    # be in flight; 0 if none is shared. Allocated lazily.
     partial_bytes: int
 
     @property
@@ -145,24 +215,14 @@ class WorkerMemory(NamedTuple):
 
 
 def most_threads(threads_per_group: int, node_cpus: int) -> int:
-    """Threads of a NUMA node that may share a sequence.
-
-    Args:
-        threads_per_group: as in `WorkerConfig`; 0: up to 8, chosen for speed.
-        node_cpus: CPUs of the worker on the node that has the fewest.
-    """
+    """Threads of a NUMA node that may share a sequence; ``node_cpus``: of the node that has the fewest."""
     return threads_per_group or min(node_cpus, MOST_THREADS_PER_GROUP)
 
 
 def worker_memory(
     spec: ArenaSpec, threads_per_group: int, node_cpus: Sequence[int]
 ) -> WorkerMemory:
-    """For an arena of these sizes, independent of its number of pages.
-
-    Args:
-        threads_per_group: as in `WorkerConfig`.
-        node_cpus: CPUs of the worker on each NUMA node.
-    """
+    """For an arena of these sizes, whatever its number of pages; ``node_cpus``: the worker's on each NUMA node."""
     nodes, threads = spec.num_nodes, most_threads(threads_per_group, min(node_cpus))
     result_bytes = _native.partial_bytes(spec.num_layers, 1, spec.row_heads, spec.head_dim, 2) // 2
     # In the largest record: one result per sequence, node and run, unless there is only one.

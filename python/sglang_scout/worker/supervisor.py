@@ -1,36 +1,39 @@
 """The thread that supervises a CPU attention process: starts it, monitors it, kills and replaces it.
 
-It never reads records. It passes one number to the posting side, the epoch of the process that
-may be given work (``RingProducer.set_live_epoch``): 0 from the detection of a failure until the next
-one is ready. A process is started only when the previous one is dead, so no two ever
-write to the same arena.
+It never reads records. It tells the posting side the epoch of the process that may be given work
+(``RingProducer.set_live_epoch``): 0 from the detection of a failure until the next one is ready. A process is started
+only when the previous one is dead, so no two ever write to the same arena.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import platform
 import threading
 import time
 
 from sglang_scout import _native
-from sglang_scout.core.errors import WorkerError
+from sglang_scout.core.errors import ConfigError, WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import ZmqContext, open_context
 from sglang_scout.worker.process import WorkerProcess
-from sglang_scout.worker.ring import LAYOUT_VERSION
-from sglang_scout.worker.settings import check_machine
 
 _STOPPED = ""  # exit reason of a worker that was told to stop
 
 
-class Supervisor:
-    """Keeps a worker process running until stopped.
+def check_machine() -> None:
+    """Raises ConfigError on a CPU architecture on which the ring has not been verified."""
+    if (machine := platform.machine()) != "x86_64":
+        raise ConfigError(
+            f"this machine is {machine}: the ring to the CPU attention process is modelled and tested only for the "
+            "memory order of x86-64, and with a weaker one a record might be seen before its data; serve on x86_64"
+        )
 
-    Attributes, all readable from any thread:
-        state, pid, endpoint, restarts, isa, last_error, refused_messages: as in WorkerStatus.
-    """
+
+class Supervisor:
+    """Keeps a worker process running until stopped. Attributes are as in WorkerStatus, and readable from any thread."""
 
     def __init__(
         self,
@@ -63,13 +66,11 @@ class Supervisor:
         """Starts the thread and the first worker, and waits until that is ready.
 
         Raises:
-            WorkerError: it did not become ready; nothing is left running.
+            WorkerError: it did not become ready, with its own reason; nothing is left running.
             ConfigError: this machine is not supported.
         """
         check_machine()
         with self._lock:
-            if self._thread is not None:
-                raise WorkerError("the CPU attention process has been started already")
             self._context = open_context()
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
             self._stopping.clear()
@@ -131,7 +132,7 @@ class Supervisor:
             self.restarts += 1
 
     def _run_process(self) -> float | None:
-        """Runs one worker from start to exit. Returns for how long it was ready, None if it never was."""
+        """Runs one worker from start to exit. Returns for how many s it was ready, None if it never was."""
         epoch = self._producer.next_epoch()
         self._arena.restore_header()
         try:
@@ -160,27 +161,25 @@ class Supervisor:
         tick_s = config.heartbeat_interval_s / 2
         quiet_s = 0.0  # since the last message
         beat_s = stalled_s = 0.0  # since the last heartbeat; of heartbeats without progress
-        last = m.Stats()
+        last = m.Heartbeat()
         last_s = time.monotonic()
         refused_before = self.refused_messages
         while not self._stopping.is_set():
             received, ended = process.wait(tick_s, self._wake_fd)
             now_s = time.monotonic()
-            # If this thread itself was not scheduled, the worker was not silent: its messages have
-            # been read above, and a long gap is capped at two ticks.
+            # If this thread itself was not scheduled, the worker was not silent: a gap is capped at two ticks.
             gap_s, last_s = min(now_s - last_s, 2 * tick_s), now_s
             quiet_s += gap_s
             beat_s += gap_s
             for message in received:
                 quiet_s = 0.0
                 if isinstance(message, m.Heartbeat):
-                    stats = message.stats
                     # Only a heartbeat that reports pending work without progress counts as a stall. A
                     # starved supervisor reads several at once, each of which stands for an interval.
-                    stuck = last.pending and stats.pending and stats.items == last.items
+                    stuck = last.pending and message.pending and message.items == last.items
                     spent_s = max(beat_s, config.heartbeat_interval_s)
                     stalled_s = stalled_s + spent_s if stuck else 0.0
-                    beat_s, last = 0.0, stats
+                    beat_s, last = 0.0, message
                 elif isinstance(message, m.Failed):
                     return f"CPU attention process {process.pid} failed: {message.error}"
                 else:
@@ -204,9 +203,7 @@ class Supervisor:
 
     def _answer(self, process: WorkerProcess, message: m.Message) -> None:
         if isinstance(message, m.Hello):
-            process.channel.send(
-                m.Register(arena_bytes=self._arena.nbytes, layout_version=LAYOUT_VERSION)
-            )
+            process.channel.send(m.Register(arena_bytes=self._arena.nbytes))
             process.channel.send(self._configure)
         elif isinstance(message, m.Ready):
             self.isa = message.isa
@@ -215,8 +212,8 @@ class Supervisor:
             self.state = "ready"
             self._first_outcome.set()
             what = "CPU attention process %d ready: %d threads, %s, control socket %s"
-            facts = process.pid, message.threads, message.isa, process.channel.endpoint
-            self._log.info(what, *facts)
+            threads = len(self._configure.cpus)
+            self._log.info(what, process.pid, threads, message.isa, process.channel.endpoint)
 
     def _stop_gently(self, process: WorkerProcess) -> None:
         """What is posted is finished first, if that takes no longer than a stop may."""
