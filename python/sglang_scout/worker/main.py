@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import zmq
 
@@ -59,8 +59,7 @@ class Worker:
             time.sleep(1.0)  # an exit could overtake the message; the server kills at once
             return 1
 
-    def _serve(self, arena: Arena, epoch: int, configure: m.Configure) -> None:
-        """Until Stopped."""
+    def _serve(self, arena: Arena, epoch: int, configure: m.Configure) -> NoReturn:
         others = configure.background_cpus or os.sched_getaffinity(0).difference(configure.cpus)
         with contextlib.ExitStack() as stack:
             runtime = start_runtime(arena, epoch, configure)
@@ -72,7 +71,7 @@ class Worker:
             self._channel.send(m.Ready(isa=_native.isa()))
             self._beat(runtime, configure.config.heartbeat_interval_s)
 
-    def _beat(self, runtime: _native.RingRuntime, interval_s: float) -> None:
+    def _beat(self, runtime: _native.RingRuntime, interval_s: float) -> NoReturn:
         due_s = time.monotonic()
         draining = False
         while True:

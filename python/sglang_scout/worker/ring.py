@@ -165,9 +165,12 @@ def read_header(memory: np.ndarray) -> ArenaSpec:
     if defect := _native.ring_defect(memory.ctypes.data, memory.nbytes):
         raise ArenaError(defect)
     header = memory[: HEADER_DTYPE.itemsize].view(HEADER_DTYPE)[0]
-    sizes = {name: header[name].item() for name in _SIZES}
-    dtypes = {"kv_dtype": KV_DTYPES[header["dtype"]], "q_dtype": QUERY_DTYPES[header["q_dtype"]]}
-    return ArenaSpec(**sizes, **dtypes, checksums=bool(header["checksums_offset"]))
+    return ArenaSpec(
+        **{name: header[name].item() for name in _SIZES},
+        kv_dtype=KV_DTYPES[header["dtype"]],
+        q_dtype=QUERY_DTYPES[header["q_dtype"]],
+        checksums=bool(header["checksums_offset"]),
+    )
 
 
 def node_spans(
