@@ -91,11 +91,11 @@ void copy_pages(uintptr_t src, uintptr_t dst, int64_t page_bytes, uintptr_t src_
 }
 
 void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uintptr_t ids,
-                  uintptr_t rows, int64_t n, uintptr_t kmin, uintptr_t kmax) {
+                  int64_t n, int digest_dtype, uintptr_t values, uintptr_t kmin, uintptr_t kmax) {
   check_shape("digest_pages", page_size, heads, dim, 1);
   scout::digest_pages(at<const void>(k), page_size, heads, dim, static_cast<DType>(dtype),
-                      at<const int64_t>(ids), at<const int64_t>(rows), n, at<void>(kmin),
-                      at<void>(kmax));
+                      at<const int64_t>(ids), n, static_cast<DType>(digest_dtype),
+                      at<const void>(values), at<void>(kmin), at<void>(kmax));
 }
 
 scout::Coordinates coordinates(uintptr_t turn, uintptr_t bits) {
@@ -197,7 +197,7 @@ NB_MODULE(_native, m) {
   m.def("copy_pages", &copy_pages, no_gil,
         "dst[dst_ids[i]] = src[src_ids[i]] for n pages of page_bytes; int64 ids, not checked.");
   m.def("digest_pages", &digest_pages, no_gil,
-        "Column minimum and maximum of K of n pages ids[i], to rows[i]; int64 ids, not checked.");
+        "Column minimum and maximum of K of n pages, to rows ids[i]; int64 ids, not checked.");
   m.def("score_pages", &score_pages, no_gil,
         "Quest bounds of the first n_full pages of B sequences, reduced over the query heads.");
   m.def("rotate_pages", &rotate_pages, no_gil,

@@ -16,8 +16,9 @@ inline T ordered(T bits) {
 
 constexpr int kBlock = 64;  // columns whose minimum and maximum stay in registers or L1
 
-template <typename T>
-void digest_narrow(const T* page, int32_t tokens, ptrdiff_t columns, T* low, T* high) {
+// write(column, smallest, largest) for all columns.
+template <typename T, typename Write>
+void digest_narrow(const T* page, int32_t tokens, ptrdiff_t columns, const Write& write) {
   for (ptrdiff_t begin = 0; begin < columns; begin += kBlock) {
     const int count = static_cast<int>(columns - begin < kBlock ? columns - begin : kBlock);
     T smallest[kBlock];
@@ -31,10 +32,7 @@ void digest_narrow(const T* page, int32_t tokens, ptrdiff_t columns, T* low, T* 
         largest[c] = x > largest[c] ? x : largest[c];
       }
     }
-    for (int c = 0; c < count; ++c) {
-      low[begin + c] = ordered(smallest[c]);
-      high[begin + c] = ordered(largest[c]);
-    }
+    for (int c = 0; c < count; ++c) write(begin + c, ordered(smallest[c]), ordered(largest[c]));
   }
 }
 
@@ -64,21 +62,30 @@ void copy_pages(const void* src, void* dst, int64_t page_bytes, const int64_t* s
 }
 
 void digest_pages(const void* k, int32_t page_size, int32_t kv_heads, int32_t head_dim, DType dtype,
-                  const int64_t* ids, const int64_t* rows, int64_t n, void* kmin, void* kmax) {
-  const ptrdiff_t columns = static_cast<ptrdiff_t>(kv_heads) * head_dim;
-  const auto digest = [&](auto element, const auto& of_page) {
-    using T = decltype(element);
-    for (int64_t i = 0; i < n; ++i) {
-      of_page(static_cast<const T*>(k) + ids[i] * columns * page_size, page_size, columns,
-              static_cast<T*>(kmin) + rows[i] * columns, static_cast<T*>(kmax) + rows[i] * columns);
+                  const int64_t* ids, int64_t n, DType to, const void* values, void* kmin,
+                  void* kmax) {
+  const ptrdiff_t columns = static_cast<ptrdiff_t>(kv_heads) * head_dim, bytes = bytes_of(to);
+  const char* const table = static_cast<const char*>(values);
+  for (int64_t i = 0; i < n; ++i) {
+    const ptrdiff_t page = ids[i] * columns * page_size;
+    char* const low = static_cast<char*>(kmin) + ids[i] * columns * bytes;
+    char* const high = static_cast<char*>(kmax) + ids[i] * columns * bytes;
+    const auto write = [=](ptrdiff_t c, int16_t least, int16_t most) {
+      std::memcpy(low + c * 2, &least, 2);
+      std::memcpy(high + c * 2, &most, 2);
+    };
+    const auto look_up = [=](ptrdiff_t c, int8_t least, int8_t most) {
+      std::memcpy(low + c * bytes, table + static_cast<uint8_t>(least) * bytes, bytes);
+      std::memcpy(high + c * bytes, table + static_cast<uint8_t>(most) * bytes, bytes);
+    };
+    if (dtype == DType::kF32) {
+      digest_f32(static_cast<const float*>(k) + page, page_size, columns,
+                 reinterpret_cast<float*>(low), reinterpret_cast<float*>(high));
+    } else if (bytes_of(dtype) == 2) {
+      digest_narrow(static_cast<const int16_t*>(k) + page, page_size, columns, write);
+    } else {
+      digest_narrow(static_cast<const int8_t*>(k) + page, page_size, columns, look_up);
     }
-  };
-  if (dtype == DType::kF32) {
-    digest(float{}, digest_f32);
-  } else if (bytes_of(dtype) == 2) {
-    digest(int16_t{}, digest_narrow<int16_t>);
-  } else {
-    digest(int8_t{}, digest_narrow<int8_t>);
   }
 }
 

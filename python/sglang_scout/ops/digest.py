@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated
 
 import torch
@@ -63,29 +64,26 @@ def build_layer_digests(
         kmax[layer].index_copy_(0, ids, high.to(kmax.device))
 
 
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    """fp8 as float32, with the NaN of e4m3 as 480."""
-    wide = x.float()
-    if x.dtype == torch.float8_e4m3fn:
-        wide = torch.where(wide.isnan(), torch.full_like(wide, 480.0).copysign(wide), wide)
-    return wide
+@functools.cache
+def _values(dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
+    """[256] the values of fp8 bytes, with the NaN of e4m3 as 480; not used for other dtypes."""
+    if dtype.itemsize > 1:
+        return torch.zeros(256, dtype=to)
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    if dtype == torch.float8_e4m3fn:
+        values[127], values[255] = 480.0, -480.0
+    return values.to(to)
 
 
 @build_layer_digests.native(sizes=native.HEAD_DIMS, unless=given_rows)
 def _native(source, ids, kmin, kmax, rows):
     P, S, H, D = source.k[0].shape
     native.check_ids("build_layer_digests", ids=(ids, P))
-    n, dtype = len(ids), source.k[0].dtype
-    for k, *digests in zip(source.k, kmin, kmax, strict=True):
-        built, at = digests, ids
-        if dtype != kmin.dtype:
-            built, at = [k.new_empty(n, H, D) for _ in digests], torch.arange(n)
-        of_keys = k.data_ptr(), S, H, D, native.KV_DTYPES[dtype]
-        to = at.data_ptr(), n, *(x.data_ptr() for x in built)
-        native.module.digest_pages(*of_keys, ids.data_ptr(), *to)
-        if dtype != kmin.dtype:
-            for digest, x in zip(digests, built, strict=True):
-                digest[ids] = _widened(x).to(digest.dtype)
+    values = _values(source.k[0].dtype, kmin.dtype)
+    of_digests = native.DTYPES[kmin.dtype], values.data_ptr()
+    for k, low, high in zip(source.k, kmin, kmax, strict=True):
+        of_keys = k.data_ptr(), S, H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel()
+        native.module.digest_pages(*of_keys, *of_digests, low.data_ptr(), high.data_ptr())
 
 
 build_layer_digests.triton("pages", sizes=triton.PAGES)

@@ -208,7 +208,9 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
     word = torch.int32 if aligned else torch.uint8
     words = page_bytes // word.itemsize
     block = min(_COPY_WORDS, triton.next_power_of_2(words))
-    copy_kernel[(min(2 * n * triton.cdiv(words, block), _COPY_PROGRAMS),)](
+    tasks = 2 * n * triton.cdiv(words, block)
+    from_host = source.k[0].device.type == "cpu"
+    copy_kernel[(min(tasks, _COPY_PROGRAMS) if from_host else tasks,)](
         source.addresses, ids, dst_k.view(L, slots, -1).view(word), dst_v.view(L, slots, -1).view(word),
         n, L, source.k[0].shape[0], slots, words, source.align_bytes, block, num_warps=4,
     )
