@@ -109,11 +109,11 @@ def test_worker_that_exits_or_says_nothing(make_arena, cpu, monkeypatch):
         return subprocess.Popen([sys.executable, "-c", program])
 
     monkeypatch.setattr(process_module, "_spawn", spawn)
-    client = WorkerClient(make_arena(), [cpu], config=WorkerConfig(ready_timeout_s=0.2))
+    client = WorkerClient(make_arena(), [cpu], config=WorkerConfig(ready_timeout_s=1.0))
     with pytest.raises(WorkerError, match=r"process \d+ ended with exit code 3"):
         client.start()
     program = "import time; time.sleep(60)"
-    with pytest.raises(WorkerError, match=r"process \d+ was not ready within 0.2 s"):
+    with pytest.raises(WorkerError, match=r"process \d+ was not ready within 1.0 s"):
         client.start()
 
 
