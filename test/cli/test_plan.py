@@ -96,7 +96,7 @@ def test_dtype(model, stored, asked, used):
 @pytest.mark.parametrize(("context", "requests"), [(33, 64), (2048, 5), (4096, 1), (65536, 64)])
 def test_as_many_requests_fit_as_their_plan_allows(model, policy, context, requests):
     """Also contexts below the budget, for which the server has exactly one slot per host page. A server's plan:
-    test/plugin/test_host_size.py."""
+    test/plugin/test_ranks.py."""
     server = plan_of(model(), context, host_gib=1, policy=policy).server
     needed = server.memory(requests).device_bytes
     assert server.fitting(needed) == requests

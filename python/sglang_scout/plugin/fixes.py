@@ -177,9 +177,8 @@ def around_cumulate_penalty(original, batch) -> None:
 @hook(f"{_KV}Manager.__init__", "before")
 def before_kv_manager(*_, **__) -> None:
     """Do not ask the other server of the pair through a proxy."""
-    os.environ["no_proxy"] = (
-        "*"  # the model is loaded: from here on this process talks to other servers only
-    )
+    # The model is loaded: from here on this process talks to other servers only.
+    os.environ["no_proxy"] = "*"
 
 
 @hook(

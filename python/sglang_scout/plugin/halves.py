@@ -189,8 +189,10 @@ class Halves:
             return
         for request in self._of(room):
             if self._nth(request) == nth:
-                message = f"No decode server has received this request within {OTHER_HALF_S} s. Send requests to "
-                message += "the router, which sends each to both servers."
+                message = (
+                    f"No decode server has received this request within {OTHER_HALF_S} s. Send requests to the router, "
+                    "which sends each to both servers."
+                )
                 self._end(request, HTTPStatus.SERVICE_UNAVAILABLE, message)
 
     def _end(self, request: Any, status: int, message: str) -> None:
