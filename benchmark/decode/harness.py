@@ -223,7 +223,9 @@ class Harness:
         known = of_context if digests is not None else 0
         self.engine.pages.allocate_pages(self.pages[:, known:].flatten().astype(np.int64))
         full = np.unique(self.pages[:, :of_context])
-        self.engine.boundary.admit(range(batch), full, [0] * batch)
+        for row in range(batch):
+            self.engine.requests.admit(row, row, 0)
+        self.engine.pages.arrived(full)
         source = torch.Generator(store.device).manual_seed(3)
         x = torch.randn(batch, model.size.hidden, generator=source, device=store.device)
         self.x = x.to(shape.dtype)

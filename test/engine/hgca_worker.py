@@ -99,9 +99,12 @@ class HgcaWorker(MiniWorker):
             self.check_kept(request)
         self.engine.older.wait()
 
+    def older_of(self, request):
+        return self.engine.older._older[self.engine.requests._of_row[request.slot]]
+
     def check_kept(self, request):
         """The lists hold the oracle's tokens, in their order."""
-        state = self.engine.older._requests[request.slot]
+        state = self.older_of(request)
         if state.whole:
             return
         ids, counts = self.engine.older._cache.worker_ids(state.kept)

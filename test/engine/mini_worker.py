@@ -202,7 +202,8 @@ class MiniWorker:
     def join(self, request: Request) -> None:
         self.requests.append(request)
         full = np.array(request.pages[: request.length // SIZE], np.int64)
-        self.engine.boundary.admit([request.slot], full, [request.end_tokens])
+        self.engine.requests.admit(request.slot, request.slot, request.end_tokens)
+        self.engine.pages.arrived(full)
 
     def finish(self, request: Request) -> None:
         """It ends, or is aborted before it has joined."""

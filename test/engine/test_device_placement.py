@@ -175,7 +175,9 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
     engine.pages.allocate_pages(tables.flatten().astype(np.int64))
     lengths = np.array([542, 64, 33])  # with the second step a page leaves a window
     full = [row[: length // SIZE] for row, length in zip(tables, lengths, strict=True)]
-    engine.boundary.admit(range(BATCH), np.concatenate(full), lengths)
+    for row, length in enumerate(lengths.tolist()):
+        engine.requests.admit(row, row, length)
+    engine.pages.arrived(np.concatenate(full))
     for _ in range(2):  # a third would process these steps' selections, which do not exist
         lengths += 1
         engine.begin_step(tables, np.arange(BATCH), lengths)

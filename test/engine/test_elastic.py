@@ -139,7 +139,7 @@ class ElasticMachine(RuleBasedStateMachine):
         request = worker.bring(pages * SIZE + tokens, next(i for i in range(3) if i not in taken))
         full = np.array(request.pages[: request.length // SIZE], np.int64)
         places = [hint.sample(range(len(full)), min(6, len(full))) for _ in range(2)]
-        worker.engine.boundary.arrivals.add(
+        worker.engine.requests.arrive(
             request.slot, full, np.array(places, np.int64) if hint.random() < 0.7 else None
         )
         self.coming.append(request)
@@ -150,7 +150,6 @@ class ElasticMachine(RuleBasedStateMachine):
     @rule()
     def join(self):
         request = self.coming.pop(0)
-        self.worker.engine.boundary.arrivals.admit(request.slot, request.slot)
         self.worker.join(request)
 
     @precondition(lambda self: self.coming)
@@ -183,7 +182,7 @@ class ElasticMachine(RuleBasedStateMachine):
         for _ in range(steps):
             if len(self.worker.free_pages) >= 3:
                 names = [request.slot for request in self.coming]
-                self.worker.engine.boundary.arrivals.queue(names, room)
+                self.worker.engine.requests.queue(names, room)
                 self.worker.step()
                 self.link.run(copies)
 

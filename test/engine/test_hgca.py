@@ -39,7 +39,7 @@ def test_every_step_is_that_of_the_algorithms(make, keys):
     raised = sum(oracle.raised for oracle in worker.oracles)
     assert counters.raised_thresholds == raised and (raised > 0) == ("context_cap_tokens" in keys)
     for request in worker.requests:
-        kept = worker.engine.older._requests[request.slot].kept.tokens
+        kept = worker.older_of(request).kept.tokens
         assert kept.min() > 0 and kept.max() < request.length - WINDOW
 
 

@@ -60,10 +60,10 @@ def test_pages_are_sealed_on_arrival_and_stay_so_until_they_are_freed(make):
     worker = make(config=config("off"))
     request = worker.bring(3 * SIZE + 5)
     full = np.array(request.pages[:3])
-    worker.engine.boundary.arrivals.add("r", full, None)
+    worker.engine.requests.arrive("r", full, None)
     assert is_sealed(worker, request.pages) == [True] * 3 + [False]
     flip(worker, 1, request.pages[1])
-    worker.engine.boundary.arrivals.add("another that shares them", full, None)
+    worker.engine.requests.arrive("another that shares them", full, None)
     worker.engine.pages.seal(full)
     checksums = worker.host.checksums
     checksums.check(np.full(3, 1), full)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_scout.engine.step_inputs import Batch, StepInputs
+from sglang_scout.engine.requests import Batch, Request
+from sglang_scout.engine.step_inputs import StepInputs
 from sglang_scout.engine.stores import Sizes
 
 LAYERS, ROWS, COLUMNS = 3, 5, 7
@@ -22,7 +23,7 @@ def test_the_device_has_what_was_sent_and_nothing_of_before(changes):
         table[np.arange(table.shape[1]) > n_full[:, None]] = -1
         slots = rng.integers(0, 9, (LAYERS, n)).astype(np.int32)
         tail = n_full + 1, table[np.arange(n), full]
-        sent = Batch(table, n_full, slots, *tail, np.zeros(n))
+        sent = Batch([Request()] * n, table, n_full, slots, *tail, np.zeros(n))
         keys = rng.permutation(10_000)[:changes] + 2**33
         now = rng.integers(-1, 9, changes).astype(np.int32)
         got = inputs.send(sent, keys, now)

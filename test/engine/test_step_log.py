@@ -64,16 +64,6 @@ def test_lines_are_what_was_counted(logged, tmp_path):
     assert np.allclose(mean, counters.cpu_pages_by_layer / budget)
 
 
-def test_a_request_of_unknown_age_is_marked(logged, tmp_path):
-    mini = logged()
-    mini.admit(20 * SIZE)
-    mini.engine.boundary._first_step.clear()
-    for _ in range(3):
-        mini.step()
-    log = read_step_log(tmp_path / "steps.jsonl")
-    assert log.steps[0].ages == [-1]
-
-
 def test_a_full_disk_ends_the_log_and_nothing_else(logged, caplog):
     worker = logged("/dev/full")
     worker.admit(20 * SIZE)

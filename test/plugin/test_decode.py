@@ -54,8 +54,7 @@ class Scheduler:
 @pytest.fixture
 def arrivals(monkeypatch):
     arrivals = Arrivals()
-    boundary = SimpleNamespace(arrivals=arrivals)
-    backend = SimpleNamespace(engine=SimpleNamespace(boundary=boundary))
+    backend = SimpleNamespace(engine=SimpleNamespace(requests=arrivals))
     monkeypatch.setattr(hooks, "current_backend", lambda: backend)
     return arrivals
 

@@ -50,7 +50,7 @@ class Step(msgspec.Struct, frozen=True):
 
     Attributes:
         start_us, step_us: from its boundary (CLOCK_MONOTONIC) until its tokens are on the host.
-        ages: ``[B]`` previous steps of each request here; -1: unknown.
+        ages: ``[B]`` previous steps of each request here.
         full_pages: ``[B]`` full pages of each request, the candidates.
         cpu_pages: ``[L, B]`` selected pages computed on the CPU.
         gpu_wait_us: ``[L]`` time that the device waited for them.

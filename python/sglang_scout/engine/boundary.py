@@ -2,8 +2,8 @@
 
     1  results     what step t-2 selected is read back: counters, page uses (``step_results.py``)
     2  recalls     finished copies are mapped (``recall.py``)
-    3  digests     pages that the last step filled get theirs (``lifecycle.py``)
-    4  placement   sink, newest and tail pages, and first pages of arriving requests (``placement.py``, ``arrivals.py``)
+    3  digests     pages that the last step filled get theirs (``pages.py``)
+    4  placement   sink, newest and tail pages, and first pages of arriving requests (``pages.py``, ``requests.py``)
     5  plan        the policy decides this step's recalls of what step t-2 missed; they start
     6  inputs      page table, lengths and residency changes are sent to the device (``step_inputs.py``)
 
@@ -13,19 +13,16 @@ What the step attends to then stays fixed until the next boundary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.step_log import Step, StepLog
-from sglang_scout.engine.arrivals import Arrivals
 from sglang_scout.engine.counters import Counters, StepTimes
-from sglang_scout.engine.lifecycle import PageLifecycle
 from sglang_scout.engine.older_tokens import OlderTokens
-from sglang_scout.engine.placement import Placement
+from sglang_scout.engine.pages import Pages
 from sglang_scout.engine.recall import Recall
-from sglang_scout.engine.step_inputs import Batch
+from sglang_scout.engine.requests import Batch, Requests
 from sglang_scout.engine.step_results import StepResult, StepResults
 from sglang_scout.engine.stores import Sizes
 from sglang_scout.ops.residency import ResidencyTable
@@ -34,18 +31,15 @@ from sglang_scout.policy.base import Policy, StepReport
 Ids = npt.NDArray[np.int64]
 PageIds = npt.NDArray[np.integer]
 
-_UNKNOWN_AGE = 2**31
-
 
 class StepBoundary:
-    """Follows requests from admission on and prepares each step.
+    """Prepares each step.
 
     Args:
         page_size: tokens of a page.
         dense_pages: most pages beyond its budget that a batch may have for a dense step; None: no dense steps.
 
     Attributes:
-        arrivals: requests that are about to join.
         step_log: if set, gets a line for each step whose results have arrived.
     """
 
@@ -55,7 +49,8 @@ class StepBoundary:
         sizes: Sizes,
         page_size: int,
         table: ResidencyTable,
-        pages: PageLifecycle,
+        pages: Pages,
+        requests: Requests,
         recall: Recall,
         results: StepResults,
         counters: Counters,
@@ -65,9 +60,7 @@ class StepBoundary:
         self._older, self._dense_pages = older, dense_pages
         self._policy, self._page_size = policy, page_size
         self._budget_pages, self._row_pages = sizes.budget_pages, sizes.budget_pages * sizes.lists
-        self._table, self._pages, self._recall = table, pages, recall
-        self._placement = Placement(policy, sizes.budget_pages, table, recall)
-        self.arrivals = Arrivals(self._placement, pages)
+        self._table, self._pages, self._requests, self._recall = table, pages, requests, recall
         self._results, self._counters = results, counters
         self.step_log: StepLog | None = None
         self._logged_recalls = np.zeros(3, np.int64)
@@ -76,24 +69,7 @@ class StepBoundary:
         none = np.zeros((table.num_layers, 0), np.int64)
         # Of the last step whose selections are known: ages [B], missed pages [L, B], those of them still absent.
         self._last = np.zeros(0, np.int64), none, none
-        self._seen_full: dict[int, int] = {}  # by table row: full pages at the last boundary
-        self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
-        self._end_tokens: dict[int, int] = {}  # by table row: length that its request may reach
         table.pin_share = policy.residency.pin_share
-
-    def admit(
-        self, request_slots: Iterable[int], full_pages: PageIds, end_tokens: Iterable[int]
-    ) -> None:
-        """Requests join the batch, new or after a retraction.
-
-        Args:
-            request_slots: their table rows.
-            full_pages: ``[n]`` all their full pages, shared ones too.
-            end_tokens: length that each may reach.
-        """
-        for row, end in zip(request_slots, end_tokens, strict=True):
-            self._first_step[row], self._end_tokens[row] = 0, end
-        self._pages.arrived(full_pages)
 
     def begin(self, step: int, page_table: PageIds, request_slots: Ids, seq_lens: Ids) -> Batch:
         """Prepare step number ``step``, ascending. Other arguments as of :meth:`StepEngine.begin_step`."""
@@ -102,33 +78,32 @@ class StepBoundary:
         known = self._take_in()
         residency = self._policy.residency
         self._recall.commit(step, residency.patience_us)
-        rows = len(page_table)
         full = (seq_lens - 1) // self._page_size
         tail_len = (seq_lens - 1) % self._page_size + 1
         table = page_table.astype(np.int32)
         for row, end in enumerate((full + 1).tolist()):
             table[row, end:] = -1
-        tail_page = table[np.arange(rows), full]
-        ages = self._ages(step, request_slots)
-        fresh = ages == 0
-        seen = self._seen_before(request_slots, full, fresh)
-        new = [table[row, seen[row] : full[row]] for row in np.flatnonzero(seen < full)]
-        self._pages.begin(step, np.concatenate([np.zeros(0, np.int32), *new]), tail_page)
-        ends = np.array([self._end_tokens.get(row, 0) for row in request_slots.tolist()], np.int64)
-        max_new = np.maximum(ends - seq_lens, 0)
-        self._table.held_back = residency.reserve(seq_lens, max_new)
-        joining = [
-            self.arrivals.join(int(request_slots[row]), table[row, : full[row]])
-            for row in np.flatnonzero(fresh)
-        ]
-        first_pages = [pages for pages in joining if pages.size]
-        self._placement.load_forced(step, table, full, tail_page, tail_len, first_pages)
-        self.arrivals.start(step)
+        tail_page = table[np.arange(len(table)), full]
+        requests = self._requests.of_rows(request_slots.tolist(), step)
+        ages = step - np.array([request.first_step for request in requests], np.int64)
+        new, joining = [np.zeros(0, np.int32)], []
+        for request, pages, count in zip(requests, table, full.tolist(), strict=True):
+            new.append(pages[request.full_pages : count])
+            request.full_pages = count
+            if request.first_step == step:
+                joining.append(self._requests.needed(request, pages[:count]))
+        self._pages.begin(step, np.concatenate(new), tail_page)
+        ends = np.array([request.end_tokens for request in requests], np.int64)
+        self._table.held_back = residency.reserve(seq_lens, np.maximum(ends - seq_lens, 0))
+        joining = [pages for pages in joining if pages.size]
+        self._pages.load_forced(table, full, tail_page, tail_len, joining)
+        self._requests.start_copies()
         residency.plan(self._report(step))
-        self._placement.fill_free_slots(table, full)
+        self._pages.fill_free_slots(table, full)
         if known is not None:
             self._recall_missing(known)
         batch = Batch(
+            requests=requests,
             table=table,
             n_full=full.astype(np.int32),
             tail_slot=np.take(self._table.slot_of, tail_page, axis=1),
@@ -138,7 +113,7 @@ class StepBoundary:
             is_dense=self._is_dense(table, full),
         )
         if self._older is not None:
-            batch = self._older.begin(step, batch, request_slots)
+            batch = self._older.begin(batch)
         self._results.launch(step, start_ns, batch)
         return batch
 
@@ -184,12 +159,11 @@ class StepBoundary:
         recalls = np.array(totals, np.int64)
         pages, nbytes, wait_us = (recalls - self._logged_recalls).tolist()
         self._logged_recalls = recalls
-        ages = launched.batch.ages
         return Step(
             step=launched.step,
             start_us=launched.start_ns // 1000,
             step_us=(launched.end_ns - launched.start_ns) // 1000,
-            ages=np.where(ages < _UNKNOWN_AGE, ages, -1).tolist(),
+            ages=launched.batch.ages.tolist(),
             full_pages=launched.batch.n_full.tolist(),
             cpu_pages=missed.tolist(),
             gpu_wait_us=(result.waited_ns // 1000).tolist(),
@@ -215,21 +189,6 @@ class StepBoundary:
             return False
         is_full = np.arange(table.shape[1]) < full[:, None]
         return self._table.are_resident(table[is_full])
-
-    def _ages(self, step: int, request_slots: Ids) -> Ids:
-        """``[B]`` steps done here by each request; one never admitted counts as old."""
-        slots = request_slots.tolist()
-        first = np.array([self._first_step.get(slot, -_UNKNOWN_AGE) for slot in slots], np.int64)
-        for row in np.flatnonzero(first == 0):
-            self._first_step[slots[row]] = first[row] = step
-        return step - first
-
-    def _seen_before(self, request_slots: Ids, full: Ids, fresh: npt.NDArray[np.bool_]) -> Ids:
-        """``[B]`` how many pages of each request were full at the last boundary."""
-        slots = request_slots.tolist()
-        seen = np.array([self._seen_full.get(slot, 0) for slot in slots])
-        self._seen_full = dict(zip(slots, full.tolist(), strict=True))
-        return np.where(fresh, 0, seen)
 
     def _report(self, step: int) -> StepReport:
         """What the residency policy may know."""

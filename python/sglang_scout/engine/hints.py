@@ -2,7 +2,7 @@
 
     prefill   the last prompt token's real queries  ->  scores of the prompt's digests  ->  the best pages of each layer
     transfer  their positions in the prompt, in the row of the prompt's last page, after its digests
-    decode    copies them before the request joins (``arrivals.py``)
+    decode    copies them before the request joins (``requests.py``)
 
 A hint only controls prefetching, never what is attended to: a wrong or missing one costs time, not accuracy.
 """

@@ -26,7 +26,7 @@ import torch
 from sglang_scout.engine.context_cache import ContextCache, Ids, Kept
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import Fetching, Staging, upload
-from sglang_scout.engine.step_inputs import Batch
+from sglang_scout.engine.requests import Batch, Request
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import Transport
 from sglang_scout.policy.base import Feedback, SelectionRule, WindowView
@@ -36,12 +36,11 @@ Tokens = tuple[Ids, Ids, Ids]
 
 
 @dataclass(eq=False)
-class Request:
-    """A request of the batch; ``version`` changes with its lists."""
+class Older:
+    """Of a request of the batch; ``version`` changes with its lists."""
 
-    joined: int  # the step it joined with
     state: int  # row of the policy's stores
-    left: int  # pages before the window's start
+    begin: int  # pages before the window's start
     kept: Kept
     queries: torch.Tensor  # [L, HQ, D] on the device, written by its first step
     whole: list[int]  # until it is evaluated, all older pages
@@ -84,10 +83,10 @@ class OlderTokens:
         self._counts = torch.zeros(lists, dtype=torch.int32, device=device)
         self._queries = torch.zeros(layers, rows, shape.num_q_heads, shape.head_dim, device=device)
         self._staging = Staging(4 * rows, device)
-        self._requests: dict[int, Request] = {}
+        self._older: dict[Request, Older] = {}
         self._free_states = list(range(rows))
-        self._sent: list[tuple[Request, int] | None] = [None] * rows  # in the device's rows
-        self._leaving: tuple[dict[int, int], Fetching] = {}, Fetching([])
+        self._sent: list[tuple[Older, int] | None] = [None] * rows  # in the device's rows
+        self._leaving: tuple[dict[Request, int], Fetching] = {}, Fetching([])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout-evaluate")
         self._row_pages = np.zeros((layers, rows), np.int64)  # of all heads
         self.pause()
@@ -104,77 +103,75 @@ class OlderTokens:
         self._row_pages[:] = 0
         self._sent = [None] * len(self._sent)
 
-    def begin(self, step: int, batch: Batch, request_slots: npt.NDArray[np.int64]) -> Batch:
+    def begin(self, batch: Batch) -> Batch:
         """Step boundary: bring the lists up to date.
 
         Args:
             batch: with all pages of each request.
-            request_slots: ``[B]`` row of each request in SGLang's request table.
         Returns:
             The batch with the pages that the device attends to.
         """
         self._cache.begin_step()
-        slots, full, table = request_slots.tolist(), batch.n_full, batch.table
-        self._forget(slots, batch.ages)
+        full, table = batch.n_full.tolist(), batch.table
+        self._forget(batch.requests)
         bits = dict(zip(self._leaving[0], np.moveaxis(self._bits(), 1, 0), strict=True))
         attended = np.full_like(table, -1)
         words = self._staging.fill().reshape(4, -1)
         words[:] = -1
-        for row, slot in enumerate(slots):
-            begin = max(0, int(full[row]) - self._recent)
+        for row, request in enumerate(batch.requests):
+            begin = max(0, full[row] - self._recent)
             sinks = table[row, : min(self._sinks, begin)]
-            request = self._requests.get(slot)
-            is_new = request is None
-            if request is None:
-                state, older = self._free_states.pop(), table[row, len(sinks) : begin].tolist()
+            older = self._older.get(request)
+            is_new = older is None
+            if older is None:
+                state, pages = self._free_states.pop(), table[row, len(sinks) : begin].tolist()
                 self._feedback.joins(state)
-                empty, queries = self._cache.empty(), self._queries[:, row]
-                request = Request(step, state, begin, empty, queries, older)
-                self._requests[slot] = request
+                older = Older(state, begin, self._cache.empty(), self._queries[:, row], pages)
+                self._older[request] = older
             else:
-                self._advance(request)
-                if request.left < begin:
-                    pages = table[row, max(request.left, len(sinks)) : begin]
-                    self._leave(request, pages, bits.get(slot))
-                    request.left = begin
+                self._advance(older)
+                if older.begin < begin:
+                    pages = table[row, max(older.begin, len(sinks)) : begin]
+                    self._leave(older, pages, bits.get(request))
+                    older.begin = begin
             recent = table[row, begin : full[row]]
             attended[row, : len(recent) + len(sinks)] = np.concatenate([recent, sinks])
-            words[:, row] = request.state, is_new, begin % (self._recent + 1), len(recent)
-            self._send(row, request)
-        for row in range(len(slots), len(self._sent)):
+            words[:, row] = older.state, is_new, begin % (self._recent + 1), len(recent)
+            self._send(row, older)
+        for row in range(len(full), len(self._sent)):
             if self._sent[row] is not None:
                 self._counts[:, row] = self._row_pages[:, row] = 0
                 self._sent[row] = None
         self._staging.send(words.size)
-        self._ask_of_leaving(step, slots, batch)
-        held = len(slots) * self._shape.num_kv_heads * self._recent
+        self._ask_of_leaving(batch)
+        held = len(full) * self._shape.num_kv_heads * self._recent
         self._counters.count_step(0, self._row_pages.sum(1), held, "cpu")
         return replace(batch, table=attended, n_full=(attended >= 0).sum(1).astype(np.int32))
 
-    def _forget(self, slots: Sequence[int], ages: npt.NDArray[np.int64]) -> None:
-        """Drop requests that have left the batch, ended or retracted; new ones may reuse their slots."""
-        stay = {slot for slot, age in zip(slots, ages.tolist(), strict=True) if age}
-        for slot in [slot for slot in self._requests if slot not in stay]:
-            request = self._requests.pop(slot)
-            self._cache.release(request.kept)
-            self._free_states.append(request.state)
-            running = request.evaluation
+    def _forget(self, batch: Sequence[Request]) -> None:
+        """Drop requests that have left the batch, ended or retracted."""
+        stay = set(batch)
+        for request in [request for request in self._older if request not in stay]:
+            older = self._older.pop(request)
+            self._cache.release(older.kept)
+            self._free_states.append(older.state)
+            running = older.evaluation
             if running is not None and not running.cancel():
                 running.add_done_callback(lambda done: self._cache.release(done.result()[0]))
 
-    def _advance(self, request: Request) -> None:
+    def _advance(self, older: Older) -> None:
         """Start the evaluation of a request after its first step; when it has ended, its result replaces the lists of
         all older pages."""
-        if request.whole and request.evaluation is None:
-            sent, pages = Fetching([request.queries]), torch.tensor(request.whole)
-            request.evaluation = self._thread.submit(self._select, sent, pages, request.state)
-        elif request.evaluation is not None and request.evaluation.done():
-            request.kept, was_full = request.evaluation.result()
-            request.evaluation, request.whole = None, []
-            request.version += 1
-            self._raise(request, was_full)
-            for tokens in request.since:
-                self._keep(request, tokens)
+        if older.whole and older.evaluation is None:
+            sent, pages = Fetching([older.queries]), torch.tensor(older.whole)
+            older.evaluation = self._thread.submit(self._select, sent, pages, older.state)
+        elif older.evaluation is not None and older.evaluation.done():
+            older.kept, was_full = older.evaluation.result()
+            older.evaluation, older.whole = None, []
+            older.version += 1
+            self._raise(older, was_full)
+            for tokens in older.since:
+                self._keep(older, tokens)
 
     def _select(self, sent: Fetching, pages: torch.Tensor, state: int) -> Any:
         """On the thread, concurrent with steps: select among all tokens of ``pages`` by the ``sent`` queries."""
@@ -188,40 +185,40 @@ class OlderTokens:
         return kept, was_full
 
     def _leave(
-        self, request: Request, pages: npt.NDArray[np.int32], bits: npt.NDArray[np.int32] | None
+        self, older: Older, pages: npt.NDArray[np.int32], bits: npt.NDArray[np.int32] | None
     ) -> None:
         """``pages`` have left the window; ``bits`` ``[L, H]`` are None without statistics: then all is kept."""
         size = self._shape.page_size
-        lists = request.kept.tokens.shape
+        lists = older.kept.tokens.shape
         words = np.full(lists, -1, np.int32) if bits is None else bits
         is_kept = (words[..., None] >> np.arange(size)) & 1
         layers, heads, tokens = np.tile(is_kept, len(pages)).nonzero()
         kept = layers, heads, pages.astype(np.int64)[tokens // size] * size + tokens % size
-        if request.whole:
-            request.whole += pages.tolist()
-            request.since.append(kept)
+        if older.whole:
+            older.whole += pages.tolist()
+            older.since.append(kept)
         else:
-            self._keep(request, kept)
-        request.version += 1
+            self._keep(older, kept)
+        older.version += 1
 
-    def _keep(self, request: Request, tokens: Tokens) -> None:
-        self._raise(request, self._cache.add(request.kept, *tokens))
+    def _keep(self, older: Older, tokens: Tokens) -> None:
+        self._raise(older, self._cache.add(older.kept, *tokens))
 
-    def _raise(self, request: Request, was_full: npt.NDArray[np.bool_]) -> None:
+    def _raise(self, older: Older, was_full: npt.NDArray[np.bool_]) -> None:
         if was_full.any():
             self._counters.raised_thresholds += int(was_full.sum())
-            self._feedback.raise_threshold(request.state, was_full)
+            self._feedback.raise_threshold(older.state, was_full)
 
-    def _ask_of_leaving(self, step: int, slots: Sequence[int], batch: Batch) -> None:
+    def _ask_of_leaving(self, batch: Batch) -> None:
         """Request the kept tokens of pages that leave with the next step. A first step's statistics are too few."""
-        full, tail_len = batch.n_full, batch.tail_len
-        knows = np.array([self._requests[slot].joined < step for slot in slots])
+        full, tail_len, requests = batch.n_full, batch.tail_len, batch.requests
+        knows = ~batch.fresh
         rows = np.flatnonzero((tail_len == self._shape.page_size) & (full >= self._recent) & knows)
-        states = [self._requests[slots[row]].state for row in rows]
+        states = [self._older[requests[row]].state for row in rows]
         places = (full[rows] - self._recent) % (self._recent + 1)
         asked = [upload(np.array(x, np.int32), self._device) for x in (states, places)]
         found = self._feedback.leaving(*asked) if len(rows) else torch.zeros(0)
-        self._leaving = {slots[row]: i for i, row in enumerate(rows)}, Fetching([found])
+        self._leaving = {requests[row]: i for i, row in enumerate(rows)}, Fetching([found])
 
     def _bits(self) -> npt.NDArray[np.int32]:
         """``[L, n, H]`` of the pages leaving now."""
@@ -230,20 +227,20 @@ class OlderTokens:
         [bits] = self._leaving[1].wait()
         return bits
 
-    def _send(self, row: int, request: Request) -> None:
+    def _send(self, row: int, older: Older) -> None:
         """Update the device's row with a request's lists."""
-        if self._sent[row] == (request, request.version):
+        if self._sent[row] == (older, older.version):
             return
-        if request.whole:
-            pages = np.array(request.whole, np.int32)
-            ids = np.broadcast_to(pages, (*request.kept.tokens.shape, len(pages)))
-            counts = np.full(request.kept.tokens.shape, len(pages), np.int32)
+        if older.whole:
+            pages = np.array(older.whole, np.int32)
+            ids = np.broadcast_to(pages, (*older.kept.tokens.shape, len(pages)))
+            counts = np.full(older.kept.tokens.shape, len(pages), np.int32)
         else:
-            ids, counts = self._cache.worker_ids(request.kept)
+            ids, counts = self._cache.worker_ids(older.kept)
         self._ids[:, row, :, : ids.shape[2]] = upload(np.ascontiguousarray(ids), self._device)
         self._counts[:, row] = upload(counts, self._device)
         self._row_pages[:, row] = counts.sum(1)
-        self._sent[row] = request, request.version
+        self._sent[row] = older, older.version
 
     def post(self, layer: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Request attention over the older tokens of a layer, for ``query`` ``[B, HQ, D]``.
@@ -276,9 +273,9 @@ class OlderTokens:
 
     def wait(self) -> None:
         """Wait for all evaluations in progress."""
-        for request in self._requests.values():
-            if request.evaluation is not None:
-                request.evaluation.exception()
+        for older in self._older.values():
+            if older.evaluation is not None:
+                older.evaluation.exception()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

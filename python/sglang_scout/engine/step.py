@@ -33,9 +33,10 @@ from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import ForkedStream, SideStream, upload
 from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.lifecycle import PageLifecycle
 from sglang_scout.engine.older_tokens import OlderTokens
+from sglang_scout.engine.pages import Pages
 from sglang_scout.engine.recall import Recall
+from sglang_scout.engine.requests import Requests
 from sglang_scout.engine.step_inputs import StepInputs, of_lists
 from sglang_scout.engine.step_results import StepResults
 from sglang_scout.engine.stores import HostPages, ModelShape, Ranks, ResidentCache, Sizes
@@ -64,7 +65,7 @@ class StepEngine:
     Attributes:
         resident, table: the resident cache and its table.
         is_dense: of the current step, or the one being captured; ``has_dense_steps``: whether any may be.
-        boundary, pages: prepare steps, and track page owners.
+        requests, pages: track requests and owners of pages.
     Raises:
         ValueError: sizes that do not fit the policy, or an ``attend_kernel`` that cannot run.
     """
@@ -111,8 +112,9 @@ class StepEngine:
         side = SideStream(device) if device.type == "cuda" else None
         stamps, self._clock = transport.stamps, transport.stamps or tracer
         self.recall = Recall(host, self.resident, table, counters, shape.page_bytes, tracer, side)
-        slots = self.resident.as_layers()
-        self.pages = PageLifecycle(host, digests, table, slots)
+        of_pages = host, digests, table, self.resident, self.recall
+        self.pages = pages = Pages(policy, sizes.budget_pages, *of_pages)
+        self.requests = Requests(pages)
         self._inputs = StepInputs(shape.num_layers, sizes, device)
         self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device, stamps)
         # A verified layer synchronizes with the host, so no step can be captured.
@@ -126,7 +128,7 @@ class StepEngine:
             predicts = policy.query.targets(0, 2)
             ahead_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
             dense_pages = ahead_bytes // (2 * shape.page_bytes)
-        parts = table, self.pages, self.recall, self._results, counters, self.older
+        parts = table, pages, self.requests, self.recall, self._results, counters, self.older
         self.boundary = StepBoundary(policy, sizes, shape.page_size, *parts, dense_pages)
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
@@ -138,7 +140,7 @@ class StepEngine:
         self._posts_late = on_cpu and not policy.query.attends
         self._chosen: dict[int, tuple[torch.Tensor, Selection]] = {}  # layer: query, selection
         # Capture runs the layers; kernels of boundaries would otherwise be compiled in the first request.
-        digests.compile_kernels(host, slots)
+        digests.compile_kernels(host, self.resident.as_layers())
         self.recall.compile_kernels()
 
     def _transport_to(self, worker: WorkerClient | GraphTransport) -> Transport:

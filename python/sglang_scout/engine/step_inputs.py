@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +10,9 @@ import torch
 
 from sglang_scout.engine.device import Staging, upload
 from sglang_scout.engine.stores import Sizes
+
+if TYPE_CHECKING:
+    from sglang_scout.engine.requests import Batch
 
 Ints = npt.NDArray[np.int32]
 
@@ -79,24 +81,6 @@ class Candidates(NamedTuple):
         of_rows, lists, of_lists = self[:3], self.lists, self[4:]
         each = rows * lists
         return Candidates(*(x[:rows] for x in of_rows), lists, *(x[:each] for x in of_lists))
-
-
-@dataclass
-class Batch:
-    """The step's inputs on the host; N = pages of the longest request."""
-
-    table: Ints  # [B, N] host page ids, -1 beyond the last page
-    n_full: Ints  # [B] full pages, candidates for selection
-    tail_slot: Ints  # [L, B] slot of the page being filled
-    tail_len: Ints  # [B] valid tokens in it, this step's included
-    tail_page: Ints  # [B] host page id of it
-    ages: npt.NDArray[np.int64]  # [B] steps of each request here before this one
-    is_dense: bool = False  # all pages are resident, and attended to
-
-    @property
-    def fresh(self) -> npt.NDArray[np.bool_]:
-        """``[B]`` requests in their first step here."""
-        return self.ages == 0
 
 
 class StepInputs:

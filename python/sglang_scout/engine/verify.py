@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sglang_scout.engine.counters import Counters
-from sglang_scout.engine.step_inputs import Batch
+from sglang_scout.engine.requests import Batch
 from sglang_scout.engine.stores import HostPages, ModelShape, Ranks
 from sglang_scout.ops.layers import resident_slots
 from sglang_scout.policy.base import Route

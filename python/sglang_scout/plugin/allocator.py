@@ -14,7 +14,7 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.lifecycle import PageLifecycle
+from sglang_scout.engine.pages import Pages
 
 NODE_RUN_PAGES = 8
 """Consecutive pages that a request gets from one NUMA node before the next node: 256 tokens."""
@@ -62,7 +62,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         opened: ``[B]`` page that each row of the last :meth:`alloc_decode` has opened, -1: none.
     """
 
-    listener: PageLifecycle | DigestListener | None = None
+    listener: Pages | DigestListener | None = None
     opened: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
     @property

@@ -162,19 +162,18 @@ class ScoutAttnBackend(AttentionBackend):
             if self._dummy_kv is not None:
                 self._dummy_kv.fill(pages, prompt)
             hint = None if hints is None else hints.of(pages[-1], n_full)
-            self.engine.boundary.arrivals.add(request.rid, pages[:n_full], hint)
+            self.engine.requests.arrive(request.rid, pages[:n_full], hint)
 
     def admit(self, requests: list[Any], tokens: list[int]) -> None:
         """SGLang's requests join the batch, new or after a retraction, with KV of ``tokens`` tokens each."""
-        rows = [adapter.row_of(request) for request in requests]
-        size = self.config.page_size_tokens
-        full = [np.zeros(0, np.int64)]
-        for request, row, count in zip(requests, rows, tokens, strict=True):
+        size, full = self.config.page_size_tokens, [np.zeros(0, np.int64)]
+        for request, count in zip(requests, tokens, strict=True):
+            row = adapter.row_of(request)
             full.append(self._tables.pages_of(row, count // size * size))
-            self.engine.boundary.arrivals.admit(request.rid, row)
-        # SGLang has capped max_new_tokens by the context.
-        ends = [len(r.origin_input_ids) + r.sampling_params.max_new_tokens for r in requests]
-        self.engine.boundary.admit(rows, np.concatenate(full), ends)
+            # SGLang has capped max_new_tokens by the context.
+            end = len(request.origin_input_ids) + request.sampling_params.max_new_tokens
+            self.engine.requests.admit(request.rid, row, end)
+        self.engine.pages.arrived(np.concatenate(full))
 
     def announce_step(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """A decode step of ``rows`` ``[B]`` will write tokens at ``positions`` ``[B]``; both are on the host."""

@@ -100,8 +100,8 @@ def around_get_new_prebuilt_batch(original, scheduler, *args):
     if scheduler.enable_priority_scheduling:
         scheduler.policy.calc_priority(queue, running)
     room = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
-    arrivals = current_backend().engine.boundary.arrivals
-    waiting = arrivals.queue((r.rid for r in queue), max(room - running.batch_size(), 0))
+    requests = current_backend().engine.requests
+    waiting = requests.queue((r.rid for r in queue), max(room - running.batch_size(), 0))
     if running.is_empty() or not waiting:
         return original(scheduler, *args)
     scheduler.waiting_queue = [request for request in queue if request.rid not in waiting]

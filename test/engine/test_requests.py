@@ -30,18 +30,13 @@ def arrive(worker, request, row):
     )
     rule, scale = worker.engine.policy.rule, worker.shape.scale
     hint = choose_hint(worker.digests, queries, full, rule, scale)
-    worker.engine.boundary.arrivals.add(request.slot, full, hint)
+    worker.engine.requests.arrive(request.slot, full, hint)
     return full if len(full) <= BUDGET else full[hint[:, :BUDGET]]
 
 
 def waits(worker, *requests, room=4):
-    waiting = worker.engine.boundary.arrivals.queue([r.slot for r in requests], room)
+    waiting = worker.engine.requests.queue([r.slot for r in requests], room)
     return [r.slot in waiting for r in requests]
-
-
-def join(worker, request):
-    worker.engine.boundary.arrivals.admit(request.slot, request.slot)
-    worker.join(request)
 
 
 def cpu_pages(worker, row):
@@ -67,7 +62,7 @@ def test_hinted_pages_are_copied_beside_a_step_and_resident_in_the_first_one(mak
     assert waits(worker, request) == [False] and link.forced == 0
     assert not resident(worker, pages).any()
     link.run(99)
-    join(worker, request)
+    worker.join(request)
     worker.step()
     assert link.forced == 0
     assert resident(worker, pages).all()
@@ -82,9 +77,9 @@ def test_without_a_hint_the_first_step_misses_all_but_sink_and_newest(make, is_r
     worker.step()
     request = worker.bring(PROMPT, slot=1)
     if not is_retracted:  # then it resumes without an arrival
-        worker.engine.boundary.arrivals.add(1, np.array(request.pages[:60]), None)
+        worker.engine.requests.arrive(1, np.array(request.pages[:60]), None)
         worker.step()
-    join(worker, request)
+    worker.join(request)
     worker.step()
     assert cpu_pages(worker, 1) == (BUDGET - 2) * worker.shape.num_layers
 
@@ -96,7 +91,7 @@ def test_with_nobody_to_wait_the_first_boundary_copies(make):
     worker.free_pages.sort()
     request = worker.bring(PROMPT)
     pages = arrive(worker, request, 0)
-    join(worker, request)
+    worker.join(request)
     worker.step()
     assert resident(worker, pages).all()
     assert cpu_pages(worker, 0) <= 0.3 * BUDGET * worker.shape.num_layers
@@ -129,7 +124,7 @@ def test_a_prompt_within_the_budget_has_all_its_pages_even_if_their_copies_are_l
     link = with_slow_link(worker)
     worker.step()
     assert waits(worker, request) == [False] and not resident(worker, pages).any()
-    join(worker, request)
+    worker.join(request)
     worker.step()
     assert link.forced and resident(worker, pages).all() and cpu_pages(worker, 1) == 0
 

@@ -1,0 +1,138 @@
+"""Requests of a decode server, from the arrival of their KV to their end.
+
+    arrival      the pages that the prefill server's hint names, or all of a prompt that the budget covers
+    boundary t   starts the copies of the earliest ones, as many as should finish within step t
+    boundary t+1 maps them; the requests join with this step
+
+So no step waits for an arriving request. If no request is decoding, it joins at once and its boundary copies. Admission
+depends only on numbers that tensor-parallel ranks share, so that they agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_scout.engine.hints import HINT_PAGES
+from sglang_scout.engine.pages import Ids, PageIds, Pages
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class Request:
+    """A request.
+
+    Attributes:
+        first_pages: ``[L, n]`` host pages to load first, -1 padded; None: it resumes after a retraction.
+        generations: ``[L, n]`` of them, on arrival.
+        is_covered: these are all its pages: it needs them in its first step.
+        is_started: their copies have started, before it joined.
+        end_tokens: length that it may reach.
+        first_step: the step it joined with, 0: has not yet.
+        full_pages: how many it had at its last boundary.
+    """
+
+    first_pages: PageIds | None = None
+    generations: PageIds | None = None
+    is_covered: bool = False
+    is_started: bool = False
+    end_tokens: int = 0
+    first_step: int = 0
+    full_pages: int = 0
+
+
+@dataclass
+class Batch:
+    """A step's requests and its inputs on the host; N = pages of the longest request."""
+
+    requests: list[Request]  # B
+    table: Ints  # [B, N] host page ids, -1 beyond the last page
+    n_full: Ints  # [B] full pages, candidates for selection
+    tail_slot: Ints  # [L, B] slot of the page being filled
+    tail_len: Ints  # [B] valid tokens in it, this step's included
+    tail_page: Ints  # [B] host page id of it
+    ages: Ids  # [B] steps of each request here before this one
+    is_dense: bool = False  # all pages are resident, and attended to
+
+    @property
+    def fresh(self) -> npt.NDArray[np.bool_]:
+        """``[B]`` requests in their first step here."""
+        return self.ages == 0
+
+
+class Requests:
+    """Requests that wait to join, and those of the batch; ``pages`` knows which pages have changed owner since."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._waiting: dict[Hashable, Request] = {}  # in the order of the queue
+        self._room = 0  # how many of them may join
+        self._of_row: dict[int, Request] = {}
+
+    def arrive(self, name: Hashable, full_pages: PageIds, hint: PageIds | None) -> None:
+        """The KV of a request has arrived.
+
+        Args:
+            full_pages: ``[n]`` its full pages.
+            hint: ``[L, k]`` positions among them, best first, -1 padded; None: no hint.
+        """
+        self._pages.seal(full_pages)
+        first = self._pages.first_pages(full_pages)
+        is_covered = first.shape[1] == len(full_pages)
+        if hint is not None and not first.size:
+            places = hint[:, : self._pages.budget_pages]
+            first = np.where(places >= 0, full_pages[places], -1)
+        self._waiting[name] = Request(first, self._pages.generations(first), is_covered)
+
+    def queue(self, names: Iterable[Hashable], room: int) -> set[Hashable]:
+        """All that wait to join, in order of arrival; ``room``: how many may join.
+
+        Returns:
+            Those whose copies have not started.
+        """
+        # The others were aborted, or ended with their first token.
+        self._waiting = {name: self._waiting[name] for name in names if name in self._waiting}
+        self._room = room
+        return {name for name, request in self._waiting.items() if not request.is_started}
+
+    def admit(self, name: Hashable, row: int, end_tokens: int) -> None:
+        """A request, new or after a retraction, joins with the next step, in this row of SGLang's request table."""
+        self._of_row[row] = request = self._waiting.pop(name, None) or Request()
+        request.end_tokens = end_tokens
+
+    def of_rows(self, rows: Sequence[int], step: int) -> list[Request]:
+        """The requests in these table rows; those that join do so with ``step``."""
+        found = [self._of_row.setdefault(row, Request()) for row in rows]
+        for request in found:
+            request.first_step = request.first_step or step
+        return found
+
+    def start_copies(self) -> None:
+        """Boundary: for the earliest ones that have room, one hint's pages or a little more."""
+        left = HINT_PAGES * self._pages.num_layers
+        for request in itertools.islice(self._waiting.values(), self._room):
+            if left <= 0:
+                return
+            if not request.is_started:
+                request.is_started = True
+                held = self._held(request)
+                left -= held.size
+                self._pages.copy_beside(held)
+
+    def needed(self, request: Request, full_pages: PageIds) -> PageIds:
+        """``[L, n]`` pages that have to be resident before the first step of ``request``."""
+        if request.first_pages is None:
+            return self._pages.first_pages(full_pages)
+        held = self._held(request)
+        return held[:, :0] if request.is_started and not request.is_covered else held
+
+    def _held(self, request: Request) -> PageIds:
+        """Its first pages, but -1 for those that were freed since its arrival."""
+        assert request.first_pages is not None
+        is_held = self._pages.generations(request.first_pages) == request.generations
+        return np.where(is_held, request.first_pages, -1)
