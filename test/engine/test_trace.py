@@ -167,9 +167,10 @@ def test_a_killed_server_leaves_the_steps_before(small):
     """The end is never written: SGLang's loops never return."""
     tracer, log, path = small
     for step in (7, 8, 9):
-        now = tracer.now()
+        now = time.monotonic_ns()
         log.add(0, 1, step, 1, now, now + 1)
-        tracer.cut("boundary", "step boundary", now)
+        with tracer.slice("boundary", "step boundary"):
+            pass
         tracer.step(step + 1)
     _, slices = load(path)
     for row in ("boundary", "attention thread 0 (CPU 4)"):
@@ -193,19 +194,6 @@ def test_epochs_threads_and_overlapping_slices_have_rows_of_their_own(small):
     assert len(others) == 3
     processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert {f"CPU attention process, incarnation {n}" for n in (1, 2)} < processes
-
-
-def test_impossible_events_are_dropped_and_counted(small):
-    """The worker's memory may hold any values that pass the ring reader's checks."""
-    tracer, log, path = small
-    now = time.monotonic_ns()
-    for step in (7, 6, 8, 2**64 - 1):
-        log.add(0, 1, step, 0, now, now + 1)
-    for begin_ns, end_ns in ((tracer._start_ns - 1, now), (now, now + 10**15)):
-        log.add(0, 1, 7, 0, begin_ns, end_ns)
-    log.lost = 2
-    tracer.write()
-    assert len(load(path)[1]) == 1 and tracer._events_lost == 2 + 5
 
 
 @pytest.mark.parametrize("path", ["{}/no/t.json", "/dev/full"])

@@ -1,12 +1,14 @@
 """Device timestamps of the parts of a step: the timeline of a step that the host only launches.
 
-``now`` and ``cut``, as those of the tracer, launch a kernel that writes the device's clock to the next word of a
-buffer, in a captured graph at every replay. The words are read back with the step's results, two boundaries later.
+A slice's ends are kernels that write the device's clock to the next words of a buffer, in a captured graph at every
+replay. The words are read back with the step's results, two boundaries later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,20 +71,21 @@ class DeviceClock:
         if self._is_empty_step:
             self._captured = self._cuts
 
-    def now(self) -> int:
-        """A mark for :meth:`cut`; 0 where nothing is recorded."""
+    @contextlib.contextmanager
+    def slice(self, row: str, name: str, **args: Any) -> Iterator[None]:
+        """As :meth:`Tracer.slice`, of what is launched inside the ``with`` block."""
+        start = self._stamp()
+        yield
+        if start is not None and (end := self._stamp()) is not None:
+            self._cuts.append(Cut(row, name, start, end, args))
+
+    def _stamp(self) -> int | None:
+        """The index of a new stamp; None where nothing is recorded."""
         if not self._has_begun or self._used >= len(self.stamps):
-            return 0
+            return None
         write_stamp(self.stamps, self._used)
         self._used += 1
-        return self._used
-
-    def cut(self, row: str, name: str, start: int, **args: Any) -> int:
-        """A slice from ``start``, which came from here, to now; returns now."""
-        if not start or not (end := self.now()):
-            return 0
-        self._cuts.append(Cut(row, name, start - 1, end - 1, args))
-        return end
+        return self._used - 1
 
     @property
     def cuts(self) -> list[Cut]:

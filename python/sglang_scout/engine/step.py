@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -134,7 +135,7 @@ class StepEngine:
         self._slot_of = upload(table.slot_of, device).clone()
         self._beside = ForkedStream(None if ranks else device)  # collectives need order
         self._projectors, self._step = projectors, 0
-        self._open_layer, self._layer_start_ns = -1, 0  # for the timeline
+        self._in_layer = ExitStack()  # a slice of the timeline
         on_cpu = policy.route == "cpu"
         self._reweighs = rule.reweigh and on_cpu and digests.mass_change is not None
         self._posts_late = on_cpu and not policy.query.attends
@@ -180,20 +181,19 @@ class StepEngine:
         rows, columns = page_table.shape
         if rows > self.sizes.max_batch or columns > self.sizes.max_pages:
             raise ValueError(f"batch of {rows} rows, {columns} pages; buffers are for {self.sizes}")
-        start_ns = self.tracer.now()
         self._step += 1
         self.counters.steps += 1
         self.tracer.step(self._step)
-        batch = self.boundary.begin(self._step, page_table, request_slots, seq_lens)
-        self.is_dense = batch.is_dense
-        self._check_faults()
-        changed, slots = self._inputs.send(batch, *self.table.take_changes())
-        if len(changed):
-            self._slot_of.view(-1).index_copy_(0, changed, slots)
-        self.transport.begin_step(self._step)
-        self._beside.join()
-        self._chosen.clear()
-        self.tracer.cut("boundary", "step boundary", start_ns, requests=rows)
+        with self.tracer.slice("boundary", "step boundary", requests=rows):
+            batch = self.boundary.begin(self._step, page_table, request_slots, seq_lens)
+            self.is_dense = batch.is_dense
+            self._check_faults()
+            changed, slots = self._inputs.send(batch, *self.table.take_changes())
+            if len(changed):
+                self._slot_of.view(-1).index_copy_(0, changed, slots)
+            self.transport.begin_step(self._step)
+            self._beside.join()
+            self._chosen.clear()
 
     def end_step(self) -> None:
         """Before a step's tokens are returned: none may lack a part of its attention.
@@ -225,48 +225,40 @@ class StepEngine:
         self.layer_output()
         if layer == 0 and self.transport.stamps is not None and not self.is_dense:
             self.transport.stamps.begin_layers()
-        self._open_layer, self._layer_start_ns = layer, self._clock.now()
+        self._in_layer.enter_context(self._clock.slice("device", "layer", layer=layer))
         if self.is_dense:
             return
         for target in self.policy.query.targets(layer, self.shape.num_layers):
-            start_ns, projector = self._clock.now(), self._projectors[target]
+            projector = self._projectors[target]
             read = projector.start(x, residual)
             with self._beside.fork(target, read, positions):
-                query = projector.finish(read, positions)
-                self._clock.cut("ahead", "predict", start_ns, layer=target)
+                with self._clock.slice("ahead", "predict", layer=target):
+                    query = projector.finish(read, positions)
                 self._look_ahead(target, query)
 
     def layer_output(self) -> None:
         """The current layer has ended; implied by the next layer's input."""
-        if self._open_layer >= 0:
-            self._clock.cut("device", "layer", self._layer_start_ns, layer=self._open_layer)
-            self._open_layer = -1
+        self._in_layer.close()
 
     def _look_ahead(self, layer: int, query: torch.Tensor) -> None:
         """Select the pages of ``layer`` and post the missing ones (Algorithm 1, lines 4 to 7)."""
         rule, candidates = self.policy.rule, self._inputs.candidates.first(len(query))
         by_list = of_lists(query, self.sizes.lists)
-        start_ns = self._clock.now()
-        scores = self.digests.score(layer, by_list, candidates, self.shape.scale, rule.head_reduce)
-        if self._ranks is not None:
-            # Softmax shares are per head over its pages, so they can be summed over any heads.
-            how = "sum" if rule.head_reduce == "mass" else "max"
-            scores = self._ranks.combine(scores, how)
-        start_ns = self._clock.cut("ahead", "score", start_ns, layer=layer)
-        selection = select_pages(
-            scores,
-            candidates.list_table,
-            candidates.list_n_full,
-            self._slot_of[layer],
-            self.sizes.budget_pages,
-            rule.sink_pages,
-            rule.recent_pages,
-            rule.mass,
-            out=self._results.of(layer, len(by_list)),
-        )
+        with self._clock.slice("ahead", "score", layer=layer):
+            of_layer = layer, by_list, candidates
+            scores = self.digests.score(*of_layer, self.shape.scale, rule.head_reduce)
+            if self._ranks is not None:
+                # Softmax shares are per head over its pages, so they can be summed over any heads.
+                how = "sum" if rule.head_reduce == "mass" else "max"
+                scores = self._ranks.combine(scores, how)
+        with self._clock.slice("ahead", "select", layer=layer):
+            tables = candidates.list_table, candidates.list_n_full, self._slot_of[layer]
+            forced = rule.sink_pages, rule.recent_pages
+            out = self._results.of(layer, len(by_list))
+            chosen = self.sizes.budget_pages, *forced, rule.mass, out
+            selection = select_pages(scores, *tables, *chosen)
         if self._verifier is not None:
             self._verifier.check_selection(selection.pages)
-        self._clock.cut("ahead", "select", start_ns, layer=layer)
         if not self._posts_late:
             self.transport.post(layer, query.contiguous(), selection.missing, selection.n_missing)
         self._chosen[layer] = query, selection
@@ -300,10 +292,10 @@ class StepEngine:
             missing = selection.missing, selection.n_missing
             if self.policy.rule.only_selected:
                 pages, n_pages = selection.pages, None
-        slot_of, start_ns = self._slot_of[layer], self._clock.now()
+        slot_of = self._slot_of[layer]
         parts = self.resident.k[layer], self.resident.v[layer], pages, tail_slot, tail_len
-        here = self._attend(query, *parts, shape.scale, slot_of=slot_of, n_pages=n_pages)
-        self._clock.cut("attention", "attend", start_ns, layer=layer)
+        with self._clock.slice("attention", "attend", layer=layer):
+            here = self._attend(query, *parts, shape.scale, slot_of=slot_of, n_pages=n_pages)
         if self.older is not None:
             window = parts[0], pages, slot_of, tail_slot, tail_len
             self.older.attended(layer, query, here[1], *window)
@@ -311,18 +303,17 @@ class StepEngine:
             if self.boundary.step_log is not None:
                 self._results.compare(layer, query, query_ahead, tail_len > 0)
             if self._reweighs:
-                start_ns = self._clock.now()
-                change = self.digests.mass_change(layer, query, query_ahead, *missing, shape.scale)
-                self._clock.cut("attention", "mass", start_ns, layer=layer)
+                with self._clock.slice("attention", "mass", layer=layer):
+                    both = query, query_ahead
+                    change = self.digests.mass_change(layer, *both, *missing, shape.scale)
         if self.is_dense:
             out = here[0].to(query.dtype)
         else:
             out = self.transport.merge(layer, query, here, change)
         if self._verifier is not None:
-            start_ns, batch = self.tracer.now(), self._results.running.batch
-            parts = pages, slot_of, *missing, batch, change
-            self._verifier.check(layer, out, query, query_ahead, *parts)
-            self.tracer.cut("attention", "verify", start_ns, layer=layer)
+            parts = pages, slot_of, *missing, self._results.running.batch, change
+            with self.tracer.slice("attention", "verify", layer=layer):
+                self._verifier.check(layer, out, query, query_ahead, *parts)
         return out
 
     def _selected(self, layer: int, query: torch.Tensor) -> tuple[torch.Tensor, Selection]:

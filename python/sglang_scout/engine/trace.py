@@ -26,8 +26,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
-import numpy as np
-
 from sglang_scout.worker.client import WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -36,6 +34,7 @@ ROWS = ("device", "attention", "ahead", "boundary", "copies")
 _SERVER_PID = 1  # Ids of rows and row groups; the real process ids are in their names.
 _WORKER_PID = 100
 _LANES = 1000
+_NOTHING = contextlib.nullcontext()
 
 
 class _Slice(NamedTuple):
@@ -89,35 +88,26 @@ class Tracer:
         self._append()
         self._step = step
 
-    def now(self) -> int:
-        """Time in ns if tracing is on, else 0."""
-        return time.monotonic_ns() if self.active else 0
-
-    def cut(self, row: str, name: str, start_ns: int, **args: Any) -> int:
-        """Record a slice from ``start_ns``, a result of :meth:`now` or :meth:`cut`, to now, which is returned."""
-        if not self.active:
-            return 0
-        end_ns = time.monotonic_ns()
-        self.add(row, name, start_ns, end_ns, **args)
-        return end_ns
-
     def add(self, row: str, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
         """Record one slice; times from ``time.monotonic_ns``. A ``layer`` in args ends the name."""
-        if not self._step or not self.active or start_ns == 0:  # before the first step: warm-up
+        if not self._step or not self.active:  # before the first step: warm-up
             return
         if "layer" in args:
             name = f"{name} {args['layer']}"
         args.setdefault("step", self._step)
         self._slices.append(_Slice(_SERVER_PID, ROWS.index(row), row, name, start_ns, end_ns, args))
 
-    @contextlib.contextmanager
-    def slice(self, row: str, name: str, **args: Any) -> Iterator[None]:
+    def slice(self, row: str, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
         """Record the time spent inside the ``with`` block."""
-        start_ns, step = self.now(), self._step
+        return self._slice(row, name, args) if self.active else _NOTHING
+
+    @contextlib.contextmanager
+    def _slice(self, row: str, name: str, args: dict[str, Any]) -> Iterator[None]:
+        start_ns, step = time.monotonic_ns(), self._step
         try:
             yield
         finally:
-            self.cut(row, name, start_ns, step=step, **args)
+            self.add(row, name, start_ns, time.monotonic_ns(), step=step, **args)
 
     def write(self) -> None:
         """Write the remaining slices and stop tracing."""
@@ -159,19 +149,14 @@ class Tracer:
                 self._file.write("\n]\n")
 
     def _worker_slices(self) -> Iterator[_Slice]:
-        """New events of CPU attention as slices. Events that cannot belong to this trace are dropped."""
+        """New events of CPU attention as slices."""
         if self._worker is None:
             return
         taken, lost = self._worker.take_events()
         self._events_lost += lost
-        now_ns = time.monotonic_ns()
         for thread in taken:
-            events = thread.events
-            good = (events["step"] >= self._first_step) & (events["step"] <= self._step)
-            good &= (events["begin_ns"] >= self._start_ns) & (events["end_ns"] <= now_ns)
-            self._events_lost += int(len(events) - np.count_nonzero(good))
             row = f"attention thread {thread.thread} (CPU {thread.cpu})"
-            for event in events[good]:
+            for event in thread.events:
                 pid = _WORKER_PID + (int(event["seq"]) >> 40)
                 args = {name: int(event[name]) for name in ("layer", "pages", "items", "step")}
                 times = int(event["begin_ns"]), int(event["end_ns"])

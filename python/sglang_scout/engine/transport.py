@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -100,11 +101,10 @@ class HostTransport(Transport):
         posted = int(counts.sum())
         if not posted:
             return
-        start_ns = self._tracer.now()
-        self._tickets[layer] = self._client.post(
-            layer, self._step, query.float().numpy(), pages.numpy(), counts
-        )
-        self._tracer.cut("ahead", "post", start_ns, layer=layer, pages=posted)
+        with self._tracer.slice("ahead", "post", layer=layer, pages=posted):
+            self._tickets[layer] = self._client.post(
+                layer, self._step, query.float().numpy(), pages.numpy(), counts
+            )
 
     def merge(
         self, layer: int, query: torch.Tensor, here: Attended, change: torch.Tensor | None = None
@@ -124,9 +124,8 @@ class HostTransport(Transport):
         self._tracer.add("attention", "wait", start_ns, gave_up_ns, layer=layer)
         if change is not None:
             lse = lse - change  # equivalent: lower the device's part instead
-        merged, _ = merge_states(out, lse, cpu_out, cpu_lse)
-        self._tracer.cut("attention", "merge", end_ns, layer=layer)
-        return merged.to(query.dtype)
+        with self._tracer.slice("attention", "merge", layer=layer):
+            return merge_states(out, lse, cpu_out, cpu_lse)[0].to(query.dtype)
 
 
 class GraphTransport(Transport):
@@ -159,19 +158,17 @@ class GraphTransport(Transport):
     def post(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
     ) -> None:
-        start = self.stamps.now() if self.stamps else 0
-        self._ring.post(layer, query, pages, n_pages)
-        if self.stamps:
-            self.stamps.cut("ahead", "post", start, layer=layer)
+        with self._slice("ahead", "post", layer):
+            self._ring.post(layer, query, pages, n_pages)
 
     def merge(
         self, layer: int, query: torch.Tensor, here: Attended, change: torch.Tensor | None = None
     ) -> torch.Tensor:
-        start = self.stamps.now() if self.stamps else 0
-        merged = self._ring.merge(layer, *here, change, query.dtype)
-        if self.stamps:
-            self.stamps.cut("attention", "merge", start, layer=layer)
-        return merged
+        with self._slice("attention", "merge", layer):
+            return self._ring.merge(layer, *here, change, query.dtype)
+
+    def _slice(self, row: str, name: str, layer: int) -> AbstractContextManager[None]:
+        return self.stamps.slice(row, name, layer=layer) if self.stamps else nullcontext()
 
     def faults(self) -> list[str]:
         return self._ring.faults()
