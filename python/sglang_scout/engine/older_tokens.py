@@ -29,7 +29,8 @@ from sglang_scout.engine.device import Fetching, Staging, upload
 from sglang_scout.engine.requests import Batch, Request
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import Transport
-from sglang_scout.policy.base import Feedback, SelectionRule, WindowView
+from sglang_scout.policy.base import SelectionRule
+from sglang_scout.policy.salient_tokens import SalientTokens
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
@@ -62,7 +63,7 @@ class OlderTokens:
 
     def __init__(
         self,
-        feedback: Feedback,
+        feedback: SalientTokens,
         rule: SelectionRule,
         shape: ModelShape,
         sizes: Sizes,
@@ -261,15 +262,12 @@ class OlderTokens:
         lse: torch.Tensor,
         k: torch.Tensor,
         pages: torch.Tensor,
-        slot_of: torch.Tensor,
-        tail_slot: torch.Tensor,
-        tail_len: torch.Tensor,
+        *slots: torch.Tensor,
     ) -> None:
-        """The device attended to a window of a layer; arguments as of :class:`WindowView`."""
+        """The device attended to a window of a layer; arguments as of :func:`decay_mass`, without those known here."""
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, : len(query)]
-        tail = tail_slot, tail_len
-        view = WindowView(k, pages, recent, slot_of, *tail, first_at, state, fresh)
-        self._feedback.attended(layer, query, lse, view, self._shape.scale)
+        window = query, lse, k, pages, recent, *slots, first_at, state, fresh
+        self._feedback.attended(layer, *window, scale=self._shape.scale)
 
     def wait(self) -> None:
         """Wait for all evaluations in progress."""
