@@ -25,7 +25,7 @@ def test_requests_of_64k_tokens_of_the_papers_model(model):
     assert server.kv_bytes_per_request == 65536 * 163840
     assert round(server.kv_bytes_per_request / 1e9, 1) == 10.7
     pages = 10 * 2048 + 1  # SGLang's padding
-    assert plan.requests == 10 and memory.host_bytes == pages * 32 * 163840
+    assert plan.requests == 10 and memory.bytes_of("host pages") == pages * 32 * 163840
     # A page's digest is the minimum and maximum of K: as large as the K and V of one token.
     slots = 10 * 64 + 10 + 64  # budgets, tail pages, in-flight recalls
     on_device = {what: nbytes for what, _, nbytes in memory.device_rows}
@@ -60,7 +60,7 @@ def test_the_host_size_and_the_huge_pages_that_it_names_are_enough(model, capsys
     plan = plan_of(folder, host_gib=400, budget_tokens=2048)
     pages = int(390.1 * 2**30) // (5 << 20) + 1
     assert (plan.requests, plan.host_gib) == (39, 390.1)
-    kv_and_ring = pages * (5 << 20) + plan.memory.worker.ring_bytes
+    kv_and_ring = pages * (5 << 20) + plan.memory.bytes_of("ring")
     assert plan.huge_pages == math.ceil(kv_and_ring / 2**21)
 
 

@@ -37,9 +37,9 @@ def size(settings=None, shape=SHAPE, **changes):
 
 def test_bytes_follow_the_model():
     made = size().plan(4097)
-    assert made.host_bytes == 4097 * PAGE_BYTES
+    assert made.bytes_of("host pages") == 4097 * PAGE_BYTES
     assert made.num_slots == 8 * 64 + 8 + 64
-    assert made.resident_bytes == made.num_slots * PAGE_BYTES
+    assert made.bytes_of("resident slots") == made.num_slots * PAGE_BYTES
     # No more slots than pages, and no more budget than context.
     assert size(config(budget_tokens=32768), max_batch=64).plan(129).num_slots == 129
     assert size(config({"resident_tokens": 1 << 40})).plan(4097).num_slots == 4097
@@ -64,7 +64,11 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, dtype, of_head):
     model = identity(3, 40, 8, 128)
     weights = pilot_weights(model, rank=96) if digest == "pilot" else digest_weights(model)
     held = DigestPool(shape, 7, "cpu", digest, weights)
-    assert made.plan(7).digest_bytes == sum(part.nbytes for part in held.parts) == 7 * 24 * of_head
+    assert (
+        made.plan(7).bytes_of("digests")
+        == sum(part.nbytes for part in held.parts)
+        == 7 * 24 * of_head
+    )
     if digest != "pilot":
         assert made.step_bytes == sum(x.nbytes for x in held.trained)
 
@@ -126,7 +130,7 @@ def test_of_an_arena_in_huge_pages_only_what_is_beside_it_is_asked():
     """400 GiB of a host of 512, which has 100 GiB beside its pool."""
     made = check_memory(size(), 81921, 100 << 30, in_pool=True, shared=False)
     assert 400 << 30 < made.arena_bytes < 401 << 30
-    beside = made.hint_bytes + made.worker.partial_bytes + HEADROOM_BYTES
+    beside = made.bytes_of("hints", "partial results") + HEADROOM_BYTES
     check_memory(size(), 81921, beside, in_pool=True, shared=False)
     with pytest.raises(ConfigError, match="GiB are needed beside the huge page pool"):
         check_memory(size(), 81921, beside - 1, in_pool=True, shared=False)
@@ -154,7 +158,7 @@ def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
 ):
     settings = config({"worker_threads_per_group": threads})
     made = size(settings, max_batch=max_batch, node_cpus=node_cpus).plan(4097)
-    assert made.worker.partial_bytes == results * RESULT_BYTES
+    assert made.bytes_of("partial results") == results * RESULT_BYTES
     assert ("partial results" in [what for what, *_ in made.rows]) == bool(results)
 
 
@@ -165,7 +169,10 @@ def test_a_device_gives_what_digests_leave_to_resident_pages():
     digests = 4097 * (EACH - PAGE_BYTES)
     made = size().plan(4097, digests + 700 * PAGE_BYTES + 5)
     assert made.num_slots == 700
-    assert made.digest_bytes + made.input_bytes + made.resident_bytes <= digests + 700 * PAGE_BYTES
+    assert (
+        made.digest_bytes + made.input_bytes + made.bytes_of("resident slots")
+        <= digests + 700 * PAGE_BYTES
+    )
     assert size().plan(4097, 1 << 45).num_slots == 4097, "a slot for every page"
     asked = size(config({"resident_tokens": 3200}))
     assert asked.plan(4097, 1 << 45).num_slots == 100 + 8 + 64

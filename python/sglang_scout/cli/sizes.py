@@ -144,7 +144,7 @@ class Plan:
     @property
     def host_gib(self) -> float:
         """--kv-offload-host-gb for these requests. Rounded up: rounding down would be a page short."""
-        return math.ceil(self.memory.host_bytes / GIB * 10) / 10
+        return math.ceil(self.memory.bytes_of("host pages") / GIB * 10) / 10
 
     @property
     def huge_pages(self) -> int:

@@ -27,6 +27,8 @@ HEADROOM_BYTES = 256 * 2**20
 LEAST_PAGES = 2
 """SGLang's padding page, and one page for a request."""
 
+_ON_DEVICE = "digests", "input buffers", "resident slots", "step buffers"
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -35,60 +37,33 @@ class MemoryPlan:
     Attributes:
         num_pages: P, host pages including the padding page.
         num_slots: device slots per layer: resident pages, tails, and room for in-flight recalls.
-        budget_pages, step_bytes: as of :class:`ServerSize`.
-        input_bytes: SGLang's input buffers, sized by all tokens of the host pages.
-        context_bytes, hint_bytes, checksum_bytes: in host memory: kept tokens of older pages, prompts' hints, checksums
-            of the host pages.
+        budget_pages: as of :class:`ServerSize`.
         arena: sizes of the memory that is shared with the attention process.
+        rows: what takes memory: name, count, bytes.
     """
 
     num_pages: int
-    budget_pages: int
     num_slots: int
-    host_bytes: int
-    digest_bytes: int
-    input_bytes: int
-    resident_bytes: int
-    worker: WorkerMemory
+    budget_pages: int
     arena: ArenaSpec = field(compare=False)
-    step_bytes: int
-    context_bytes: int
-    hint_bytes: int
-    checksum_bytes: int
+    rows: tuple[tuple[str, int, int], ...]
 
-    @property
-    def rows(self) -> tuple[tuple[str, int, int], ...]:
-        """(what, count, bytes) for a table."""
-        rows = (
-            ("host pages", self.num_pages, self.host_bytes),
-            *self.device_rows,
-            ("kept tokens", 1, self.context_bytes),
-            ("hints", self.num_pages, self.hint_bytes),
-            ("checksums", self.num_pages, self.checksum_bytes),
-            *self.worker.rows,
-        )
-        return tuple(row for row in rows if row[2])
+    def bytes_of(self, *names: str) -> int:
+        return sum(nbytes for name, _, nbytes in self.rows if name in names)
 
     @property
     def device_rows(self) -> tuple[tuple[str, int, int], ...]:
         """The rows of device memory."""
-        rows = (
-            ("digests", self.num_pages, self.digest_bytes),
-            ("input buffers", self.num_pages, self.input_bytes),
-            ("resident slots", self.num_slots, self.resident_bytes),
-            ("step buffers", 1, self.step_bytes),
-        )
-        return tuple(row for row in rows if row[2])
+        return tuple(row for row in self.rows if row[0] in _ON_DEVICE)
 
     @property
     def device_bytes(self) -> int:
-        return sum(nbytes for _, _, nbytes in self.device_rows)
+        return self.bytes_of(*_ON_DEVICE)
 
     @property
     def bytes_beside_pages(self) -> int:
         """Host memory other than the pages."""
-        own = self.context_bytes + self.hint_bytes + self.checksum_bytes
-        return own + self.worker.total_bytes
+        return sum(row[2] for row in self.rows) - self.bytes_of("host pages", *_ON_DEVICE)
 
     @property
     def arena_bytes(self) -> int:
@@ -213,31 +188,31 @@ class ServerSize:
         Raises:
             ConfigError: they do not fit; with the numbers.
         """
-        config, page_bytes = self.config, self.page_bytes
-        on_digests = num_pages * self.digest_bytes
-        on_inputs = num_pages * input_bytes(self.shape.page_size)
+        config, page_bytes, arena = self.config, self.page_bytes, self.arena(num_pages)
+        beside = num_pages * self.digest_bytes, num_pages * input_bytes(self.shape.page_size)
         left = 0 if device_bytes is None else device_bytes - self.step_bytes
         if device_bytes is None or config.resident_tokens is not None:
             num_slots = self.wanted_slots
         else:
-            num_slots = max(left - on_digests - on_inputs, 0) // page_bytes
+            num_slots = max(left - sum(beside), 0) // page_bytes
         # With a slot for every page nothing is ever missing; more slots would stay empty.
         num_slots = min(num_slots, num_pages)
-        plan = MemoryPlan(
-            arena=self.arena(num_pages),
-            num_pages=num_pages,
-            budget_pages=self.budget_pages,
-            num_slots=num_slots,
-            host_bytes=num_pages * page_bytes,
-            digest_bytes=on_digests,
-            input_bytes=on_inputs,
-            resident_bytes=num_slots * page_bytes,
-            worker=self.worker,
-            step_bytes=self.step_bytes,
-            context_bytes=int(num_pages * config.context_share) * page_bytes,
-            hint_bytes=num_pages * hint_bytes(config, self.shape.num_layers),
-            checksum_bytes=8 * num_pages * self.shape.num_layers * config.page_checksums,
+        on_hints = num_pages * hint_bytes(config, self.shape.num_layers)
+        on_checksums = 8 * num_pages * self.shape.num_layers * config.page_checksums
+        rows = (
+            ("host pages", num_pages, num_pages * page_bytes),
+            ("digests", num_pages, beside[0]),
+            # SGLang's, sized by all tokens of the host pages.
+            ("input buffers", num_pages, beside[1]),
+            ("resident slots", num_slots, num_slots * page_bytes),
+            ("step buffers", 1, self.step_bytes),
+            ("kept tokens", 1, int(num_pages * config.context_share) * page_bytes),
+            ("hints", num_pages, on_hints),
+            ("checksums", num_pages, on_checksums),
+            *self.worker.rows,
         )
+        rows = tuple(row for row in rows if row[2])
+        plan = MemoryPlan(num_pages, num_slots, self.budget_pages, arena, rows)
         if device_bytes is not None:
             self._check_device(plan, left)
         return plan
@@ -245,13 +220,14 @@ class ServerSize:
     def _check_device(self, plan: MemoryPlan, device_bytes: int) -> None:
         least = min(self._slots(0), plan.num_pages)
         slots = max(plan.num_slots, least)
-        needed = plan.digest_bytes + plan.input_bytes + slots * self.page_bytes
+        beside = [plan.bytes_of(name) for name in ("digests", "input buffers")]
+        needed = sum(beside) + slots * self.page_bytes
         if needed <= device_bytes:
             return
         raise ConfigError(
             f"--kv-offload {self.config.policy}: needs {needed / 2**30:.2f} GiB of device memory "
-            f"({plan.digest_bytes / 2**30:.2f} GiB for the digests of {plan.num_pages} host pages, "
-            f"{plan.input_bytes / 2**30:.2f} GiB for SGLang's input buffers of their tokens, and {slots} resident "
+            f"({beside[0] / 2**30:.2f} GiB for the digests of {plan.num_pages} host pages, "
+            f"{beside[1] / 2**30:.2f} GiB for SGLang's input buffers of their tokens, and {slots} resident "
             f"pages, of which {self.max_batch} requests need at least {least}), but only "
             f"{device_bytes / 2**30:.2f} GiB are left; lower --kv-offload-host-gb, --max-running-requests "
             f"({self.max_batch}), --kv-offload-budget ({self.config.budget_tokens}) or resident_tokens "
@@ -315,7 +291,7 @@ def check_memory(
 
     def needed(pages: int) -> int:
         plan = size.plan(pages, device_bytes)
-        one = plan.hint_bytes + plan.worker.partial_bytes + (plan.device_bytes if shared else 0)
+        one = plan.bytes_of("hints", "partial results") + (plan.device_bytes if shared else 0)
         return ranks * (one + HEADROOM_BYTES + (0 if in_pool else plan.arena_bytes))
 
     plan, wanted = size.plan(num_pages, device_bytes), needed(num_pages)

@@ -100,7 +100,7 @@ class HostKVPool(MHATokenToKVPool):
         context = context_pages(self.arena, self.shape)
         checksums = PageChecksums(self.arena) if plan.arena.checksums else None
         self.host_pages = HostPages(self.shape, self.k_buffer, self.v_buffer, context, checksums)
-        hints = plan.hint_bytes > 0
+        hints = plan.bytes_of("hints") > 0
         self.digests = DigestPool(self.shape, plan.num_pages, self.device, kind, weights, hints)
 
     def _create_buffers(self) -> None:
