@@ -169,10 +169,7 @@ def test_a_device_gives_what_digests_leave_to_resident_pages():
     digests = 4097 * (EACH - PAGE_BYTES)
     made = size().plan(4097, digests + 700 * PAGE_BYTES + 5)
     assert made.num_slots == 700
-    assert (
-        made.digest_bytes + made.input_bytes + made.bytes_of("resident slots")
-        <= digests + 700 * PAGE_BYTES
-    )
+    assert made.device_bytes <= digests + 700 * PAGE_BYTES
     assert size().plan(4097, 1 << 45).num_slots == 4097, "a slot for every page"
     asked = size(config({"resident_tokens": 3200}))
     assert asked.plan(4097, 1 << 45).num_slots == 100 + 8 + 64
