@@ -243,3 +243,20 @@ def test_missing_pages_weigh_as_the_real_query_says(make):
                 expected = co_attention_reference(*queries, *device, *cpu, shape.scale, change)
                 gaps[exact] += float((worker.outputs[layer][0] - expected).abs().mean())
     assert gaps[True] < 0.7 * gaps[False]
+
+
+@pytest.mark.parametrize("beyond", [3, 4])
+def test_a_few_pages_beyond_the_budget_are_attended_to_if_a_prediction_would_read_more(
+    make, beyond
+):
+    worker = make(budget_tokens=4 * SIZE, max_batch=8)
+    worker.engine.policy.residency.patience_us = None
+    worker.engine.boundary._dense_pages = 3
+    worker.admit((4 + beyond) * SIZE + 5)
+    for _ in range(20):
+        worker.step()
+    assert worker.engine.is_dense == (beyond == 3)
+    assert (worker.engine.counters.dense_steps > 0) == (beyond == 3)
+    if beyond == 3:
+        exact = worker.dense(0, 1)
+        close(worker.outputs[1][0], exact)
