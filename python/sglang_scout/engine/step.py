@@ -245,11 +245,10 @@ class StepEngine:
         rule, candidates = self.policy.rule, self._inputs.candidates.first(len(query))
         by_list = of_lists(query, self.sizes.lists)
         start_ns = self._clock.now()
-        scores = self.digests.score(layer, by_list, candidates, self.shape.scale, rule.head_reduce)
+        scores = self.digests.score(layer, by_list, candidates, self.shape.scale)
         if self._ranks is not None:
             # Softmax shares are per head over its pages, so they can be summed over any heads.
-            how = "sum" if rule.head_reduce == "mass" else "max"
-            scores = self._ranks.combine(scores, how)
+            scores = self._ranks.combine(scores, "sum")
         start_ns = self._clock.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(
             scores,
