@@ -115,7 +115,7 @@ def add_lock(writer: rows.Writer, nbytes: int, huge: bool) -> None:
 
 def add_link(writer: rows.Writer, nbytes: int) -> None:
     count = nbytes // 2 // PAGE_BYTES
-    host = torch.ones(2, 1, count, PAGE_BYTES // 2, dtype=torch.bfloat16)
+    host = torch.ones(2, 1, count, 1, 1, PAGE_BYTES // 2, dtype=torch.bfloat16)
     host = host.pin_memory() if device.device() == "cuda" else host
     to = torch.empty_like(host, device=device.device())
     order = torch.randperm(count)

@@ -117,19 +117,17 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     k, v = empty(P, S, H, D, dtype=dtype), empty(P, S, H, D, dtype=dtype)
     digests = empty(P, H, D, dtype=own), empty(P, H, D, dtype=own)
     table = empty(B, N, dtype=I32)
-    for reduce in ("mass", "max") if model == "Qwen3-14B" else ("mass",):
-        arguments = (q, *digests, table, row, 0.1, reduce)
-        yield f"score_pages {reduce}, {model}", score_pages, arguments
+    yield f"score_pages, {model}", score_pages, (q, *digests, table, row, 0.1)
     for W, E in ((2, D), (1, 32)):
         arguments = (empty(B * H, E), empty(P, H, W, E, dtype=own), table, row)
         yield f"score_embeddings, {W} of {E}, {model}", score_embeddings, arguments
     for bits, parts in rotated_parts(model, P).items():
         by = coordinates(bits, H, D)
-        arguments = (q, *parts, table, row, 0.1, "mass", None, None, by)
+        arguments = (q, *parts, table, row, 0.1, None, by)
         yield f"score_rotated, {bits} bits, {model}", score_rotated, arguments
         arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1, by)
         yield f"mass_change_rotated, {bits} bits, {model}", mass_change_rotated, arguments
-    arguments = (real_q, k, v, table, row, row, 0.1, None, table[0], row)
+    arguments = (real_q, k, v, table, row, row, 0.1, table[0], row)
     yield f"attend_pages, {model}", attend_pages, arguments
     yield f"pack_pages, {model}", pack_pages, (table, row, row, S, table[0], row)
     W = min(N, 128)
@@ -139,7 +137,7 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     yield f"salient_bits, {model}", salient_bits, (averages, row, row, thresholds)
     if model in ("Qwen3-14B", "D=256"):
         lists, counts = empty(B * H, N, dtype=I32), empty(B * H, dtype=I32)
-        arguments = (real_q, k, v, lists, row, row, 0.1, None, table[0], counts)
+        arguments = (real_q, k, v, lists, row, row, 0.1, table[0], counts)
         yield f"attend_pages, a list per head, {model}", attend_pages, arguments
     if model == "all one":
         arguments = (real_q, k, v, table, None, None, 0.1)

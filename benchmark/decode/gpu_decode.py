@@ -307,7 +307,7 @@ def calibrated_rho(store: Store, context: int, budget_pages: int) -> float:
     def chosen(queries: torch.Tensor) -> list[torch.Tensor]:
         found = []
         for layer, query in zip(layers, queries, strict=True):
-            scores = store.digests.score(layer, query, candidates, store.shape.scale, "mass")
+            scores = store.digests.score(layer, query, candidates, store.shape.scale)
             found.append(scores[0].topk(min(budget_pages, pages)).indices)
         return found
 

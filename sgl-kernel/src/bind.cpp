@@ -144,9 +144,8 @@ void check_tables(const char* op, const int32_t* ids, const int32_t* counts, int
 
 void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages,
                  int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
-                 int columns, float scale, int reduce, uintptr_t out, int threads) {
+                 int columns, float scale, uintptr_t out, int threads) {
   check_shape("score_pages", 1, heads, dim, group);
-  const auto reduction = static_cast<scout::Reduce>(reduce);
   const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
                                static_cast<DType>(dtype), heads, dim};
   const int32_t* const ids = at<const int32_t>(table);
@@ -157,18 +156,17 @@ void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t
   scout::parallel_for(batch, threads, [&](int b) {
     const int64_t row = static_cast<int64_t>(b) * columns;
     scout::score_sequence(
-        digests, {group, scale, reduction, at<const float>(q) + b * q_heads * dim, ids + row,
-                  counts[b], columns, scratch(floats), at<float>(out) + row});
+        digests, {group, scale, false, at<const float>(q) + b * q_heads * dim, ids + row, counts[b],
+                  columns, scratch(floats), at<float>(out) + row});
   });
 }
 
 void score_rotated(uintptr_t q, uintptr_t planes, uintptr_t stats, int64_t num_pages, int heads,
                    int group, int dim, uintptr_t table, uintptr_t n_full, int batch, int columns,
-                   float scale, int reduce, uintptr_t out, int threads, uintptr_t turn,
+                   float scale, bool log_masses, uintptr_t out, int threads, uintptr_t turn,
                    uintptr_t bits) {
   check_shape("score_rotated", scout::kRotatedTokens, heads, dim, group, scout::kRotatedMaxDim);
-  const auto reduction = static_cast<scout::Reduce>(reduce);
-  const int64_t results = reduction == scout::Reduce::kLogMass ? heads * group : columns;
+  const int64_t results = log_masses ? heads * group : columns;
   const scout::RotatedDigests digests{at<const uint8_t>(planes), at<const uint8_t>(stats),
                                       coordinates(turn, bits), heads, dim};
   const int32_t* const ids = at<const int32_t>(table);
@@ -179,7 +177,7 @@ void score_rotated(uintptr_t q, uintptr_t planes, uintptr_t stats, int64_t num_p
   scout::parallel_for(batch, threads, [&](int b) {
     const int64_t row = static_cast<int64_t>(b) * columns;
     scout::score_rotated_sequence(
-        digests, {group, scale, reduction, at<const float>(q) + b * q_heads * dim, ids + row,
+        digests, {group, scale, log_masses, at<const float>(q) + b * q_heads * dim, ids + row,
                   counts[b], columns, scratch(floats), at<float>(out) + b * results});
   });
 }

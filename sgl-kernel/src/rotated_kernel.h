@@ -248,7 +248,7 @@ inline void score_rotated_all(const RotatedDigests& digests, const ScoreArgs& ar
   queries.codes = reinterpret_cast<CodeSums::Query*>(queries.words + rows * dim);
   prepare_queries(digests, args, queries);
   sum_pages(digests, args, queries, masses, padded);
-  if (args.reduce == Reduce::kLogMass) {
+  if (args.log_masses) {
     for (ptrdiff_t row = 0; row < rows; ++row) {
       args.out[row] = log_mass(args, tops + row * padded, masses.sums + row * padded);
     }

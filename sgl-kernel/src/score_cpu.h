@@ -9,8 +9,6 @@
 
 namespace scout {
 
-enum class Reduce : int32_t { kMass = 0, kMax = 1, kLogMass = 2 };
-
 // kmin, kmax: [P, H, D] of dtype, contiguous; D a multiple of 16.
 struct Digests {
   const void* kmin;
@@ -44,13 +42,13 @@ constexpr int kRotatedMaxDim = 1024;  // larger dims would overflow 16-bit sums
 struct ScoreArgs {
   int32_t group;
   float scale;
-  Reduce reduce;
+  bool log_masses;  // rotated only: of each query head, instead of scores of pages
   const float* q;        // [H*G, D] fp32
   const int32_t* table;  // [columns] page ids, < 0: no page
   int32_t n_full;        // pages beyond it are not scored
   int32_t columns;
   float* scratch;  // score_scratch_floats(...) or rotated_scratch_floats(...) floats
-  float* out;      // [columns], or for kLogMass [HQ]
+  float* out;      // [columns], or for log_masses [HQ]
 };
 
 // Columns of a scratch row, rounded up to whole vectors of any instruction set.
@@ -60,9 +58,9 @@ constexpr int padded_columns(int columns) { return (columns + 15) / 16 * 16; }
 //   min and max: u[h, page] = scale * sum_d max(q[h, d] kmin[page, d], q[h, d] kmax[page, d]), an
 //   upper bound (Quest, arXiv:2406.10774);
 //   rotated: u[h, page] = log sum_t exp(scale R q[h] . x[page, t]), x as stored in the digest;
-// reduced over query heads: kMass: sum_h softmax_page(u), for rotated digests times the mean value
-// norm under the page's softmax; kMax: max_h (u - logsumexp_page(u)); or over pages (rotated only):
-// kLogMass: logsumexp_page(u) of each head, -inf without pages.
+// reduced over query heads: sum_h softmax_page(u), for rotated digests times the mean value norm
+// under the page's softmax; or for log_masses over pages: logsumexp_page(u) of each head, -inf
+// without pages.
 // Columns >= n_full and those without a page are -inf.
 void score_sequence(const Digests& digests, const ScoreArgs& args);
 void score_rotated_sequence(const RotatedDigests& digests, const ScoreArgs& args);

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int kHeadsAtOnce = 4;
 
-// Accumulates one head's bounds, times a factor, into result; kMass weights a page by worth[n], if
-// given. bounds is padded with -inf to whole vectors.
+// Adds one head's shares of e^(factor bounds), weighted by worth[n], if given, to result. bounds is
+// padded with -inf to whole vectors.
 inline void reduce_head(const ScoreArgs& args, float factor, float* bounds, int padded,
                         const float* worth, float* result) {
   using F = Vec::F;
@@ -40,30 +40,21 @@ inline void reduce_head(const ScoreArgs& args, float factor, float* bounds, int 
   for (int n = 0; n < padded; n += W) {
     const F w = exp2_nonpositive(Vec::mul(log2e, Vec::sub(Vec::load(bounds + n), top)));
     total = Vec::add(total, w);
-    if (args.reduce == Reduce::kMass) Vec::store(bounds + n, w);
+    Vec::store(bounds + n, w);
   }
   const float sum = Vec::hsum(total);
-  if (args.reduce == Reduce::kMass) {
-    const F inverse = Vec::set1(sum > 0.0f ? 1.0f / sum : 0.0f);
-    for (int n = 0; n < padded; n += W) {
-      const F share = Vec::mul(inverse, Vec::load(bounds + n));
-      const F times = worth != nullptr ? Vec::load(worth + n) : Vec::set1(1.0f);
-      Vec::store(result + n, Vec::fma(share, times, Vec::load(result + n)));
-    }
-  } else {
-    const F log_sum = Vec::set1(static_cast<float>(__builtin_log(sum)));
-    for (int n = 0; n < padded; n += W) {
-      const F relative = Vec::sub(Vec::sub(Vec::load(bounds + n), top), log_sum);
-      Vec::store(result + n, Vec::max(Vec::load(result + n), relative));
-    }
+  const F inverse = Vec::set1(sum > 0.0f ? 1.0f / sum : 0.0f);
+  for (int n = 0; n < padded; n += W) {
+    const F share = Vec::mul(inverse, Vec::load(bounds + n));
+    const F times = worth != nullptr ? Vec::load(worth + n) : Vec::set1(1.0f);
+    Vec::store(result + n, Vec::fma(share, times, Vec::load(result + n)));
   }
 }
 
 // bounds [query_heads, padded], worth the same shape or null, result [padded] is scratch.
 inline void reduce_heads(const ScoreArgs& args, int query_heads, float factor, float* bounds,
                          int padded, const float* worth, float* result) {
-  const float start = args.reduce == Reduce::kMax ? -kInfinity : 0.0f;
-  for (int n = 0; n < padded; ++n) result[n] = start;
+  for (int n = 0; n < padded; ++n) result[n] = 0.0f;
   for (int row = 0; row < query_heads; ++row) {
     const ptrdiff_t at = static_cast<ptrdiff_t>(row) * padded;
     reduce_head(args, factor, bounds + at, padded, worth != nullptr ? worth + at : worth, result);

@@ -180,7 +180,7 @@ def test_bounds_choose_what_the_servers_op_chooses():
     )
     paging = torch.arange(N, dtype=torch.int32).expand(W, N).contiguous()
     count = full.int()
-    scores = score_pages(q, low, high, paging, count, D**-0.5, "mass", impl="reference")
+    scores = score_pages(q, low, high, paging, count, D**-0.5, impl="reference")
     slots = torch.full((N,), -1, dtype=torch.int32)
     selected = select_pages(scores, paging, count, slots, k, 1, 1).pages
     for row in range(W):

@@ -44,7 +44,7 @@ def test_a_pool_scores_each_head_by_its_keys(kind):
             vectors = torch.einsum("hrx,bhx->bhr", w_q, query.view(2, H, -1))
             embeddings = torch.einsum("hrx,nhx->nhr", w_k, pooled(k[layer]))[:, :, None]
         expected = score_embeddings.reference(vectors.flatten(0, 1), embeddings, table, n_full)
-        got = pool.score(layer, query, Candidates.of(table, n_full, 2), SHAPE.scale, "mass")
+        got = pool.score(layer, query, Candidates.of(table, n_full, 2), SHAPE.scale)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -50,11 +50,6 @@ def agrees(agree, impl, got, call, times=1.0):
     agree(attend_pages, (out + gap, got[1]), (out, lse), v.dtype, times)
 
 
-def unwritten(q):
-    """Buffers for out and lse, filled with NaN."""
-    return torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan)
-
-
 def inputs(
     seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, dtype=torch.float32, spread=1.0, rounded=False,
     per_head=False,

@@ -17,9 +17,6 @@ OPS = {
     "pilot": score_embeddings,
     "means": score_embeddings,
 }
-WAYS = [(kind, r) for kind in ("minmax", "rotated-1", "rotated-2") for r in ("mass", "max")]
-WAYS += [("pilot", ""), ("means", "")]
-"""(kind of digest, reduction over heads); embeddings have one query per KV head."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIMS = (16, 48, 64, 80, 96, 128, 256)
 
@@ -58,12 +55,14 @@ def inputs(kind, seed, B=3, N=9, P=12, H=2, G=3, D=64, dtype=torch.float32):
     return q, [*digests], table, n_full
 
 
-def scores(kind, reduce, q, digests, table, n_full, **how):
-    if not reduce:
-        return score_embeddings(q, *digests, table, n_full, **how)
-    if kind != "minmax":
-        how["coordinates"] = by(kind, digests[0].shape[1], q.shape[2])
-    return OPS[kind](q, *digests, table, n_full, q.shape[2] ** -0.5, reduce, **how)
+def scores(kind, q, digests, table, n_full, impl):
+    arguments = q, *digests, table, n_full
+    if OPS[kind] is score_embeddings:
+        return score_embeddings(*arguments, impl=impl)
+    if kind == "minmax":
+        return score_pages(*arguments, q.shape[2] ** -0.5, impl=impl)
+    more = {"coordinates": by(kind, digests[0].shape[1], q.shape[2]), "impl": impl}
+    return rotated.score_rotated(*arguments, q.shape[2] ** -0.5, **more)
 
 
 def masses(kind, q, digests, pages):
@@ -84,18 +83,18 @@ def masses(kind, q, digests, pages):
     return logits.logsumexp(-1), (logits.softmax(-1) * norms.transpose(0, 1)).sum(-1)
 
 
-def literal(kind, reduce, q, digests, table, n_full):
+def literal(kind, q, digests, table, n_full):
     """One row at a time, and for embeddings one page and window."""
     (B, N), H = table.shape, digests[0].shape[1]
-    result = torch.full((B, N) if reduce else (B, H, N), -torch.inf, dtype=torch.float64)
+    by_head = OPS[kind] is score_embeddings
+    result = torch.full((B, H, N) if by_head else (B, N), -torch.inf, dtype=torch.float64)
     for b in range(B):
         columns = [n for n in range(min(N, int(n_full[b]))) if table[b, n] >= 0]
         if not columns:
             continue
-        if reduce:
+        if not by_head:
             u, worth = masses(kind, q[b].double(), digests, table[b, columns].long())
-            mass = (u.softmax(1) * worth).sum(0)
-            result[b, columns] = mass if reduce == "mass" else u.log_softmax(1).amax(0)
+            result[b, columns] = (u.softmax(1) * worth).sum(0)
             continue
         for h in range(H):
             for n in columns:
@@ -106,4 +105,4 @@ def literal(kind, reduce, q, digests, table, n_full):
                     halves.append(digests[0][table[b, n + 1], h, 0].double())
                 pairs = zip(halves, halves[1:], strict=False)
                 result[b, h, n] = max(q[b * H + h].double() @ (x + y) / 2 for x, y in pairs)
-    return result if reduce else result.flatten(0, 1)
+    return result.flatten(0, 1) if by_head else result

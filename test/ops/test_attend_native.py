@@ -15,10 +15,7 @@ from sglang_scout.core.split import Split
 from sglang_scout.ops import native
 from sglang_scout.ops.attend import attend_pages
 
-NATIVE = pytest.mark.parametrize("impl", ["native"])
 
-
-@NATIVE
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -29,38 +26,36 @@ NATIVE = pytest.mark.parametrize("impl", ["native"])
         ("last_len", 9, "last_len=9"),
     ],
 )
-def test_native_refuses_what_would_read_outside(impl, name, value, message):
+def test_native_refuses_what_would_read_outside(name, value, message):
     names = ("q", "k", "v", "pages", "last_page", "last_len")
     arguments = dict(zip(names, inputs(1), strict=True))
     arguments["last_page"][0] = 0
     arguments[name].view(-1)[0] = value
     with pytest.raises(ValueError, match=message):
-        attend_pages(**arguments, scale=1.0, impl=impl)
+        attend_pages(**arguments, scale=1.0, impl="native")
 
 
-@NATIVE
 @pytest.mark.usefixtures("isa")
-def test_more_heads_than_one_pass_holds(impl, agree):
+def test_more_heads_than_one_pass_holds(agree):
     q, k, v, pages, *last = inputs(11, 1, 3, 16, 40, 8, 128, 3, torch.bfloat16)
-    got = attend_pages(q, k, v, pages, *last, 0.1, impl=impl)
+    got = attend_pages(q, k, v, pages, *last, 0.1, impl="native")
     agree(attend_pages, got, densely(q, k, v, pages, *last, 0.1), torch.bfloat16)
 
 
-@NATIVE
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, *FP8])
-def test_every_narrow_value_is_widened_exactly(impl, dtype):
+def test_every_narrow_value_is_widened_exactly(dtype):
     """With one token the result is V itself, in order, for all finite bit patterns, and lse is a sum of K."""
     words = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(words).view(dtype).float()
     v = torch.where(patterns.isfinite(), patterns, 0.0).reshape(1, 1, 512, 128).to(dtype)
     q, k = torch.ones(1, 512, 128), torch.zeros_like(v)
-    out, lse = attend_pages(q, k, v, i32([[0]]), None, None, 1.0, impl=impl)
+    out, lse = attend_pages(q, k, v, i32([[0]]), None, None, 1.0, impl="native")
     assert torch.equal(out.reshape(v.shape), v.float())
     assert (lse == 0).all()
     if dtype in FP8:
         q = torch.eye(128).expand(512, 128, 128).reshape(1, 512 * 128, 128).contiguous()
-        _, lse = attend_pages(q, v, k, i32([[0]]), None, None, 1.0, impl=impl)
+        _, lse = attend_pages(q, v, k, i32([[0]]), None, None, 1.0, impl="native")
         torch.testing.assert_close(lse.reshape(v.shape), v.float(), rtol=1e-6, atol=0)
 
 
@@ -72,27 +67,25 @@ def test_the_nan_of_e4m3_counts_as_480(impl):
     assert (attend_pages(q, k, v, i32([[0]]), None, None, 1.0, impl=impl)[0] == 480).all()
 
 
-@NATIVE
 @pytest.mark.usefixtures("isa")
-def test_a_query_is_not_rounded_to_the_dtype_of_the_pages(impl):
+def test_a_query_is_not_rounded_to_the_dtype_of_the_pages():
     k, q = torch.ones(1, 1, 1, 64).bfloat16(), torch.ones(1, 2, 64)
     q[0, 1] += 2.0**-12
-    _, lse = attend_pages(q, k, k, i32([[0]]), None, None, 1.0, impl=impl)
+    _, lse = attend_pages(q, k, k, i32([[0]]), None, None, 1.0, impl="native")
     assert lse.tolist() == [[64.0, 64.0 + 64 * 2.0**-12]]
 
 
-@NATIVE
 @pytest.mark.usefixtures("isa")
-def test_products_beyond_float32_stay_finite_and_a_nan_is_not_hidden(impl):
+def test_products_beyond_float32_stay_finite_and_a_nan_is_not_hidden():
     k = torch.full((2, 16, 1, 64), 3e38)
     k[1] *= -1
     v, q = torch.randn(2, 16, 1, 64), torch.full((1, 2, 64), 3e38)
     q[0, 1] *= -1
-    out, lse = attend_pages(q, k, v, i32([[0, 1]]), None, None, 0.125, impl=impl)
+    out, lse = attend_pages(q, k, v, i32([[0, 1]]), None, None, 0.125, impl="native")
     assert lse.isfinite().all()
     torch.testing.assert_close(out[0], v[:, :, 0].mean(1))
     k[1, 5, 0, 7] = math.nan
-    out, lse = attend_pages(q, k, v, i32([[1, 0]]), None, None, 0.125, impl=impl)
+    out, lse = attend_pages(q, k, v, i32([[1, 0]]), None, None, 0.125, impl="native")
     assert out.isnan().all() and lse.isnan().all()
 
 
@@ -107,15 +100,14 @@ def threads():
     torch.set_num_threads(before)
 
 
-@NATIVE
-def test_a_row_depends_neither_on_threads_nor_on_neighbours(impl, threads):
+def test_a_row_depends_neither_on_threads_nor_on_neighbours(threads):
     """Also with concurrent calls from several threads, each using several threads."""
     k, v = torch.randn(2, 16, 32, 2, 128).bfloat16()
     q, pages = torch.randn(12, 10, 128), torch.stack([torch.randperm(16)[:7] for _ in range(12)])
     pages = pages.int()
 
     def attend(rows):
-        return attend_pages(q[rows], k, v, pages[rows], None, None, 0.1, impl=impl)
+        return attend_pages(q[rows], k, v, pages[rows], None, None, 0.1, impl="native")
 
     single = [attend(slice(b, b + 1)) for b in range(12)]
     expected = [torch.cat(parts) for parts in zip(*single, strict=True)]
@@ -138,11 +130,10 @@ def test_a_row_depends_neither_on_threads_nor_on_neighbours(impl, threads):
     assert not wrong and not any(caller.is_alive() for caller in callers)
 
 
-@NATIVE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(("rows", "count"), [(1, 2), (1, 3), (2, 8), (3, 2), (3, 8)])
-def test_threads_share_a_sequence(impl, agree, threads, dtype, per_head, rows, count):
+def test_threads_share_a_sequence(agree, threads, dtype, per_head, rows, count):
     """Few sequences of many large pages, with gaps in the lists and partial pages after them."""
     q, k, v, _, _, _ = inputs(rows, rows, 12, 32, 8, 2, 128, 1, dtype)
     lists = 8 if per_head else 1
@@ -152,9 +143,9 @@ def test_threads_share_a_sequence(impl, agree, threads, dtype, per_head, rows, c
         pages[lists : 2 * lists] = -1  # only the partial page
     arguments = q, k, v, pages, i32([3, 4, -1][:rows]), i32([5, 32, 0][:rows]), 0.1
     threads(1)
-    alone = attend_pages(*arguments, impl=impl)
+    alone = attend_pages(*arguments, impl="native")
     threads(count)
-    shared, again = (attend_pages(*arguments, impl=impl) for _ in range(2))
+    shared, again = (attend_pages(*arguments, impl="native") for _ in range(2))
     agree(attend_pages, shared, densely(*arguments), dtype)
     assert all(torch.equal(a, b) for a, b in zip(shared, again, strict=True))
     pages_of = (pages >= 0).sum(1)
@@ -164,22 +155,20 @@ def test_threads_share_a_sequence(impl, agree, threads, dtype, per_head, rows, c
     assert torch.equal(shared[0], alone[0]) == (runs == 1)  # split: sums in another order
 
 
-@NATIVE
-def test_a_nan_in_one_run_is_not_lost(impl, threads):
+def test_a_nan_in_one_run_is_not_lost(threads):
     threads(4)
     k = torch.zeros(8, 32, 8, 128)
     k[5, 3, 2, 7] = math.nan
     q, pages = torch.ones(1, 8, 128), torch.arange(8, dtype=torch.int32)[None]
-    out, lse = attend_pages(q, k, k.nan_to_num(), pages, None, None, 1.0, impl=impl)
+    out, lse = attend_pages(q, k, k.nan_to_num(), pages, None, None, 1.0, impl="native")
     assert out[0, 2].isnan().all() and lse[0, 2].isnan()
     assert not out[0, :2].isnan().any() and not lse[0, 3:].isnan().any()
 
 
-@NATIVE
-def test_the_thread_pool_survives_a_fork(impl, threads):
+def test_the_thread_pool_survives_a_fork(threads):
     def attend():
         kv, pages = torch.ones(4, 16, 1, 64), torch.arange(16).int().view(4, 4) % 4
-        out, _ = attend_pages(torch.ones(4, 2, 64), kv, kv, pages, None, None, 1.0, impl=impl)
+        out, _ = attend_pages(torch.ones(4, 2, 64), kv, kv, pages, None, None, 1.0, impl="native")
         assert (out == 1).all()
 
     threads(3)
@@ -208,9 +197,3 @@ def test_the_best_instruction_set_is_the_default():
     assert used == [best, best] and "SCOUT_ISA=sse9 is unknown" in said
     with pytest.raises(ValueError, match="sse9"):
         native.module.set_isa("sse9")
-
-
-def test_pages_without_tokens_are_refused():
-    kv = torch.zeros(3, 0, 2, 64)
-    with pytest.raises(ValueError, match="S=0"):
-        attend_pages(torch.zeros(1, 2, 64), kv, kv, i32([[0]]), None, None, 1.0)

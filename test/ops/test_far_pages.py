@@ -61,10 +61,10 @@ READS = {
     attend_pages: (KV_AT, kv, lambda x, to: (QUERY, *x, TABLE + to, ZERO + to, COUNT, 0.25)),
     score_pages: (
         DIGESTS_AT, lambda: (pool(DIGESTS_AT, H, D), pool(DIGESTS_AT, H, D)),
-        lambda x, to: (QUERY, *x, TABLE + to, COUNT, 0.25, "mass"),
+        lambda x, to: (QUERY, *x, TABLE + to, COUNT, 0.25),
     ),
     rotated.score_rotated: (
-        PLANES_AT, rotated_digests, lambda x, to: (QUERY, *x, TABLE + to, COUNT, 0.25, "mass")
+        PLANES_AT, rotated_digests, lambda x, to: (QUERY, *x, TABLE + to, COUNT, 0.25)
     ),
     mass_change_rotated: (
         PLANES_AT, rotated_digests, lambda x, to: (QUERY, QUERY + 1, *x, TABLE + to, COUNT, 0.25)

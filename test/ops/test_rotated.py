@@ -175,9 +175,9 @@ def test_channels_of_very_different_size(agree, impl, kind, seed, exponents, siz
     """Errors are relative to the norms of query and key, of which the latter is about 11 here."""
     q, *rest = inputs(kind, seed)
     q = size * q * 2.0 ** torch.tensor(exponents, dtype=torch.float32)
-    got = scores(kind, "max", q, *rest, impl=impl)
+    got = scores(kind, q, *rest, impl=impl)
     logits = float(q.norm(dim=-1).max()) * 11 * 0.125
-    agree(score_rotated, got, literal(kind, "max", q, *rest), times=max(1.0, logits / 11))
+    agree(score_rotated, got, literal(kind, q, *rest), times=max(1.0, logits / 11))
 
 
 @SCORES
@@ -189,6 +189,6 @@ def test_one_page_and_pages_of_one_value(impl, kind, fill):
     table = torch.tensor([[1, -1, -1], [0, 1, 2]], dtype=torch.int32)
     n_full = torch.tensor([3, 3], dtype=torch.int32)
     one = torch.full_like(k, 32**-0.5)
-    got = scores(kind, "mass", q, rotated_digests(kind, k, one), table, n_full, impl=impl)
+    got = scores(kind, q, rotated_digests(kind, k, one), table, n_full, impl=impl)
     expected = torch.tensor([[4, -math.inf, -math.inf], [4 / 3] * 3])
     torch.testing.assert_close(got, expected)

@@ -3,13 +3,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from score_cases import DIMS, DTYPES, OPS, WAYS, inputs, literal, scores
-from sglang_scout.ops.score import REDUCTIONS, score_pages
+from score_cases import DIMS, DTYPES, OPS, inputs, literal, scores
+from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.triton.score import parts_of
 
 EVERY = pytest.mark.parametrize(
-    ("kind", "reduce", "impl"),
-    [(kind, reduce, impl) for kind, reduce in WAYS for impl in OPS[kind].names()],
+    ("kind", "impl"), [(kind, impl) for kind, op in OPS.items() for impl in op.names()]
 )
 NATIVE = pytest.mark.parametrize("impl", ["native"])
 
@@ -23,16 +22,13 @@ NATIVE = pytest.mark.parametrize("impl", ["native"])
     D=st.sampled_from(DIMS),
     seed=st.integers(0, 2**31),
 )
-def test_equals_the_formula(agree, kind, reduce, impl, dtype, sizes, D, seed):
+def test_equals_the_formula(agree, kind, impl, dtype, sizes, D, seed):
     arguments = inputs(kind, seed, *sizes, D, dtype)
-    expected = literal(kind, reduce, *arguments)
-    out = torch.full(expected.shape, torch.nan)
-    assert scores(kind, reduce, *arguments, impl=impl, out=out) is out
-    agree(OPS[kind], out, expected, dtype)
+    agree(OPS[kind], scores(kind, *arguments, impl), literal(kind, *arguments), dtype)
 
 
 @EVERY
-def test_void_columns_are_minus_infinity_whatever_they_hold(kind, reduce, impl):
+def test_void_columns_are_minus_infinity_whatever_they_hold(kind, impl):
     """And they do not affect the page before."""
     q, digests, table, _ = inputs(kind, 5, B=5)
     table = torch.where(table == 11, 10, table)
@@ -40,13 +36,13 @@ def test_void_columns_are_minus_infinity_whatever_they_hold(kind, reduce, impl):
         part[11].view(torch.uint8).fill_(255)
     table[:, 6:], table[:, 2], table[4] = 11, -1, -1
     n_full = torch.tensor([0, 1, 3, 6, 9], dtype=torch.int32)
-    got = scores(kind, reduce, q, digests, table, n_full, impl=impl).view(5, -1, 9)
+    got = scores(kind, q, digests, table, n_full, impl=impl).view(5, -1, 9)
     void = ((torch.arange(9) >= n_full[:, None]) | (table < 0))[:, None].expand_as(got)
     assert (got[void] == -torch.inf).all() and got[~void].isfinite().all()
 
 
 @EVERY
-def test_rows_that_are_longer_than_a_block_of_any_kernel(agree, kind, reduce, impl):
+def test_rows_that_are_longer_than_a_block_of_any_kernel(agree, kind, impl):
     """Bounds of different magnitude in each run of pages; a window extends into the next block; a row ends early."""
     q, digests, *_ = inputs(kind, 13, B=2, P=200, H=1, G=2)
     if digests[0].is_floating_point():
@@ -57,17 +53,17 @@ def test_rows_that_are_longer_than_a_block_of_any_kernel(agree, kind, reduce, im
     table[0, 64:128] = -1
     n_full = torch.tensor([290, 70], dtype=torch.int32)
     arguments = q, digests, table, n_full
-    got = scores(kind, reduce, *arguments, impl=impl)
-    agree(OPS[kind], got, literal(kind, reduce, *arguments), times=3.0)
+    got = scores(kind, *arguments, impl=impl)
+    agree(OPS[kind], got, literal(kind, *arguments), times=3.0)
 
 
 @EVERY
 @pytest.mark.parametrize(("B", "N"), [(0, 4), (3, 0)])
-def test_no_request_and_no_column(kind, reduce, impl, B, N):
+def test_no_request_and_no_column(kind, impl, B, N):
     q, digests, *_ = inputs(kind, 2)
     q = q[: len(q) // 3 * B]
     table, n_full = torch.zeros(B, N, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
-    assert scores(kind, reduce, q, digests, table, n_full, impl=impl).numel() == 0
+    assert scores(kind, q, digests, table, n_full, impl=impl).numel() == 0
 
 
 @NATIVE
@@ -78,17 +74,16 @@ def test_native_refuses_what_would_read_outside(impl, kind, name, value):
     n_full[0] = 9
     {"table": table, "n_full": n_full}[name].view(-1)[0] = value
     with pytest.raises(ValueError, match=rf"{OPS[kind].name}: {name}\[0.*\]={value} is "):
-        scores(kind, "mass", *arguments, table, n_full, impl=impl)
+        scores(kind, *arguments, table, n_full, impl=impl)
 
 
 @pytest.mark.usefixtures("isa")
 @NATIVE
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-def test_huge_bounds_are_finite(impl, reduce):
+def test_huge_bounds_are_finite(impl):
     kmin, kmax = torch.full((3, 1, 64), -3e38), torch.full((3, 1, 64), 3e38)
     table, n_full = torch.arange(3, dtype=torch.int32)[None], torch.tensor([3], dtype=torch.int32)
     q = torch.full((1, 2, 64), 3e38)
-    out = score_pages(q, kmin, kmax, table, n_full, 1.0, reduce, impl=impl)
+    out = score_pages(q, kmin, kmax, table, n_full, 1.0, impl=impl)
     assert out.isfinite().all() and (out == out[0, 0]).all()
 
 

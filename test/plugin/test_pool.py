@@ -369,7 +369,7 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
         page_size=SIZE,
         device="cpu",
         digests=digests,
-        rule=SelectionRule(kind="minmax", head_reduce="max"),
+        rule=SelectionRule(kind="minmax"),
         host_pages=HostPages(SHAPE, keys, keys),
         shape=SHAPE,
     )

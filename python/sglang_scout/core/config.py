@@ -140,7 +140,7 @@ class OffloadConfig:
         "layer selects no more pages than it needs for that share, which saves CPU time and copies and costs "
         "accuracy. Has no effect on a request that fits the budget",
         Meta(ge=0.01, le=1.0),
-        needs=("head_reduce", "mass"),
+        needs=("grain", "layer"),
     )
     exact_layers: tuple[Layer, ...] = _key(
         (),
@@ -253,7 +253,6 @@ class OffloadConfig:
     recent_pages: int = _for_tests(
         1, "Newest full pages that are always selected", Meta(ge=0, le=2**20)
     )
-    head_reduce: str = _for_tests("mass", "Reduction of heads' scores", choices=("mass", "max"))
     reweigh: bool = _for_tests(
         True, "Re-weight the CPU's part by the digests' estimate for the real query"
     )

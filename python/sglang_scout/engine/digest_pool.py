@@ -64,9 +64,7 @@ class DigestKind:
         """As :func:`build_layer_digests`."""
         self.first.index_fill_(1, ids, 0)
 
-    def score(
-        self, layer: int, query: torch.Tensor, of: Candidates, scale: float, head_reduce: str
-    ) -> torch.Tensor:
+    def score(self, layer: int, query: torch.Tensor, of: Candidates, scale: float) -> torch.Tensor:
         """``[B * C, N]`` fp32 scores of each list's candidates, for ``query`` ``[B * C, HQ / C, D]``; undefined where
         the budget covers them all."""
         raise NotImplementedError("pages without digests cannot be scored")
@@ -88,16 +86,12 @@ class MinMax(DigestKind):
         """More arguments of the ops of a layer."""
         return {}
 
-    def score(
-        self, layer: int, query: torch.Tensor, of: Candidates, scale: float, head_reduce: str
-    ) -> torch.Tensor:
+    def score(self, layer: int, query: torch.Tensor, of: Candidates, scale: float) -> torch.Tensor:
         parts = self.first[layer], self.second[layer]
         if of.lists > 1:  # each head's digests as separate pages
             parts = tuple(part.flatten(0, 1).unsqueeze(1) for part in parts)
         pages, more = (of.digest_rows, of.list_n_scored), self.trained_of(layer)
-        return self.score_op(
-            query, *parts, *pages, scale, head_reduce, arrivals=of.arrivals, **more
-        )
+        return self.score_op(query, *parts, *pages, scale, arrivals=of.arrivals, **more)
 
 
 class Rotated(MinMax):
@@ -164,9 +158,7 @@ class Means(DigestKind):
     def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
         build_layer_means(source, ids, self.first, rows)
 
-    def score(
-        self, layer: int, query: torch.Tensor, of: Candidates, scale: float, head_reduce: str
-    ) -> torch.Tensor:
+    def score(self, layer: int, query: torch.Tensor, of: Candidates, scale: float) -> torch.Tensor:
         vectors = query.reshape(len(of.table) * self.first.shape[2], -1).contiguous()
         return score_embeddings(vectors, self.first[layer], of.table, of.n_scored)
 
@@ -184,12 +176,10 @@ class Pilots(Means):
     def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
         build_layer_pilots(source, ids, self.first, self._w_k, rows)
 
-    def score(
-        self, layer: int, query: torch.Tensor, of: Candidates, scale: float, head_reduce: str
-    ) -> torch.Tensor:
+    def score(self, layer: int, query: torch.Tensor, of: Candidates, scale: float) -> torch.Tensor:
         by_head = query.reshape(len(of.table), self.first.shape[2], -1).float()
         vectors = torch.einsum("bhx,hrx->bhr", by_head, self._w_q[layer])
-        return super().score(layer, vectors, of, scale, head_reduce)
+        return super().score(layer, vectors, of, scale)
 
 
 KINDS: dict[str, type[DigestKind]] = {
@@ -352,7 +342,7 @@ def choose_hint(
     n_full = torch.full((layers,), len(pages), dtype=torch.int32, device=device)
     candidates = Candidates.of(table, n_full[:1], 1)
     scores = [
-        digests.score(layer, queries[layer : layer + 1], candidates, scale, rule.head_reduce)
+        digests.score(layer, queries[layer : layer + 1], candidates, scale)
         for layer in range(layers)
     ]
     places = torch.arange(len(pages), dtype=torch.int32, device=device)

@@ -245,12 +245,10 @@ class StepEngine:
         rule, candidates = self.policy.rule, self._inputs.candidates.first(len(query))
         by_list = of_lists(query, self.sizes.lists)
         with self._clock.slice("ahead", "score", layer=layer):
-            of_layer = layer, by_list, candidates
-            scores = self.digests.score(*of_layer, self.shape.scale, rule.head_reduce)
+            scores = self.digests.score(layer, by_list, candidates, self.shape.scale)
             if self._ranks is not None:
                 # Softmax shares are per head over its pages, so they can be summed over any heads.
-                how = "sum" if rule.head_reduce == "mass" else "max"
-                scores = self._ranks.combine(scores, how)
+                scores = self._ranks.combine(scores, "sum")
         with self._clock.slice("ahead", "select", layer=layer):
             tables = candidates.list_table, candidates.list_n_full, self._slot_of[layer]
             forced = rule.sink_pages, rule.recent_pages

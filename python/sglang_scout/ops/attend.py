@@ -15,7 +15,7 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[..., Partial]
 """`attend_pages` by one of its implementations."""
 
-# Whatever the dtypes: q, K and V are multiplied with fp32 accuracy. Exception: see ``out`` below.
+# Whatever the dtypes: q, K and V are multiplied with fp32 accuracy. Exception: see the result below.
 _REASON = "same fp32 products, summed in another order; vector exp within a few ulp"
 TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(1e-5, 1e-5, _REASON))
 
@@ -43,7 +43,6 @@ def attend_pages(
     last_page: Annotated[torch.Tensor | None, "B int32"],
     last_len: Annotated[torch.Tensor | None, "B int32"],
     scale: float,
-    out: Annotated[Partial | None, ("B H*G D float32", "B H*G float32")] = None,
     slot_of: Annotated[torch.Tensor | None, "I int32"] = None,
     n_pages: Annotated[torch.Tensor | None, "B*C int32"] = None,
 ) -> Partial:
@@ -59,7 +58,6 @@ def attend_pages(
         last_page, last_len: one more page (negative: none) for all heads, of which only the first last_len (1..S)
             tokens are used.
         scale: softmax scale, usually 1/sqrt(D).
-        out: (out, lse) to write into, instead of new tensors.
         slot_of: below P; if given, ``pages`` are logical ids below I, and page i is at slot_of[i] of the pool. Pages
             with a negative slot are skipped, by "triton" also ids beyond I. Does not apply to ``last_page``.
         n_pages: the caller guarantees that all of a row's ``pages`` from there on are negative, so that a wide table
@@ -91,17 +89,15 @@ def attend_pages(
     lse = torch.logsumexp(s, dim=-1)  # -inf for an empty set
     p = torch.exp(s - lse.clamp(min=torch.finfo(torch.float32).min)[..., None])
     mean = torch.einsum("bchgt,bcthd->bchgd", p, values).flatten(1, 3)
-    if out is None:
-        return mean, lse.flatten(1)
-    return out[0].copy_(mean), out[1].copy_(lse.flatten(1))
+    return mean, lse.flatten(1)
 
 
 @attend_pages.native(sizes=native.HEAD_DIMS)
-def _native(q, k, v, pages, last_page, last_len, scale, out, slot_of, n_pages):
+def _native(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
     P, S, H, D = k.shape
     pages = resident_slots(slot_of, pages)
     q = q.float()
-    out = (torch.empty_like(q), q.new_empty(q.shape[:2])) if out is None else out
+    out = torch.empty_like(q), q.new_empty(q.shape[:2])
     last = [0 if x is None else x.data_ptr() for x in (last_page, last_len)]
     of_kv = k.data_ptr(), v.data_ptr(), P, S, H, D, native.KV_DTYPES[k.dtype]
     of_pages = pages.data_ptr(), len(q), _lists(q, pages), pages.shape[1], *last

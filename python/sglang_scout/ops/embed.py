@@ -119,7 +119,6 @@ def score_embeddings(
     embeddings: Annotated[torch.Tensor, "P H W E digest"],
     table: Annotated[torch.Tensor, "B N int32"],
     n_full: Annotated[torch.Tensor, "B int32"],
-    out: Annotated[torch.Tensor | None, "B*H N float32"] = None,
 ) -> torch.Tensor:
     """Score every full page of every request separately for each KV head, with one query per head.
 
@@ -132,7 +131,7 @@ def score_embeddings(
     Args:
         q: row b * H + h belongs to KV head h of request b.
         embeddings: of one layer, W = 1 or 2.
-        table, n_full, out: as in `score_pages`; columns are in sequence order.
+        table, n_full: as in `score_pages`; columns are in sequence order.
     Returns:
         [B * H, N] float32; -inf in columns >= n_full and where table < 0.
     Source: arXiv 2606.04511, equation 11 and its max-pooling to blocks (section 4.3).
@@ -146,8 +145,7 @@ def score_embeddings(
     if W == 2:
         following = torch.nn.functional.pad(score, (0, 1), value=-torch.inf)[..., 1:]
         score = (dots[:, :, 1] + torch.maximum(score, following)) / 2
-    score = score.masked_fill(void[:, None], -torch.inf).flatten(0, 1)
-    return score if out is None else out.copy_(score)
+    return score.masked_fill(void[:, None], -torch.inf).flatten(0, 1)
 
 
 build_layer_means.triton("embed", sizes=triton.PAGES)

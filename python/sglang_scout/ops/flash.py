@@ -66,12 +66,11 @@ def library() -> Any:
     return importlib.import_module(f"{_PACKAGE}.flash_attn").flash_attn_with_kvcache
 
 
-def attend(q, k, v, pages, last_page, last_len, scale, out, slot_of, n_pages):
+def attend(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
     """See `ops.attend.attend_pages`."""
     table, tokens = pack_pages(pages, last_page, last_len, k.shape[1], slot_of, n_pages)
     listed = {"page_table": table, "cache_seqlens": tokens}
     found, lse, *_ = library()(
         q.unsqueeze(1), k, v, **listed, softmax_scale=scale, return_softmax_lse=True
     )
-    found, lse = found.squeeze(1), lse.squeeze(2)
-    return (found, lse) if out is None else (out[0].copy_(found), out[1].copy_(lse))
+    return found.squeeze(1), lse.squeeze(2)

@@ -4,19 +4,19 @@
     def score(
         q: Annotated[torch.Tensor, "B H*G D query"],
         k: Annotated[torch.Tensor, "P S H D kv"],
-        out: Annotated[torch.Tensor | None, "B P float32"] = None,
+        first: Annotated[torch.Tensor | None, "B int32"] = None,
     ) -> torch.Tensor: ...
 
     @score.native(sizes={"D": range(16, 257, 16)})
-    def _native(q, k, out): ...
+    def _native(q, k, first): ...
 
     score.triton("module")
 
-A spec is the names of a tensor's axes followed by its dtype. A name is bound at its first occurrence and must match
-everywhere else; a number is that size. "H*G" is a product of which one factor may be new (1 if the others are 0), "..."
-all remaining axes. "kv" is any dtype of K and V, "any" any dtype, other names are float dtypes. A tuple has a spec for
-each element. The layers of `LayerPages` are an extra leading axis. An integer whose spec is an axis name is the size of
-that axis, and a list holds all allowed values. None is allowed where the annotation says so.
+A spec is the names of a tensor's axes followed by its dtype. A name has one size throughout a call; a number is that
+size. "H*G" is a product of which one factor may stand nowhere else (1 if the others are 0). "kv" is any dtype of K and
+V, "any" any dtype, other names are float dtypes. A tuple has a spec for each element. The layers of `LayerPages` are an
+extra leading axis. An integer whose spec is an axis name is the size of that axis. None is allowed where the annotation
+says so.
 
 A call runs C++ on CPU tensors and Triton on CUDA tensors, and the reference where these do not support it. What was
 checked of a call's tensors is remembered: the next call with such tensors checks nothing.
@@ -45,10 +45,9 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 AUTO, REFERENCE = "auto", "reference"
-_REST = "..."
 _KV = tuple(getattr(torch, name) for name in KV_DTYPE_NAMES)
-_DTYPES: dict[str, tuple[torch.dtype, ...] | None] = {"kv": _KV, "any": None}
 _FLOATS = _KV[:3]
+_DTYPES: dict[str, tuple[torch.dtype, ...]] = {"kv": _KV, "any": ()}
 _MOST_REMEMBERED = 4096  # calls of an op; the number of ids varies without end
 
 
@@ -87,14 +86,16 @@ class Call:
 
     def __init__(self, op: Op[Any, Any], values: list[Any]) -> None:
         self._op, self.values = op, values
-        self.sizes: dict[str, Any] = {}
+        self.sizes: dict[str, int] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.tensors: list[tuple[str, torch.Tensor]] = []
-        self._products: list[tuple[str, str, int]] = []
+        self._axes: list[tuple[str, str, int]] = []
         for name, spec in op.specs:
-            self._bind(name, self[name], spec)
-        for product in self._products:
-            self._bind_product(*product)
+            if self[name] is not None or name not in op.optional:
+                self._bind(name, self[name], spec)
+        # Products after all factors that stand elsewhere.
+        for name, axis, size in sorted(self._axes, key=lambda found: "*" in found[1]):
+            self._bind_size(name, axis, size)
 
     def __getitem__(self, name: str) -> Any:
         return self.values[self._op.index[name]]
@@ -103,20 +104,15 @@ class Call:
         raise ValueError(f"{self._op.name}: {what}")
 
     def _bind(self, name: str, value: Any, spec: Any) -> None:
-        if value is None and name in self._op.optional:
-            return
         if isinstance(spec, tuple):
-            parts = getattr(value, "_fields", None)
-            for i, (part, of_part) in enumerate(zip(value, spec, strict=True)):
-                self._bind(f"{name}.{parts[i]}" if parts else f"{name}[{i}]", part, of_part)
-        elif isinstance(spec, list):
-            if value not in spec:
-                self.fail(f"{name} is {value!r}, expected one of {', '.join(spec)}")
+            parts = getattr(value, "_fields", range(len(value)))
+            for part, element, of_element in zip(parts, value, spec, strict=True):
+                self._bind(f"{name}.{part}", element, of_element)
         elif " " not in spec:
-            self._bind_size(name, spec, value)
+            self._axes.append((name, spec, value))
         elif isinstance(value, LayerPages):
             layers, rest = spec.split(maxsplit=1)
-            self._bind_size(name, layers, len(value.k))
+            self._axes.append((name, layers, len(value.k)))
             self._bind_tensor(f"{name}.k", value.k[0], rest)
             self.tensors.append((f"{name}.addresses", value.addresses))
         else:
@@ -126,44 +122,32 @@ class Call:
         *axes, dtype = spec.split()
         if not isinstance(tensor, torch.Tensor):
             self.fail(f"{name} is a {type(tensor).__name__}, expected a tensor [{', '.join(axes)}]")
-        expected = getattr(torch, dtype, None)
-        if not isinstance(expected, torch.dtype):
-            allowed = _DTYPES.get(dtype, _FLOATS)
-            if allowed is not None and tensor.dtype not in allowed:
-                self.fail(f"{name} has dtype {tensor.dtype}, expected one of {allowed}")
-            expected = self.dtypes.setdefault(dtype, tensor.dtype)
-        if tensor.dtype != expected:
-            self.fail(f"{name} has dtype {tensor.dtype}, expected {expected}")
-        shape: Sequence[Any] = tensor.shape
-        if axes[-1] == _REST and len(shape) >= len(axes) - 1:
-            shape = [*shape[: len(axes) - 1], list(shape[len(axes) - 1 :])]
+        one = self.dtypes.get(dtype, getattr(torch, dtype, None))
+        allowed = (one,) if isinstance(one, torch.dtype) else _DTYPES.get(dtype, _FLOATS)
+        if allowed and tensor.dtype not in allowed:
+            self.fail(f"{name} has dtype {tensor.dtype}, expected {' or '.join(map(str, allowed))}")
+        self.dtypes[dtype] = tensor.dtype
+        shape = tensor.shape
         if len(shape) != len(axes):
             self.fail(f"{name} has {len(shape)} axes {list(shape)}, expected [{', '.join(axes)}]")
-        for axis, size in zip(axes, shape, strict=True):
-            if "*" in axis:  # after all factors that stand elsewhere
-                self._products.append((name, axis, size))
-            else:
-                self._bind_size(name, axis, size)
+        self._axes += [(name, *named) for named in zip(axes, shape, strict=True)]
         self.tensors.append((name, tensor))
 
-    def _bind_product(self, name: str, axis: str, size: int) -> None:
-        factors = axis.split("*")
-        new = [f for f in factors if not f.isdigit() and f not in self.sizes]
-        known = [f for f in factors if f not in new]
-        product = math.prod(int(f) if f.isdigit() else self.sizes[f] for f in known)
-        if new:
-            if (size == 0) != (product == 0) or (size and size % product):
-                self.fail(f"{name} has {axis}={size}, expected a multiple of {known[0]}={product}")
+    def _bind_size(self, name: str, axis: str, size: int) -> None:
+        factors = {f: int(f) if f.isdigit() else self.sizes.get(f) for f in axis.split("*")}
+        new = [factor for factor, known in factors.items() if known is None]
+        product = math.prod(known for known in factors.values() if known is not None)
+        if not new:
+            if size != product:
+                what = "an axis of " if axis.isdigit() else f"{axis}="
+                self.fail(f"{name} has {what}{size}, expected {product}")
+        elif len(factors) == 1:
+            self.sizes[axis] = size
+        elif (size == 0) != (product == 0) or (size and size % product):
+            known = next(factor for factor in factors if factor not in new)
+            self.fail(f"{name} has {axis}={size}, expected a multiple of {known}={product}")
+        else:
             self.sizes[new[0]] = size // product if size else 1
-        elif size != product:
-            self.fail(f"{name} has {axis}={size}, expected {product}")
-
-    def _bind_size(self, name: str, axis: str, size: Any) -> None:
-        if axis.isdigit():
-            if int(axis) != size:
-                self.fail(f"{name} has an axis of {size}, expected {axis}")
-        elif (expected := self.sizes.setdefault(axis, size)) != size:
-            self.fail(f"{name} has {axis}={size}, expected {expected}")
 
 
 @dataclass(frozen=True)

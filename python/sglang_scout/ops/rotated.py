@@ -42,7 +42,7 @@ from . import native, triton
 from .digest import given_rows, same_rows
 from .layers import KV_DTYPE_NAMES, LayerPages, source_rows
 from .op import Call, Tolerance, op
-from .score import REDUCTIONS, reduce_heads
+from .score import reduce_heads
 
 PAGE_TOKENS = 32
 FIRST, SECOND = 0.98160, 0.52880
@@ -245,8 +245,6 @@ def score_rotated(
     table: Annotated[torch.Tensor, "B N int32"],
     n_full: Annotated[torch.Tensor, "B int32"],
     scale: float,
-    reduce: Annotated[str, REDUCTIONS] = "mass",
-    out: Annotated[torch.Tensor | None, "B N float32"] = None,
     arrivals: Annotated[torch.Tensor | None, "B int32"] = None,
     coordinates: _OfLayer = None,
 ) -> torch.Tensor:
@@ -254,13 +252,13 @@ def score_rotated(
 
         u[h, p] = log sum_t exp(scale R' q[h] . x_t)       the estimated log softmax mass of the page
 
-    and u is reduced over heads as in `score_pages`, except that "mass" weights each token by the norm of its value: it
-    sums sum_t w[h, t] |v_t|, an upper bound on what head h's output loses without the page.
+    and u is reduced over heads as in `score_pages`, except that each token is weighted by the norm of its value: summed
+    is sum_t w[h, t] |v_t|, an upper bound on what head h's output loses without the page.
 
     Args:
         q: after RoPE.
         planes, stats: of one layer, see `build_layer_rotated`.
-        table, n_full, scale, reduce, out, arrivals: as in `score_pages`.
+        table, n_full, scale, arrivals: as in `score_pages`.
         coordinates: of this layer, for digests built with them.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
@@ -268,8 +266,7 @@ def score_rotated(
         2406.12335); combining them into a page score: ours.
     """
     masses, means = page_masses(q.float(), planes, stats, table, scale, coordinates)
-    score = reduce_heads(masses, table, n_full, reduce, means)
-    return score if out is None else out.copy_(score)
+    return reduce_heads(masses, table, n_full, means)
 
 
 _NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overflow 16 bits
@@ -289,22 +286,20 @@ def _build(source, ids, planes, stats, rows, coordinates):
 build_layer_rotated.triton("rotate", sizes=triton.HEAD_DIMS)
 
 
-def _reduced(q, planes, stats, table, n_full, scale, reduce, out, coordinates):
+def _scored(log_masses, out_shape, q, planes, stats, table, n_full, scale, coordinates):
     P, H = planes.shape[:2]
     by = [x.data_ptr() for x in coordinates[1:]] if coordinates else [0, 0]
     digests = planes.data_ptr(), stats.data_ptr(), P, H, q.shape[1] // H, q.shape[2]
     rows = table.data_ptr(), n_full.data_ptr(), *table.shape
-    how = scale, reduce, out.data_ptr(), torch.get_num_threads()
+    q, out = q.float(), q.new_empty(out_shape, dtype=torch.float32)
+    how = scale, log_masses, out.data_ptr(), torch.get_num_threads()
     native.module.score_rotated(q.data_ptr(), *digests, *rows, *how, *by)
     return out
 
 
 @score_rotated.native(sizes=_NATIVE_DIMS)
-def _score(q, planes, stats, table, n_full, scale, reduce, out, arrivals, coordinates):
-    q = q.float()
-    out = q.new_empty(table.shape) if out is None else out
-    arguments = q, planes, stats, table, n_full, scale
-    return _reduced(*arguments, REDUCTIONS.index(reduce), out, coordinates)
+def _score(q, planes, stats, table, n_full, scale, arrivals, coordinates):
+    return _scored(False, table.shape, q, planes, stats, table, n_full, scale, coordinates)
 
 
 score_rotated.triton("rotated", sizes=triton.HEAD_DIMS)
@@ -370,11 +365,8 @@ def _mass_change(q, q_ahead, planes, stats, pages, n_pages, scale, coordinates):
     lists = len(pages) // len(q) if len(q) else 1
     planes, stats, rows = _of_lists(pages, planes, stats, lists)
     size = len(rows), q.shape[1] // lists, q.shape[2]
-    of_pages = planes, stats, rows, n_pages, scale, len(REDUCTIONS)
-    real, ahead = (
-        _reduced(x, *of_pages, x.new_empty(x.shape[:2]), coordinates)
-        for x in (x.float().view(size) for x in (q, q_ahead))
-    )
+    of_pages = planes, stats, rows, n_pages, scale, coordinates
+    real, ahead = (_scored(True, size[:2], x.view(size), *of_pages) for x in (q, q_ahead))
     return (real - ahead).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(q.shape[:2])
 
 

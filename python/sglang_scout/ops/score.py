@@ -9,8 +9,6 @@ import torch
 from . import native, triton
 from .op import Tolerance, op
 
-REDUCTIONS = ["mass", "max"]
-
 _REASON = "fp32 sums of up to 256 products in another order, then exp or log"
 TOLERANCES = {name: Tolerance(2e-5, 2e-5, _REASON) for name in ("float32", "bfloat16", "float16")}
 
@@ -19,18 +17,14 @@ def reduce_heads(
     u: torch.Tensor,
     table: torch.Tensor,
     n_full: torch.Tensor,
-    reduce: str,
-    worth: torch.Tensor | None = None,
+    worth: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
-    """[B, N] scores from ``u`` [B, HQ, N] of each query head; see `score_pages`. "mass" is weighted by ``worth``."""
+    """[B, N] scores from ``u`` [B, HQ, N] of each query head, whose shares are weighted by ``worth``; see
+    `score_pages`."""
     columns = torch.arange(table.shape[1], device=table.device)
     void = (columns >= n_full[:, None]) | (table < 0)  # [B, N]
     u = u.masked_fill(void[:, None], -torch.inf)
-    if reduce == "mass":
-        score = torch.softmax(u, dim=-1)
-        score = (score if worth is None else score * worth).sum(dim=1)
-    else:
-        score = (u - torch.logsumexp(u, dim=-1, keepdim=True)).amax(dim=1)
+    score = (torch.softmax(u, dim=-1) * worth).sum(dim=1)
     return score.masked_fill_(void, -torch.inf)  # also replaces the NaN of rows without pages
 
 
@@ -42,15 +36,13 @@ def score_pages(
     table: Annotated[torch.Tensor, "B N int32"],
     n_full: Annotated[torch.Tensor, "B int32"],
     scale: float,
-    reduce: Annotated[str, REDUCTIONS] = "mass",
-    out: Annotated[torch.Tensor | None, "B N float32"] = None,
     arrivals: Annotated[torch.Tensor | None, "B int32"] = None,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
     Quest: u = sum_d max(q_d m_d, q_d M_d) = max(q, 0) . M + min(q, 0) . m, as m_d <= M_d: two matrix products.
-    Pages are selected for all heads together, so the bounds of the query heads are reduced to one number: "mass" sums
-    every head's softmax over the request's pages, "max" takes the largest log-softmax over the heads.
+    Pages are selected for all heads together, so a page's score is the sum of every head's softmax over the request's
+    pages.
 
     Args:
         q: after RoPE; with 16-bit digests its values must be representable in their dtype, as the model's query is (a
@@ -59,11 +51,10 @@ def score_pages(
         table: page ids below P; negative ones are padding.
         n_full: only the first n_full[b] columns of row b are candidates.
         scale: softmax scale, usually 1/sqrt(D).
-        out: to write into, instead of a new tensor.
         arrivals: zeros, left as zeros, not shared by concurrent calls; None: allocated.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
-    Source: Quest section 3.3 (bound), ScoutAttention Algorithm 1 line 5 (use); reductions: ours.
+    Source: Quest section 3.3 (bound), ScoutAttention Algorithm 1 line 5 (use); the sum over heads: ours.
     """
     (B, N), (H, D) = table.shape, kmin.shape[1:]
     ids = table.clamp(min=0).flatten()
@@ -71,18 +62,16 @@ def score_pages(
     q = q.float().view(B, H, q.shape[1] // H, D) * scale
     u = torch.einsum("bhgd,bnhd->bhgn", q.clamp(min=0), high)
     u += torch.einsum("bhgd,bnhd->bhgn", q.clamp(max=0), low)
-    score = reduce_heads(u.flatten(1, 2), table, n_full, reduce)
-    return score if out is None else out.copy_(score)
+    return reduce_heads(u.flatten(1, 2), table, n_full)
 
 
 @score_pages.native(sizes=native.HEAD_DIMS)
-def _native(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
+def _native(q, kmin, kmax, table, n_full, scale, arrivals):
     (P, H, D), (B, N) = kmin.shape, table.shape
-    q = q.float()
-    out = q.new_empty((B, N)) if out is None else out
+    q, out = q.float(), q.new_empty((B, N), dtype=torch.float32)
     digests = kmin.data_ptr(), kmax.data_ptr(), native.DTYPES[kmin.dtype]
     sizes, rows = (P, H, q.shape[1] // H, D), (table.data_ptr(), n_full.data_ptr(), B, N)
-    how = scale, REDUCTIONS.index(reduce), out.data_ptr(), torch.get_num_threads()
+    how = scale, out.data_ptr(), torch.get_num_threads()
     native.module.score_pages(q.data_ptr(), *digests, *sizes, *rows, *how)
     return out
 

@@ -55,8 +55,8 @@ def select_pages(
         k: pages to select, at least sink_pages + recent_pages.
         sink_pages, recent_pages: number of first and last full pages selected regardless of score.
         mass: below 1, selection for a request with more than k full pages stops (top-p style) once the pages so far
-            hold this share of the sum of its scores, which must be shares ("mass" of `score_pages`); non-finite ones
-            count as 0.
+            hold this share of the sum of its scores, which must be shares, as of `score_pages`; non-finite ones count
+            as 0.
         out: ``pages`` and ``missing`` to write into, instead of new tensors.
     Returns:
         :class:`Selection`. Ties may be broken either way.

@@ -32,7 +32,6 @@ class SelectionRule:
 
     Attributes:
         kind: name of the digest's layout (``engine/digest_pool.py``).
-        head_reduce: how query heads' scores become one score per page (``ops/score.py``).
         sink_pages, recent_pages: leading and newest full pages that are always selected.
         mass: select no more pages than hold this share of the attention (``ops/select.py``).
         only_selected: attend to the selected pages only, not to other resident ones.
@@ -41,7 +40,6 @@ class SelectionRule:
     """
 
     kind: str = DEFAULT_DIGEST
-    head_reduce: str = "mass"
     sink_pages: int = 1
     recent_pages: int = 1
     mass: float = 1.0
@@ -66,7 +64,7 @@ class SelectionRule:
                     f"{FLAGS['config']}: digest = 'calibrated' cannot be used with {other}; drop one"
                 )
             trained_file(config, "digest_file")
-        keys = "head_reduce", "sink_pages", "recent_pages", "mass", "reweigh"
+        keys = "sink_pages", "recent_pages", "mass", "reweigh"
         return cls(config.digest, **{key: getattr(config, key) for key in keys}, **choices)
 
 

@@ -20,7 +20,6 @@ DEFAULTS: dict[str, Any] = {
     "grain": "head",
     "sink_pages": 0,
     "precompute": False,
-    "head_reduce": "max",
     "context_share": 0.3,  # the most that the paper's heads keep (section 3.2.2)
     "hgca_beta": 1.0,
     "hgca_alpha": 0.1,

@@ -30,7 +30,6 @@ from sglang_scout.policy.base import (
 DEFAULTS: dict[str, Any] = {
     "digest": "pilot",
     "grain": "head",
-    "head_reduce": "max",
     "precompute": False,
     "pilot_file": None,
 }

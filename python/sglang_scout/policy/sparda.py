@@ -14,7 +14,6 @@ from sglang_scout.policy.residency import ImportantPages
 DEFAULTS: dict[str, Any] = {
     "digest": "mean16",
     "grain": "head",
-    "head_reduce": "max",
     "forecast_file": None,
     "precompute": False,  # a forecast cannot attend
 }

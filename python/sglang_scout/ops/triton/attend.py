@@ -182,11 +182,10 @@ def _arrivals(device: torch.device) -> torch.Tensor:
     return torch.zeros(_MAX_ROWS, dtype=torch.int32, device=device)
 
 
-def attend_pages(q, k, v, pages, last_page, last_len, scale, out, slot_of, n_pages):
+def attend_pages(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
     """See `ops.attend.attend_pages`."""
     (B, HQ, D), (_, S, H, _), R = q.shape, k.shape, pages.shape[1]
-    if out is None:
-        out = q.new_empty(q.shape, dtype=torch.float32), q.new_empty((B, HQ), dtype=torch.float32)
+    out = q.new_empty(q.shape, dtype=torch.float32), q.new_empty((B, HQ), dtype=torch.float32)
     if B == 0:
         return out
     columns = R + (last_page is not None)

@@ -135,11 +135,10 @@ def build_layer_pilots(source, ids, embeddings, w_k, rows):
         )
 
 
-def score_embeddings(q, embeddings, table, n_full, out):
+def score_embeddings(q, embeddings, table, n_full):
     """See `ops.embed.score_embeddings`."""
     (B, N), (H, W, E) = table.shape, embeddings.shape[1:]
-    if out is None:
-        out = q.new_empty((B * H, N), dtype=torch.float32)
+    out = q.new_empty((B * H, N), dtype=torch.float32)
     if out.numel():
         block_e = triton.next_power_of_2(E)
         block_n = min(_BLOCK_PAGES, _BLOCK_VALUES // block_e, triton.next_power_of_2(N))

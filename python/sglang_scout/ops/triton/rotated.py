@@ -211,11 +211,11 @@ def rotated_sums_kernel(
     digits_of, numbers, planes, means, scales, table, n_full, arrivals, sums, tops, masses, out,
     N, row_stride, parts,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
-    REDUCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """`block_sums` of every parts-th block of pages for the G query heads of one KV head, like `score.bounds_kernel`.
-    For "mass" the sums are weighted by value norms, but normalized by the unweighted mass.
+    The sums are weighted by value norms, but normalized by the unweighted mass.
 
     digits_of, numbers: see `query_digits_kernel`; planes [P, H, BITS, 16, D / 16] int32; means, scales: the stats
     [P, H, bytes] as int8 and int32.
@@ -246,7 +246,7 @@ def rotated_sums_kernel(
             # [BLOCK_N, BLOCK_G]
             u, of_values = block_sums(
                 of_mean, first, second, unit, of_planes, total, planes, means, scales,
-                page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D, REDUCE == "mass",
+                page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D, True,
             )
             at_sum = sums + head.to(tl.int64)[None, :] * row_stride + n[:, None]
             tl.store(at_sum, of_values, mask=(g < G)[None, :])
@@ -255,7 +255,7 @@ def rotated_sums_kernel(
     tl.store(masses + head * parts + part, mass, mask=g < G)
     reduce_when_last(
         arrivals, sums, tops, masses, table, out, b, full, N, row_stride, parts,
-        H, H * G, REDUCE, BLOCK_H, BLOCK_R,
+        H, H * G, BLOCK_H, BLOCK_R,
     )
 
 
@@ -264,10 +264,9 @@ def programs_per_sm(block_d: int) -> int:
     return 4 if block_d <= 128 else 2
 
 
-def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals, coordinates):
+def score_rotated(q, planes, stats, table, n_full, scale, arrivals, coordinates):
     """See `ops.rotated.score_rotated`."""
-    if out is None:
-        out = q.new_empty(table.shape, dtype=torch.float32)
+    out = q.new_empty(table.shape, dtype=torch.float32)
     if table.numel() == 0:
         return out
     if arrivals is None:
@@ -289,7 +288,7 @@ def score_rotated(q, planes, stats, table, n_full, scale, reduce, out, arrivals,
     rotated_sums_kernel[(parts, H, B)](
         digits_of, numbers, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
         table, n_full, arrivals, sums, tops, masses, out, N, sums.shape[2], parts,
-        H, G, D, bits, reduce, _BLOCK_PAGES, block_g, block_d,
+        H, G, D, bits, _BLOCK_PAGES, block_g, block_d,
         *reduced_blocks(HQ, N), num_warps=4, maxnreg=512 // per_sm,
     )
     return out

@@ -31,7 +31,7 @@ def add_mass(top, mass, u, AXIS: tl.constexpr):
 @triton.jit
 def reduce_row(
     u, tops, masses, table, out, b, full, N, row_stride, parts,
-    HQ: tl.constexpr, REDUCE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    HQ: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Scores of a row's pages, reduced over heads; see `ops.score`. u [B, HQ, row_stride]; tops, masses
     [B, HQ, parts]; out [B, N]."""
@@ -52,14 +52,14 @@ def reduce_row(
         base = largest
     total = tl.maximum(total, 1.0)
     tl.store(tops + head * parts, finite(base), mask=h < HQ)
-    tl.store(masses + head * parts, 1 / total if REDUCE == "mass" else tl.log(total), mask=h < HQ)
+    tl.store(masses + head * parts, 1 / total, mask=h < HQ)
     tl.debug_barrier()
     i, j = tl.arange(0, BLOCK_N), tl.arange(0, _HEADS)
     table += b.to(tl.int64) * N
     out += b.to(tl.int64) * N
     for first in range(0, full, BLOCK_N):
         n = first + i
-        score = tl.full([BLOCK_N], 0.0 if REDUCE == "mass" else float("-inf"), tl.float32)
+        score = tl.zeros([BLOCK_N], tl.float32)
         for some in tl.range(0, HQ, _HEADS, num_stages=3):
             at, known = (b * HQ + some + j)[:, None], (some + j < HQ)[:, None]
             most = tl.load(tops + at * parts, mask=known, other=0.0)
@@ -71,13 +71,7 @@ def reduce_row(
             )
             # Not u - lse: if bounds are large, rounding lse would lose the digits that matter.
             x -= most
-            if REDUCE == "mass":
-                score += tl.sum(tl.exp2(x * _LOG2_E) * share, axis=0)
-            else:
-                # The device's max drops NaN, which marks a page without a valid bound.
-                broken = (score != score) | (tl.max((x != x).to(tl.int32), axis=0) > 0)
-                score = tl.maximum(score, tl.max(x - share, axis=0))
-                score = tl.where(broken, float("nan"), score)
+            score += tl.sum(tl.exp2(x * _LOG2_E) * share, axis=0)
         offered = tl.load(table + n, mask=n < full, other=-1) >= 0
         tl.store(out + n, tl.where(offered, score, float("-inf")), mask=n < N)
     for first in range(tl.cdiv(full, BLOCK_N) * BLOCK_N, N, BLOCK_N):
@@ -88,14 +82,14 @@ def reduce_row(
 @triton.jit
 def reduce_when_last(
     arrivals, u, tops, masses, table, out, b, full, N, row_stride, parts,
-    H: tl.constexpr, HQ: tl.constexpr, REDUCE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    H: tl.constexpr, HQ: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """`reduce_row` by the last to arrive of a row's H * parts programs. arrivals [B]: 0 before and after."""
     tl.debug_barrier()  # orders the atomic of thread 0 after all stores of the program
     if tl.atomic_add(arrivals + b, 1, sem="acq_rel") == H * parts - 1:
         tl.store(arrivals + b, 0)
         reduce_row(
-            u, tops, masses, table, out, b, full, N, row_stride, parts, HQ, REDUCE, BLOCK_H, BLOCK_R
+            u, tops, masses, table, out, b, full, N, row_stride, parts, HQ, BLOCK_H, BLOCK_R
         )
 
 
@@ -103,7 +97,7 @@ def reduce_when_last(
 def bounds_kernel(
     q, kmin, kmax, table, n_full, arrivals, bounds, tops, masses, out,
     scale, N, row_stride, parts,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, REDUCE: tl.constexpr, BLOCK_N: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """Bounds of every parts-th block of pages for the G query heads of one KV head: u = q+ . M + q- . m. Also stores
@@ -141,7 +135,7 @@ def bounds_kernel(
     tl.store(masses + head * parts + part, mass, mask=g < G)
     reduce_when_last(
         arrivals, bounds, tops, masses, table, out, b, full, N, row_stride, parts,
-        H, H * G, REDUCE, BLOCK_H, BLOCK_R,
+        H, H * G, BLOCK_H, BLOCK_R,
     )
 
 
@@ -171,11 +165,10 @@ def reduced_blocks(HQ: int, N: int) -> tuple[int, int]:
     return triton.next_power_of_2(HQ), max(16, min(_REDUCED_PAGES, triton.next_power_of_2(N)))
 
 
-def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
+def score_pages(q, kmin, kmax, table, n_full, scale, arrivals):
     """See `ops.score.score_pages`."""
     (B, N), (_, H, D), HQ = table.shape, kmin.shape, q.shape[1]
-    if out is None:
-        out = q.new_empty((B, N), dtype=torch.float32)
+    out = q.new_empty((B, N), dtype=torch.float32)
     if B * N == 0:
         return out
     if arrivals is None:
@@ -186,7 +179,7 @@ def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
     u, tops, masses = between(q, N, parts, block_n)
     bounds_kernel[(parts, H, B)](
         q, kmin, kmax, table, n_full, arrivals, u, tops, masses, out, scale, N, u.shape[2], parts,
-        H, G, D, reduce, block_n, max(16, triton.next_power_of_2(G)), block_d, *reduced_blocks(HQ, N),
+        H, G, D, block_n, max(16, triton.next_power_of_2(G)), block_d, *reduced_blocks(HQ, N),
         num_warps=4,
     )
     return out
