@@ -92,7 +92,7 @@ def test_planes_are_disjoint_and_shared(make_arena, kv_dtype):
 def test_a_wild_write_ends_the_worker_and_changes_nothing(make_arena, part, ends):
     """In records and pages, from which the caller would compute; its answers it can write."""
     arena = make_arena()
-    at = getattr(arena.layout(), part)
+    at = getattr(arena.layout, part)
     before = arena._mapped()[at : at + 64].copy()
     code = (
         "import ctypes, sys; from sglang_scout.worker.arena import Arena; arena = Arena.attach(int(sys.argv[1]));"

@@ -267,9 +267,6 @@ class OffloadConfig:
     attend_kernel: str = _for_tests(
         "auto", "Attention on the device", choices=("auto", "native", "triton", "flash")
     )
-    worker_threads_per_group: int = _for_tests(
-        0, "Per sequence; 0: as is fastest", Meta(ge=0, le=16)
-    )
 
     @property
     def budget_pages(self) -> int:

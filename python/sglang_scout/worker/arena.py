@@ -48,6 +48,7 @@ class Arena:
     Attributes:
         fd: the memory file; owned by this object.
         nbytes, address: size of the mapping in bytes, and its base address in this process.
+        layout: where its parts are.
         backing: ``"hugetlb"``, ``"thp"`` (transparent huge pages allowed) or ``"4k"``.
     """
 
@@ -57,7 +58,7 @@ class Arena:
         self.nbytes = memory.nbytes
         self.address = memory.ctypes.data
         self.backing = backing
-        self._layout = layout_of(spec)
+        self.layout = layout_of(spec)
         self._memory: np.ndarray | None = memory
         _open_arenas.add(self)
 
@@ -115,9 +116,6 @@ class Arena:
         memory.flags.writeable = False
         return cls(own, memory, spec, backing)
 
-    def layout(self) -> Layout:
-        return self._layout
-
     def k_pages(self, layer: int) -> np.ndarray:
         """K of a layer, [P, S, H, D], float32 or the bits of a narrower type; no copy."""
         return self._plane(layer, 0)
@@ -134,7 +132,7 @@ class Arena:
 
     def checksums(self) -> np.ndarray:
         """Checksums of the pages, uint64 [L, P]; no copy."""
-        s, at = self.spec, self._layout
+        s, at = self.spec, self.layout
         words = self.bytes_at(at.checksums_offset, 8 * s.num_layers * s.num_pages * s.checksums)
         return words.view(np.uint64).reshape(s.num_layers, -1)
 
@@ -168,7 +166,7 @@ class Arena:
     def _plane(
         self, layer: int, which: int, begin: int = 0, shape: tuple[int, ...] = ()
     ) -> np.ndarray:
-        s, at = self.spec, self._layout
+        s, at = self.spec, self.layout
         shape = shape or (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
         begin += at.kv_offset + layer * at.layer_stride + which * at.v_offset
         plane = self.bytes_at(begin, int(np.prod(shape)) * s.storage_dtype.itemsize)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
-from sglang_scout.core.split import Split
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.messages import Configure, WorkerConfig
-from sglang_scout.worker.ring import EVENT_DTYPE, most_threads
+from sglang_scout.worker.ring import EVENT_DTYPE, split_of
 from sglang_scout.worker.supervisor import Supervisor
 
 __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
@@ -89,8 +88,8 @@ class WorkerClient:
         log: logger of the supervisor.
 
     Attributes:
-        parts: runs of pages that every sequence is split into; 0: determined by ``split``.
-        split: the rule for the number of runs where it is not fixed.
+        split: the rule by which the pages of a sequence are split among threads, also where the caller computes, so
+            that results are identical.
     """
 
     def __init__(
@@ -110,11 +109,7 @@ class WorkerClient:
         node_of = {cpu: node for node, of_node in enumerate(nodes or [cpus]) for cpu in of_node}
         self._cpu_nodes = tuple(node_of[cpu] for cpu in cpus)
         node_cpus = max(1, min(map(self._cpu_nodes.count, range(self._spec.num_nodes))))
-        self.parts = self._config.threads_per_group
-        most = most_threads(self.parts, node_cpus)
-        list_bytes = 2 * self._spec.page_bytes // self._spec.lists  # of a page
-        least_pages = _native.least_run_pages(list_bytes) * self._spec.num_nodes
-        self.split = Split(node_cpus, most, least_pages)
+        self.split = split_of(self._spec, node_cpus)
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
         self._q_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
@@ -122,12 +117,13 @@ class WorkerClient:
         self._attendant: _native.RingAttendant | None = None
         self._own_epoch = 0
         self._next_event = [0] * len(self._cpus)
-        self._event_buffer = np.zeros(arena.layout().event_entries, EVENT_DTYPE)
+        self._event_buffer = np.zeros(arena.layout.event_entries, EVENT_DTYPE)
         configure = Configure(
             cpus=list(self._cpus),
             background_cpus=list(background_cpus),
             cpu_nodes=list(self._cpu_nodes),
-            config=replace(self._config, threads_per_group=most),
+            most_threads=self.split.most,
+            config=self._config,
         )
         log = log or logging.getLogger(__name__)
         self._supervisor = Supervisor(self._producer, arena, configure, log)
@@ -198,7 +194,7 @@ class WorkerClient:
             _address(pages),
             pages.shape[1],
             _address(n_pages),
-            self.parts,
+            0,  # split by the rule
             len(q) * self._q_bytes,
         )
         return Ticket(layer, step, len(q), number)
