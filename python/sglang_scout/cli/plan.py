@@ -38,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", "concurrent requests to plan for (default: as many as fit)")
     add("--kv-offload", "as the server's flag (default: scout)", str, "POLICY", default="scout")
     add("--kv-offload-config", "as the server's flag", str, "JSON", default="{}")
-    budget = "the server's --kv-offload-budget, a multiple of 32 (default: {}, unless the policy has its own)"
-    add("--budget", budget.format(DEFAULT_BUDGET_TOKENS), metavar="TOKENS")
+    budget = "as the server's flag, a multiple of 32 (default: {}, unless the policy has its own)"
+    of_flag = {"metavar": "TOKENS", "dest": "budget_tokens"}
+    add("--kv-offload-budget --budget", budget.format(DEFAULT_BUDGET_TOKENS), **of_flag)
     host = "the server's --kv-offload-host-gb, in GiB (default: about the server's, half of the available memory)"
     add("--host-gb", host, float, "GB")
     gpu = (
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         args.model_path,
         context_tokens=args.context_tokens,
         requests=args.requests,
-        budget_tokens=args.budget,
+        budget_tokens=args.budget_tokens,
         host_gib=args.host_gb,
         gpu_gib=args.gpu_gb,
         mem_fraction=args.mem_fraction_static,
