@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.cli.machine_checks import FAILED, OK, Check
+from sglang_scout.cli.machine_checks import Check
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
@@ -52,8 +52,8 @@ def check_worker(cpus: Sequence[int]) -> Check:
     )
     values = {"right": not problem, "problem": problem, "ready_s": ready_s} | found
     if problem:
-        return Check(FAILED, f"{text}: {problem}", "please report it", values)
-    return Check(OK, text, values=values)
+        return Check(f"{text}: {problem}", "please report it", values, failed=True)
+    return Check(text, values=values)
 
 
 def attend_plainly(
