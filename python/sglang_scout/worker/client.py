@@ -7,7 +7,6 @@ the posted pages: from the worker, or computed in place by the same code.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -85,7 +84,6 @@ class WorkerClient:
         cpus: one worker thread is pinned to each.
         background_cpus: for mapping pages; empty: any but ``cpus``.
         nodes: those of ``cpus`` that are local to each of the arena's NUMA nodes; not needed for an arena of one.
-        log: logger of the supervisor.
 
     Attributes:
         split: the rule by which the pages of a sequence are split among threads, also where the caller computes, so
@@ -100,7 +98,6 @@ class WorkerClient:
         background_cpus: Sequence[int] = (),
         nodes: Sequence[Sequence[int]] | None = None,
         config: WorkerConfig | None = None,
-        log: logging.Logger | None = None,
     ) -> None:
         self._config = config or WorkerConfig()
         self._cpus = tuple(cpus)
@@ -125,8 +122,7 @@ class WorkerClient:
             most_threads=self.split.most,
             config=self._config,
         )
-        log = log or logging.getLogger(__name__)
-        self._supervisor = Supervisor(self._producer, arena, configure, log)
+        self._supervisor = Supervisor(self._producer, arena, configure)
 
     def start(self) -> None:
         """Starts the worker and returns when it is ready. Raises WorkerError, and leaves nothing running."""

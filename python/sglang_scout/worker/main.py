@@ -141,7 +141,7 @@ def main() -> int:
     use_own_node()  # before there are other threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the decode server
     with zmq.Context() as context:
-        with contextlib.closing(Channel.bind(context, server_pid, logger)) as channel:
+        with contextlib.closing(Channel.bind(context, server_pid)) as channel:
             return Worker(channel).run(arena_fd, epoch)
 
 
