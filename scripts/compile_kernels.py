@@ -32,7 +32,6 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
-from sglang_scout.core.split import Split
 from sglang_scout.ops import triton as kernels
 from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.digest import build_layer_digests
@@ -55,7 +54,7 @@ from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 from sglang_scout.ops.triton import attend, doorbell
-from sglang_scout.worker.ring import ArenaSpec, layout_of
+from sglang_scout.worker.ring import ArenaSpec, Split, layout_of
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """Maximum shared memory per program, by architecture: A100, A40, L40S, H100, B200, B300, RTX PRO 6000."""

@@ -111,7 +111,7 @@ class Store:
 
     def _fill(self, dtype: torch.dtype, source: torch.Generator) -> None:
         """Noise in all pages, in pieces: a copy by the driver must not span two locked chunks."""
-        begin = self.arena.layout().kv_offset
+        begin = self.arena.layout.kv_offset
         ends = [*range(PIECE_BYTES, self.arena.nbytes, PIECE_BYTES), self.arena.nbytes]
         for end in (end for end in ends if end > begin):
             piece = torch.from_numpy(self.arena.bytes_at(begin, end - begin)).view(dtype)
@@ -139,7 +139,7 @@ class Store:
 
     def wait_mapped(self, most_s: float) -> float:
         """Wait until the attention process has mapped the arena's pages; returns the mapped share."""
-        of_pages = self.arena.nbytes - self.arena.layout().kv_offset
+        of_pages = self.arena.nbytes - self.arena.layout.kv_offset
         return wait_mapped(self.worker.snapshot().pid, of_pages, most_s)
 
     def close(self) -> None:

@@ -45,8 +45,8 @@ def refuse():
 
 def test_report_and_exit_code(monkeypatch, capsys):
     found = {
-        "python": lambda: Check("ok", "3.11.0"),
-        "huge pages": lambda: Check("warning", "none", "make some"),
+        "python": lambda: Check("3.11.0"),
+        "huge pages": lambda: Check("none", "make some"),
     }
     for code, more in ((0, {}), (1, {"CPU attention": refuse})):
         monkeypatch.setattr(doctor, "checks", lambda args, found=found | more: found)
@@ -244,7 +244,7 @@ def test_a_mooncake_without_cuda_matters_beside_a_gpu(monkeypatch, tmp_path):
     (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mooncake", raising=False)  # other tests use it
-    monkeypatch.setattr(doctor, "_importable", lambda *_: Check("ok", "0.3"))
+    monkeypatch.setattr(doctor, "_importable", lambda *_: Check("0.3"))
     module = package / "engine.cpython-312-x86_64-linux-gnu.so"
     module.write_bytes(b"\x7fELF\0memcpy\0")
     use_sys(monkeypatch, tmp_path, {})

@@ -133,7 +133,7 @@ def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
     assert "up to 1.30 GiB of host memory beside the pages" in capsys.readouterr().out
     many = plan_of(model(), context_tokens=1, host_gib=2**30)
     assert many.offload.requests == 65536, "no more than the server takes"
-    with pytest.raises(ConfigError, match="--budget 1099511627776: num_pages=.*lower the budget"):
+    with pytest.raises(ConfigError, match="-budget 1099511627776: num_pages=.*lower the budget"):
         plan_of(model(), budget_tokens=2**40, context_tokens=2**40, host_gib=1)
 
 
@@ -227,7 +227,7 @@ KEYS = "--kv-offload-config"
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--budget", "1000"], "plan: --budget 1000: must be a positive multiple of the page size"),
+        (["--budget", "1000"], "--kv-offload-budget 1000: must be a positive multiple"),
         (["--context-tokens", "9" * 400], "--context-tokens 999"),
         (["--requests", "65537"], "--requests 65537: must be greater than 0 and at most 65536"),
         (["--host-gb", "nan"], "--host-gb nan"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.core.config import FLAGS, check_files, parse_config
+from sglang_scout.core.config import check_files, parse_config
 from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
@@ -25,7 +25,7 @@ REFUSED_FLAGS = [
     ({"policy": None}, ["--kv-offload None", "NoneType", "'scout'"]),
     ({"budget_tokens": -32}, ["--kv-offload-budget", "-32"]),
     ({"budget_tokens": 1000}, ["--kv-offload-budget", "1000", "992"]),
-    ({"budget_tokens": 32}, ["--kv-offload-budget", "32", "64"]),
+    ({"budget_tokens": 32}, ["--kv-offload-budget 32: holds 1 page, fewer", "64"]),
     ({"budget_tokens": True}, ["--kv-offload-budget True", "bool", "whole number"]),
     ({"budget_tokens": 32 * 10**400}, ["--kv-offload-budget", f"nearest is {2**40}"]),
     ({"host_gb": 0.0}, ["--kv-offload-host-gb", "0"]),
@@ -54,7 +54,7 @@ REFUSED_CONFIGS = [
     ({"verify": 1}, ["verify = 1", "true, false"]),
     ({"trace": ""}, ["trace = ''", "name a file"]),
     ({"step_log": "\ud800"}, ["step_log", "name a file"]),
-    ({"trace": "a", "step_log": "./a"}, ["step_log = './a'", "trace names the same file"]),
+    ({"trace": "a", "step_log": "./a"}, ["step_log = './a'", "trace = 'a' names the same file"]),
     ({"resident_tokens": 33}, ["resident_tokens", "33", "32"]),
     ({"digest": "mean"}, ["digest = 'mean'", "minmax, rotated-2, calibrated"]),
     ({"exact_layers": 3}, ["exact_layers = 3", "a list of layers"]),
@@ -97,18 +97,6 @@ def test_keys_are_text_an_object_or_a_file(tmp_path):
     assert parse(config=keys) == parse(config='{"recall": "fixed", "exact_layers": [2, 1]}')
     assert parse(config={}) == parse()
     assert parse(host_gb=4).host_gb == 4
-
-
-def test_a_command_says_what_its_own_flags_are_called():
-    flags = FLAGS | {"budget_tokens": "plan: --budget", "config": "profile: --config"}
-    for kwargs, part in (
-        ({"budget_tokens": 32}, "plan: --budget 32: holds 1 page, fewer"),
-        ({"config": {"foo": 1}}, "profile: --config: unknown key 'foo' (value 1); known keys"),
-        ({"config": "["}, "profile: --config '[': not valid JSON"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            parse(flags=flags, **kwargs)
-        assert str(caught.value).startswith(part)
 
 
 @pytest.mark.parametrize("key", ["trace", "step_log"])
@@ -164,12 +152,10 @@ def test_a_file_under_two_names(tmp_path):
     other.hardlink_to(one)
     for trace in (str(other), str(tmp_path / "." / "one")):
         keys = json.dumps({"step_log": str(one), "trace": trace})
-        with pytest.raises(
-            ConfigError, match=r"trace = .*: \w+ names the same file|step_log = .*trace"
-        ):
+        with pytest.raises(ConfigError, match="step_log = .*: .*trace = .* names the same file"):
             parse(config=keys)
     keys = json.dumps({"step_log": str(one)})
-    with pytest.raises(ConfigError, match="--kv-offload-recall-profile names the same file"):
+    with pytest.raises(ConfigError, match="--kv-offload-recall-profile .* names the same file"):
         parse(config=keys, recall_profile=str(other))
     parse(config=keys, recall_profile=str(tmp_path / "third"))
 

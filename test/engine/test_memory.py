@@ -143,21 +143,20 @@ RESULT_BYTES = 2 * 40 * 4 * 32 * -(-(40 * 129) // 32)
 
 
 @pytest.mark.parametrize(
-    ("max_batch", "threads", "node_cpus", "results"),
+    ("max_batch", "node_cpus", "results"),
     [
-        (8, 0, [1], 0),
-        (8, 16, [2], 8 * 16),
-        (8, 0, [3, 2], 8 * 4),
+        (8, [1], 0),
+        (8, [3, 2], 8 * 4),
+        (8, [64], 8 * 8),
         # No more than sixteen runs for each CPU of the smallest node.
-        (1024, 0, [2], 32),
-        (20, 0, [2, 9], 32 * 2),
+        (1024, [2], 32),
+        (20, [2, 9], 32 * 2),
     ],
 )
 def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
-    max_batch, threads, node_cpus, results
+    max_batch, node_cpus, results
 ):
-    settings = config({"worker_threads_per_group": threads})
-    made = size(settings, max_batch=max_batch, node_cpus=node_cpus).plan(4097)
+    made = size(max_batch=max_batch, node_cpus=node_cpus).plan(4097)
     assert made.bytes_of("partial results") == results * RESULT_BYTES
     assert ("partial results" in [what for what, *_ in made.rows]) == bool(results)
 

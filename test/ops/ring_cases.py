@@ -54,7 +54,7 @@ def settle():
 
 def ring_of(arena, timeout_us=20_000_000, parts=1, **more):
     return DeviceRing(
-        arena.address, arena.layout(), arena.spec, parts=parts, timeout_us=timeout_us, device=DEVICE, **more,
+        arena.address, arena.layout, arena.spec, parts=parts, timeout_us=timeout_us, device=DEVICE, **more,
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def state(seed, rows=3):
 def shared_bytes(arena):
     """Everything that a producer writes: control, log and records, and the claims among the replies."""
     settle()
-    at = arena.layout()
+    at = arena.layout
     memory = arena._mapped()
     ends = (
         (at.control_offset, at.log_offset),

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from attend_cases import FP8, densely, i32, inputs
-from sglang_scout.core.split import Split
 from sglang_scout.ops import native
 from sglang_scout.ops.attend import attend_pages
+from sglang_scout.worker.ring import Split
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import ring_cases
 from ring_cases import DEVICE, KINDS, LAYERS, exchange, request, ring_of, settle, state
 from ring_view import RingView
 from sglang_scout import _native
-from sglang_scout.core.split import Split
 from sglang_scout.ops.triton.doorbell import runs_of
+from sglang_scout.worker.ring import Split
 
 SPLIT = Split(threads=6, most=3, least_pages=2)  # gives requests here different numbers of runs
 LONG_US = 60_000_000  # a kernel cannot wake a sleeping worker

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -26,10 +28,11 @@ def make_arena() -> Iterator[Callable[..., Arena]]:
 
         def make(**changes: object) -> Arena:
             arena = stack.enter_context(Arena.create(small_spec(**changes)))
-            rng = np.random.default_rng(7)
-            for layer in range(arena.spec.num_layers):
-                for plane in (arena.k_pages(layer), arena.v_pages(layer)):
-                    plane[:] = to_bits(rng.standard_normal(plane.shape, np.float32), arena.spec)
+            rng, planes = np.random.default_rng(7), [arena.k_pages, arena.v_pages]
+            planes += [partial(arena.context, which=which) for which in (0, 1)]
+            for layer, plane_of in product(range(arena.spec.num_layers), planes):
+                plane = plane_of(layer)
+                plane[:] = to_bits(rng.standard_normal(plane.shape, np.float32), arena.spec)
             return arena
 
         yield make

@@ -31,7 +31,7 @@ class RingView:
     """The words of an arena's ring; copies nothing."""
 
     def __init__(self, arena: Arena) -> None:
-        self._memory, self._spec, self._at = arena._mapped(), arena.spec, arena.layout()
+        self._memory, self._spec, self._at = arena._mapped(), arena.spec, arena.layout
         self._values = F32 if arena.spec.q_dtype == "float32" else np.dtype(np.uint16)
         at = self._at
         self.control = self._view(at.control_offset, (1,), CONTROL)[0]

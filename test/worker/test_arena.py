@@ -8,12 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ring_view import RingView
 from sglang_scout.core.errors import ArenaError, ScoutError
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena, ArenaSpec
@@ -92,7 +94,7 @@ def test_planes_are_disjoint_and_shared(make_arena, kv_dtype):
 def test_a_wild_write_ends_the_worker_and_changes_nothing(make_arena, part, ends):
     """In records and pages, from which the caller would compute; its answers it can write."""
     arena = make_arena()
-    at = getattr(arena.layout(), part)
+    at = getattr(arena.layout, part)
     before = arena._mapped()[at : at + 64].copy()
     code = (
         "import ctypes, sys; from sglang_scout.worker.arena import Arena; arena = Arena.attach(int(sys.argv[1]));"
@@ -123,34 +125,32 @@ sizes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None)
 @given(sizes)
 def test_layout_has_no_overlap(values):
     num_q_heads = values.pop("group") * values["num_kv_heads"]
     lists = values["num_kv_heads"] if values.pop("per_head") else 1
     values["max_batch"] *= lists
     spec = ArenaSpec(**values, num_q_heads=num_q_heads, lists=lists)
-    at = layout_of(spec)
-    slots = 2 * spec.num_layers
-    heads = spec.max_batch * spec.num_q_heads // spec.lists
-    value_bytes = heads * spec.head_dim * (4 if spec.q_dtype == "float32" else 2)
-    plane = spec.num_pages * spec.page_bytes
-    assert plane <= at.v_offset and 2 * at.v_offset == at.layer_stride
-    spans = [(0, 4096), (at.control_offset, 384), (at.stats_offset, 128 * 1024)]
-    spans += [(at.log_offset, 8 * at.log_entries), (at.bell_offset, 256)]
-    pages = (at.pages_offset, spec.max_batch * spec.max_pages * 4)
-    record = [(0, 128), (at.q_offset, value_bytes), pages, (at.n_pages_offset, spec.max_batch * 4)]
-    reply = [(0, 384), (at.out_offset, value_bytes), (at.lse_offset, heads * 4)]
-    for i in range(slots):
-        spans += [(at.records_offset + i * at.record_stride + x, size) for x, size in record]
-        spans += [(at.replies_offset + i * at.reply_stride + x, size) for x, size in reply]
-    for i in range(spec.num_layers):
-        spans += [(at.kv_offset + i * at.layer_stride + j * at.v_offset, plane) for j in (0, 1)]
-    spans.sort()
-    for (a, size), (b, _) in zip(spans, spans[1:], strict=False):
-        assert a + size <= b
-    assert spans[-1][0] + spans[-1][1] <= at.total_bytes
+    slots, at = 2 * spec.num_layers, layout_of(spec)
     assert at.log_entries > 2 * slots and at.log_entries & (at.log_entries - 1) == 0
+    with Arena.create(spec) as arena:
+        ring = RingView(arena)
+        parts = [
+            arena.bytes_at(0, 4096),
+            ring.control,
+            ring.stats,
+            ring.log,
+            ring.bell,
+            ring.events,
+        ]
+        for slot in range(slots):
+            parts += [ring.record(slot), *ring.record_data(slot)]
+            parts += [ring.reply(slot), *ring.reply_data(slot)]
+        for layer in range(spec.num_layers):
+            parts += [arena.k_pages(layer), arena.v_pages(layer)]
+        spans = sorted((x.__array_interface__["data"][0], x.nbytes) for x in parts)
+        for (a, size), (b, _) in pairwise([*spans, (arena.address + arena.nbytes, 0)]):
+            assert a + size <= b
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,11 @@ from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from worker_cases import buffers, close, freeze, make_request, oracle, until
 
 
-@pytest.mark.parametrize(("threads_per_group", "lists"), [(2, 1), (0, 2)])
-def test_round_trips_match_the_oracle(make_arena, cpu, threads_per_group, lists):
+@pytest.mark.parametrize(("threads", "lists"), [(3, 1), (1, 2)])
+def test_round_trips_match_the_oracle(make_arena, cpu, threads, lists):
     arena = make_arena(kv_dtype="bfloat16", lists=lists, max_batch=4 * lists)
-    config = WorkerConfig(threads_per_group=threads_per_group)
     pages = 0
-    with WorkerClient(arena, [cpu], config=config) as client:
+    with WorkerClient(arena, [cpu] * threads) as client:
         for step in range(8):
             for layer in range(arena.spec.num_layers):
                 request = make_request(arena.spec, 1 + step % 4, 10 * step + layer)
@@ -38,7 +37,7 @@ def test_round_trips_match_the_oracle(make_arena, cpu, threads_per_group, lists)
         # Counted after the answer was published.
         until(lambda: client.snapshot().pages == pages, "every page in the totals")
         status = client.snapshot()
-        assert (status.state, status.restarts, status.cpus) == ("ready", 0, (cpu,))
+        assert (status.state, status.restarts, status.cpus) == ("ready", 0, (cpu,) * threads)
         assert status.items > 0 and status.busy_us >= 0
         assert status.fallback_pages == status.local_tickets == status.refused == 0
         assert status.isa and psutil.pid_exists(status.pid)

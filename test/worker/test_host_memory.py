@@ -168,7 +168,7 @@ def mapped_bytes(pid, address=None):
 
 def pages_of(arena):
     """Address and bytes of all but the ring."""
-    ring_bytes = arena.layout().kv_offset
+    ring_bytes = arena.layout.kv_offset
     return arena.address + ring_bytes, arena.nbytes - ring_bytes
 
 

@@ -69,7 +69,7 @@ def test_the_system_is_asked_for_each_span(monkeypatch):
     spec = small_spec(num_nodes=2, num_pages=4000)
     with Arena.create(spec, numa_nodes=[2, 5]) as arena:
         page_bytes = HUGE if arena.backing == "hugetlb" else 4096
-        expected = node_spans(spec, arena.layout(), [2, 5], page_bytes)
+        expected = node_spans(spec, arena.layout, [2, 5], page_bytes)
         assert calls == [(arena.address + begin, nbytes, node) for begin, nbytes, node in expected]
         assert {node for _, _, node in calls} == {2, 5}
     with pytest.raises(ArenaError, match=r"numa_nodes=\[2, 7\]; this machine has \[2, 5\]"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -18,8 +17,6 @@ from sglang_scout.worker import process as process_module
 from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.process import WorkerProcess
 from worker_cases import gone, until
-
-LOG = logging.getLogger("test")
 
 
 @pytest.fixture
@@ -38,9 +35,9 @@ def process(make_arena, context, monkeypatch):
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
     monkeypatch.setattr(process_module, "_spawn", spawn)
-    process = WorkerProcess(context, 5, make_arena().fd, LOG)
+    process = WorkerProcess(context, 5, make_arena().fd)
     process.channel.peer_pid = os.getpid()
-    process.peer = Channel.bind(context, os.getpid(), LOG)
+    process.peer = Channel.bind(context, os.getpid())
     yield process
     process.end()
     process.peer.close()
@@ -55,9 +52,9 @@ def heard(channel: Channel, count: int, timeout_s: float = 5.0) -> list[m.Messag
 
 
 def test_the_largest_messages_are_below_the_cap():
-    config, many = m.WorkerConfig(), [*range(4096)]
     assert m.encode(m.Failed(error="ü" * m.MAX_TEXT_CHARS))
-    assert m.encode(m.Configure(cpus=many, cpu_nodes=many, background_cpus=many, config=config))
+    cpus = dict.fromkeys(("cpus", "cpu_nodes", "background_cpus"), [*range(4096)])
+    assert m.encode(m.Configure(most_threads=8, config=m.WorkerConfig(), **cpus))
 
 
 def test_bad_messages_are_refused_and_counted(process):
@@ -137,5 +134,5 @@ def test_failing_spawn_leaves_nothing(make_arena, monkeypatch, tmp_path):
     count = len(os.listdir("/proc/self/fd"))
     with zmq.Context() as context:
         with pytest.raises(WorkerError, match="cannot start the CPU attention process: .*No such"):
-            WorkerProcess(context, 1, fd, LOG)
+            WorkerProcess(context, 1, fd)
     assert len(os.listdir("/proc/self/fd")) == count

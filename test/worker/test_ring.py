@@ -11,29 +11,31 @@ import pytest
 
 from ring_view import CLOSED_ITEM, RingView
 from sglang_scout import _native
-from sglang_scout.core.split import Split
 from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.ring import Split
 from worker_cases import close, make_request, oracle, until
+
+TWO_LISTS = {"lists": 2, "max_batch": 8}
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(
-    ("kv_dtype", "lists", "num_nodes", "threads"),
+    ("kv_dtype", "sizes", "threads"),
     [
-        ("float32", 1, 1, [0, 0, 0]),
-        ("float16", 2, 1, [0]),
-        ("bfloat16", 2, 1, [0, 0]),
-        ("bfloat16", 1, 2, [0, 0, 1]),
-        ("float32", 2, 3, [2, 0, 1]),
-        ("bfloat16", 1, 2, [1]),  # a node without a thread
-        ("float16", 1, 16, [0, 15, 3]),
+        ("float32", {}, [0, 0, 0]),
+        ("float32", {"num_kv_heads": 1, "context_pages": 20}, [0, 0]),
+        ("float16", TWO_LISTS, [0]),
+        ("bfloat16", TWO_LISTS, [0, 0]),
+        ("bfloat16", {"num_nodes": 2}, [0, 0, 1]),
+        ("float32", {"num_nodes": 3, **TWO_LISTS}, [2, 0, 1]),
+        ("bfloat16", {"num_nodes": 2}, [1]),  # a node without a thread
+        ("float16", {"num_nodes": 16}, [0, 15, 3]),
     ],
 )
 def test_the_worker_s_answer_is_the_oracle_s_and_bitwise_the_caller_s(
-    make_arena, make_ring, kv_dtype, lists, num_nodes, threads, parts
+    make_arena, make_ring, kv_dtype, sizes, threads, parts
 ):
     rounds = kv_dtype == "bfloat16"  # queries, and results: by half a unit in the last place
-    sizes = {"lists": lists, "max_batch": 4 * lists, "num_nodes": num_nodes}
     q_dtype = "bfloat16" if rounds else "float32"
     arena = make_arena(kv_dtype=kv_dtype, q_dtype=q_dtype, **sizes)
     ring = make_ring(arena, threads=len(threads), parts=parts, nodes=threads)
@@ -67,6 +69,18 @@ def test_the_producer_splits_by_the_rule(make_arena, make_ring, counts, split):
     assert int(ring.view.record(0)["parts"]) == _native.split_runs(*split, *batch)
 
 
+def test_ids_behind_the_last_token_are_refused(make_arena, make_ring):
+    spec = (arena := make_arena(num_kv_heads=1, context_pages=20)).spec
+    end, ring, q = (
+        spec.num_pages + 20 * spec.page_size,
+        make_ring(arena),
+        np.zeros((1, 4, 16), "f4"),
+    )
+    ring.post(0, 0, q, np.full((1, 1), end - 1, np.int32), np.ones(1, np.int32))
+    with pytest.raises(ValueError, match=f"page id {end} of row 0 is outside"):
+        ring.post(0, 1, q, np.full((1, 1), end, np.int32), np.ones(1, np.int32))
+
+
 def test_a_request_has_all_its_lists(make_arena, make_ring):
     q, pages, n_pages = make_request((arena := make_arena(lists=2)).spec, 2, 1)
     with pytest.raises(ValueError, match="post: 3 rows are not a multiple of the 2 lists"):
@@ -92,7 +106,7 @@ def test_wrap_around(make_arena, make_ring, head):
     ring.live()
     request = make_request(arena.spec, 4, 3, full=True)
     expected = oracle(arena, 2, *request)
-    posts = 5 * arena.layout().log_entries
+    posts = 5 * arena.layout.log_entries
     for step in range(posts):
         *answer, fallback = ring.serve(2, step, request)
         close(answer, expected)

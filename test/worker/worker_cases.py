@@ -46,8 +46,8 @@ def oracle(arena: Arena, layer: int, q, pages, n_pages) -> tuple[np.ndarray, np.
         if not ids:
             continue
         k, v = (
-            from_bits(plane[ids], s)[:, :, head // group].reshape(-1, s.head_dim).astype(float)
-            for plane in (arena.k_pages(layer), arena.v_pages(layer))
+            np.concatenate([tokens_of(arena, layer, which, p, head // group) for p in ids])
+            for which in (0, 1)
         )
         logits = k @ q[b, head].astype(np.float64) * s.scale
         top = logits.max()
@@ -57,6 +57,16 @@ def oracle(arena: Arena, layer: int, q, pages, n_pages) -> tuple[np.ndarray, np.
     return out, lse
 
 
+def tokens_of(arena: Arena, layer: int, which: int, page: int, kv_head: int) -> np.ndarray:
+    """K (0) or V (1) of the tokens that an id stands for: a host page's, or the first of a context page, [n, D]."""
+    s = arena.spec
+    kept, last = divmod(page - s.num_pages, s.page_size)
+    if kept >= 0:
+        return arena.context(layer, which)[kept, : last + 1].astype(float)
+    plane = (arena.k_pages, arena.v_pages)[which](layer)
+    return from_bits(plane[page, :, kv_head], s).astype(float)
+
+
 def close(found, expected, **tolerance: float) -> None:
     """out and lse are the oracle's."""
     np.testing.assert_allclose(found[0], expected[0], **TOLERANCE | tolerance)
@@ -64,7 +74,10 @@ def close(found, expected, **tolerance: float) -> None:
 
 
 def make_request(spec: ArenaSpec, batch: int, seed: int, full: bool = False) -> Request:
-    """Random q, pages and n_pages of `batch` requests; unless full some rows are empty, some entries -1."""
+    """Random q, pages and n_pages of `batch` requests; unless full some rows are empty, some entries -1.
+
+    If there are context pages, every second list is of these, of which the last may be partly filled.
+    """
     rng = np.random.default_rng(seed)
     rows = batch * spec.lists
     q = rng.standard_normal((batch, spec.num_q_heads, spec.head_dim), np.float32)
@@ -74,6 +87,12 @@ def make_request(spec: ArenaSpec, batch: int, seed: int, full: bool = False) -> 
     n_pages = rng.integers(0, spec.max_pages + 1, rows, np.int32)
     if full:
         n_pages[:] = spec.max_pages
+    if spec.context_pages:
+        size, of_context = spec.page_size, pages[::2]
+        of_context[:] = rng.integers(0, spec.context_pages, of_context.shape) * size + size - 1
+        last = np.maximum(n_pages[::2] - 1, 0)
+        of_context[np.arange(len(last)), last] -= rng.integers(0, size, len(last), np.int32)
+        of_context += spec.num_pages
     return q, pages, n_pages
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 
 from sglang_scout.cli import machine_checks as machine
-from sglang_scout.cli.machine_checks import FAILED, OK, WARNING, Check, python, reason
+from sglang_scout.cli.machine_checks import FAILED, WARNING, Check, python, reason
 from sglang_scout.cli.table import columns
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
@@ -50,11 +50,9 @@ def pinned(distribution: str) -> str | None:
 
 def check_python() -> Check:
     found = ".".join(map(str, sys.version_info[:3]))
+    fix = "use Python 3.11 or 3.12: not all of SGLang's packages have wheels for newer versions"
     values = {"version": found, "executable": sys.executable}
-    if sys.version_info >= (3, 13):
-        fix = "use Python 3.11 or 3.12: not all of SGLang's packages have wheels for newer versions"
-        return Check(WARNING, found, fix, values)
-    return Check(OK, found, values=values)
+    return Check(found, fix if sys.version_info >= (3, 13) else "", values)
 
 
 def check_sglang() -> Check:
@@ -63,15 +61,16 @@ def check_sglang() -> Check:
     try:
         found = version("sglang")
     except PackageNotFoundError:
-        return Check(FAILED, "not installed", fix)
+        return Check("not installed", fix, failed=True)
     values = {"version": found, "supported": supported}
     if found not in supported:
-        return Check(FAILED, f"{found}, expected {' or '.join(supported)}", fix, values)
+        return Check(f"{found}, expected {' or '.join(supported)}", fix, values, failed=True)
     done = python("-c", "import torch, sgl_kernel")
     if "libcuda.so.1" in done.stderr and found != "0.5.15.post1":  # which works without them
         fix = "without a GPU: run scripts/no_driver.sh VENV, then . scripts/cpu_env.sh; with a GPU: install its driver"
-        return Check(FAILED, f"{found}; its kernels do not load: {reason(done)}", fix, values)
-    return Check(OK, found, values=values)
+        found += f"; its kernels do not load: {reason(done)}"
+        return Check(found, fix, values, failed=True)
+    return Check(found, values=values)
 
 
 def check_queries() -> Check:
@@ -80,36 +79,37 @@ def check_queries() -> Check:
     done = python("-m", "sglang_scout.plugin.query_check", **on_cpu)
     if done.returncode != 0:
         fix = "see the sglang check above; a decode server compares them again in its first steps"
-        return Check(WARNING, f"could not compare predicted queries: {reason(done)}", fix)
+        return Check(f"could not compare predicted queries: {reason(done)}", fix)
     found = json.loads(done.stdout.splitlines()[-1])
     if "error" in found:
-        return Check(FAILED, found["error"], "please report it")
-    return Check(OK, "predicted queries match those that SGLang's layers compute")
+        return Check(found["error"], "please report it", failed=True)
+    return Check("predicted queries match those that SGLang's layers compute")
 
 
 def check_plugin() -> Check:
     found = {e.name: e.value for e in entry_points(group=PLUGIN_GROUP)}
     if PLUGIN_NAME not in found:
-        return Check(FAILED, f"no entry point {PLUGIN_NAME!r} in {PLUGIN_GROUP}", INSTALL)
+        return Check(f"no entry point {PLUGIN_NAME!r} in {PLUGIN_GROUP}", INSTALL, failed=True)
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     names = [name.strip() for name in allowed.split(",") if name.strip()]
     values = {"entry_point": found[PLUGIN_NAME], "allowed": names}
     if names and PLUGIN_NAME not in names:
         text = f"SGLANG_PLUGINS={allowed} does not include {PLUGIN_NAME}"
-        return Check(FAILED, text, f"add {PLUGIN_NAME} to SGLANG_PLUGINS, or unset it", values)
-    return Check(OK, found[PLUGIN_NAME], values=values)
+        fix = f"add {PLUGIN_NAME} to SGLANG_PLUGINS, or unset it"
+        return Check(text, fix, values, failed=True)
+    return Check(found[PLUGIN_NAME], values=values)
 
 
 def check_native() -> Check:
     done = python("-c", "from sglang_scout import _native; print(_native.isa())")
     if done.returncode != 0:
-        return Check(FAILED, f"cannot be imported: {reason(done)}", INSTALL)
+        return Check(f"cannot be imported: {reason(done)}", INSTALL, failed=True)
     isa, forced = done.stdout.strip(), os.environ.get("SCOUT_ISA")
     values = {"isa": isa, "forced": forced}
     if forced:
         fix = "unset SCOUT_ISA to use the best instruction set of this CPU"
-        return Check(WARNING, f"{isa}, SCOUT_ISA={forced} is set", fix, values)
-    return Check(OK, isa, values=values)
+        return Check(f"{isa}, SCOUT_ISA={forced} is set", fix, values)
+    return Check(isa, values=values)
 
 
 def _importable(module: str, distribution: str, packages: str = "") -> Check:
@@ -123,11 +123,11 @@ def _importable(module: str, distribution: str, packages: str = "") -> Check:
         fix = f"pip install {distribution}"
         if "cannot open shared object file" in reason(done) and packages:
             fix = f"apt-get install -y {packages}"
-        return Check(FAILED, reason(done), fix, values)
+        return Check(reason(done), fix, values, failed=True)
     if wanted is not None and found != wanted:
         fix = f"tested with {wanted}: pip install {distribution}=={wanted}"
-        return Check(WARNING, f"{found}, expected {wanted}", fix, values)
-    return Check(OK, found or "found (another distribution)", values=values)
+        return Check(f"{found}, expected {wanted}", fix, values)
+    return Check(found or "found (another distribution)", values=values)
 
 
 def check_mooncake() -> Check:
@@ -138,10 +138,10 @@ def check_mooncake() -> Check:
     distribution = "mooncake-transfer-engine-cuda13"
     packages += " ibverbs-providers libcurl4"
     check = _importable("torch, mooncake.engine", distribution, packages)
-    if check.state == OK and not machine.transfer_reads_device():
+    if not check.fix and not machine.transfer_reads_device():
         found = f"{check.found}; built without CUDA, so TCP cannot send from a GPU"
         fix = f"pip install {distribution}=={pinned(distribution)}, or start the prefill server with --device cpu"
-        return replace(check, state=WARNING, found=found, fix=fix)
+        return replace(check, found=found, fix=fix)
     return check
 
 
@@ -168,7 +168,7 @@ def check_policy(name: str, keys: str) -> Check:
     text = f"{name}: {missing}; budget of {config.budget_tokens} tokens"
     values = {"policy": policy.name, "budget_tokens": config.budget_tokens, "digest": config.digest}
     values |= {"worker": policy.route == "cpu", "missing": missing, "files": files}
-    return Check(OK, "; ".join([text, *files]), values=values)
+    return Check("; ".join([text, *files]), values=values)
 
 
 def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
@@ -205,27 +205,24 @@ def outcome(check: Callable[[], Check]) -> Check:
         return check()
     except ConfigError as error:
         what, _, fix = str(error).rpartition("; ")
-        return Check(FAILED, what, fix)
+        return Check(what, fix, failed=True)
     except ImportError as error:
-        return Check(FAILED, str(error), INSTALL)
+        return Check(str(error), INSTALL, failed=True)
     except Exception as error:
         fix = "fix the error above; in a checkout, scripts/setup.sh --force rebuilds the native module"
-        return Check(FAILED, f"{type(error).__name__}: {error}", fix)
+        return Check(f"{type(error).__name__}: {error}", fix, failed=True)
 
 
 def report(results: Mapping[str, Check]) -> str:
     """The text report; each fix is below its line."""
-    found = list(results.values())
+    states = [check.state for check in results.values()]
     lines = columns([(check.state, name, check.found) for name, check in results.items()])
-    gap = " " * (max(len(check.state) for check in found) + 2)
-    out = []
-    for check, line in zip(found, lines.splitlines(), strict=True):
-        out.append(line)
-        out += [f"{gap}{more}" for more in check.below.splitlines()]
+    gap, out = " " * (max(map(len, states)) + 2), []
+    for check, line in zip(results.values(), lines.splitlines(), strict=True):
+        out += [line, *(f"{gap}{more}" for more in check.below.splitlines())]
         if check.fix:
             out.append(f"{gap}-> {check.fix}")
-    failed = sum(check.state == FAILED for check in found)
-    warned = sum(check.state == WARNING for check in found)
+    failed, warned = states.count(FAILED), states.count(WARNING)
     verdict = f"{failed} failed: this machine cannot serve" if failed else "this machine can serve"
     out.append(f"\n{verdict}" + (f"; warnings: {warned}" if warned else ""))
     out.append(f"next: {AGAIN if failed else START}")
@@ -246,11 +243,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs all checks, prints them, returns the exit code."""
     results = {name: outcome(check) for name, check in checks(args).items()}
-    ok = all(check.state != FAILED for check in results.values())
+    ok = not any(check.failed for check in results.values())
     if args.json:
-        found = [{"name": name} | asdict(check) for name, check in results.items()]
-        for check in found:
-            del check["below"]
+        found = [{"name": name, "state": x.state, **asdict(x)} for name, x in results.items()]
         print(json.dumps({"ok": ok, "checks": found}, indent=2))
     else:
         print(report(results))

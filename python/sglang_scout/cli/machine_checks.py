@@ -31,11 +31,15 @@ COUNT_DEVICES = (
 class Check:
     """One line of the report."""
 
-    state: str  # OK, WARNING (serves, but suboptimally) or FAILED (does not serve)
     found: str
     fix: str = ""  # what to do; empty if ok
     values: dict[str, Any] = field(default_factory=dict)  # the same as numbers, for --json
-    below: str = ""  # lines of text below it, not for --json
+    failed: bool = False  # the machine does not serve; otherwise it does, with a fix suboptimally
+    below: str = ""  # lines of text below it
+
+    @property
+    def state(self) -> str:
+        return FAILED if self.failed else WARNING if self.fix else OK
 
 
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -101,22 +105,22 @@ def check_cpus(given: Collection[int] | None = None) -> Check:
     elif problem:
         text += f"; {problem}"
         fix = "add CPUs near the GPU to the cpuset, for example with docker's --cpuset-cpus"
-    return Check(WARNING if fix else OK, text, fix, values, "\n".join(below))
+    return Check(text, fix, values, below="\n".join(below))
 
 
 def check_gpu() -> Check:
     gpus = [{"address": gpu, "numa_node": numa.node_of(gpu)} for gpu in numa.nvidia_gpus()]
     values: dict[str, Any] = {"gpus": gpus}
     if not gpus:
-        return Check(OK, "none; start servers with --device cpu", values=values)
+        return Check("none; start servers with --device cpu", values=values)
     found = ", ".join(f"{gpu['address']} on NUMA node {gpu['numa_node']}" for gpu in gpus)
     count, why = cuda_devices()
     values["cuda_devices"] = count
     if not count:
         fix = "install NVIDIA's driver and, in a container, give access to the GPU; or start servers with --device cpu"
-        return Check(WARNING, f"{found}, but torch sees no CUDA device ({why})", fix, values)
+        return Check(f"{found}, but torch sees no CUDA device ({why})", fix, values)
     note = f"; torch sees {count}: start servers with --device cuda, which is untested on a GPU (docs/gpu.md)"
-    return Check(OK, found + note, values=values)
+    return Check(found + note, values=values)
 
 
 def check_environment() -> Check:
@@ -128,11 +132,11 @@ def check_environment() -> Check:
     missing = {name: value for name, value in wanted.items() if not os.environ.get(name)}
     values = {"missing": missing}
     if not missing:
-        return Check(OK, "the variables that servers need are set", values=values)
+        return Check("the variables that servers need are set", values=values)
     exports = " ".join(f"{name}={value}" for name, value in missing.items())
     verb = "is" if len(missing) == 1 else "are"
     found = f"{' and '.join(missing)} {verb} not set; servers that you start by hand need this"
-    return Check(WARNING, found, f"source scripts/cpu_env.sh, or export {exports}", values)
+    return Check(found, f"source scripts/cpu_env.sh, or export {exports}", values)
 
 
 def check_memory() -> Check:
@@ -142,26 +146,23 @@ def check_memory() -> Check:
         text += f", {gib(now)} of it now and the rest as the machine grows"
     text += "; by default KV pages take half of it, or the pool of huge pages"
     values = {"available_bytes": available, "available_now_bytes": now}
-    if available < SMALL_MEMORY_BYTES:
-        fix = "free memory: two servers need a few GiB in addition to the KV pages"
-        return Check(WARNING, text, fix, values)
-    return Check(OK, text, values=values)
+    fix = "free memory: two servers need a few GiB in addition to the KV pages"
+    return Check(text, fix if available < SMALL_MEMORY_BYTES else "", values)
 
 
 def check_hugepages() -> Check:
-    pool, mode = host_memory.pool_pages()[0], host_memory.shmem_mode()
+    pool, mode, fix = host_memory.pool_pages()[0], host_memory.shmem_mode(), ""
     text = f"{pool} free 2 MiB pages in the pool, shmem_enabled is {mode or 'unknown'}"
-    values = {"free_pool_pages": pool, "shmem_enabled": mode}
-    if pool or mode in host_memory.SHMEM_MODES_THAT_HELP:
-        return Check(OK, text, values=values)
-    fix = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    return Check(WARNING, f"{text}; host memory for KV uses pages of 4 KiB", fix, values)
+    if not pool and mode not in host_memory.SHMEM_MODES_THAT_HELP:
+        text += "; host memory for KV uses pages of 4 KiB"
+        fix = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    return Check(text, fix, {"free_pool_pages": pool, "shmem_enabled": mode})
 
 
 def check_locked_memory() -> Check:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
-        return Check(OK, "unlimited", values={"limit_bytes": None})
+        return Check("unlimited", values={"limit_bytes": None})
     needs, values = {}, {"limit_bytes": limit}
     if numa.nvidia_gpus():
         needs["--device cpu"] = "a decode server with --device cuda page-locks all KV pages"
@@ -169,9 +170,9 @@ def check_locked_memory() -> Check:
         needs["MOONCAKE_PROTOCOL=tcp"] = "RDMA transfer registers all KV pages"
     if not needs:
         found = f"{gib(limit)}; more is not needed without a GPU or an RDMA device"
-        return Check(OK, found, values=values)
+        return Check(found, values=values)
     fix = (
         f"{', and '.join(needs.values())}: set ulimit -l unlimited (LimitMEMLOCK=infinity of a service), "
         f"or use {' and '.join(needs)}"
     )
-    return Check(WARNING, gib(limit), fix, values)
+    return Check(gib(limit), fix, values)

@@ -36,21 +36,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokens = "tokens of one request, prompt and answer (default: the model's maximum)"
     add("--context --context-tokens", tokens, dest="context_tokens")
     add("--requests", "concurrent requests to plan for (default: as many as fit)")
-    add("--kv-offload", "as the server's flag (default: scout)", str, "POLICY", default="scout")
-    add("--kv-offload-config", "as the server's flag", str, "JSON", default="{}")
-    budget = "the server's --kv-offload-budget, a multiple of 32 (default: {}, unless the policy has its own)"
-    add("--budget", budget.format(DEFAULT_BUDGET_TOKENS), metavar="TOKENS")
+    policy = {"default": "scout", "dest": "policy"}
+    add("--kv-offload", "as the server's flag (default: scout)", str, "POLICY", **policy)
+    keys = {"default": "{}", "dest": "config"}
+    add("--kv-offload-config", "as the server's flag", str, "JSON", **keys)
+    budget = "as the server's flag, a multiple of 32 (default: {}, unless the policy has its own)"
+    of_flag = {"metavar": "TOKENS", "dest": "budget_tokens"}
+    add("--kv-offload-budget --budget", budget.format(DEFAULT_BUDGET_TOKENS), **of_flag)
     host = "the server's --kv-offload-host-gb, in GiB (default: about the server's, half of the available memory)"
-    add("--host-gb", host, float, "GB")
+    add("--host-gb", host, float, "GB", dest="host_gib")
     gpu = (
         f"GPU to predict step times for, and whose memory is the default of --gpu-gb: {', '.join(DEVICES)}, or a JSON "
         "file with a device's rates (python/sglang_scout/cli/step_model.py names them)"
     )
     add("--gpu", gpu, str, "NAME")
     memory = "memory of one GPU in GiB (default: that of --gpu; without both, only host memory limits the requests)"
-    add("--gpu-gb", memory, float, "GB")
+    add("--gpu-gb", memory, float, "GB", dest="gpu_gib")
     share = "SGLang's flag: share of the GPU's memory for weights and KV (default: 0.88)"
-    add("--mem-fraction-static", share, float, "SHARE", default=0.88)
+    add("--mem-fraction-static", share, float, "SHARE", default=0.88, dest="mem_fraction")
     weights = "SGLang's flag: type of the weights (default: auto, the type in config.json, or float16 for float32)"
     add("--dtype", weights, str, None, default="auto", choices=("auto", *DTYPES))
     kv = "SGLang's flag: type of KV (default: auto, the type of the weights)"
@@ -61,22 +64,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 0, or 1 if the asked number of requests does not fit."""
     from sglang_scout.cli.sizes import make_plan  # imports torch, which the help must not
 
+    asked = {name: x for name, x in vars(args).items() if name not in ("run", "json", "gpu")}
     device = find_device(args.gpu) if args.gpu else None
-    if device and args.gpu_gb is None:
-        args.gpu_gb = device.memory_bytes / GIB
-    plan = make_plan(
-        args.model_path,
-        context_tokens=args.context_tokens,
-        requests=args.requests,
-        budget_tokens=args.budget,
-        host_gib=args.host_gb,
-        gpu_gib=args.gpu_gb,
-        mem_fraction=args.mem_fraction_static,
-        dtype=args.dtype,
-        kv_cache_dtype=args.kv_cache_dtype,
-        policy=args.kv_offload,
-        config=args.kv_offload_config,
-    )
+    if device and args.gpu_gib is None:
+        asked["gpu_gib"] = device.memory_bytes / GIB
+    plan = make_plan(**asked)
     modelled = has_model(plan.server.policy)
     steps = predict(plan, device) if device and plan.fits and modelled else None
     print(json.dumps(as_dict(plan, steps), indent=2) if args.json else as_text(plan, steps))
@@ -121,11 +113,8 @@ def as_dict(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> d
             more = {"us": of.us, "tokens_per_s": of.tokens_per_s, "bound": of.bound}
             result["step"][name] = asdict(of) | more
         for name, end in (("low", low), ("high", high)):
-            wins = {
-                "wins_from_requests": end.wins_from,
-                "wins_with_host_bytes": end.wins_host_bytes,
-            }
-            result["step"][name] |= wins | {"speed_up": end.speed_up}
+            wins = {"wins_from_requests": end.wins_from, "speed_up": end.speed_up}
+            result["step"][name] |= wins | {"wins_with_host_bytes": end.wins_host_bytes}
     return result
 
 
@@ -156,19 +145,16 @@ def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> s
 def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
     memory, requests = plan.memory, max(plan.requests, 1)
     device = "device" if plan.gpu_kv_bytes is None else "GPU"
-    shown = [
-        *((device if row in memory.device_rows else "host", *row) for row in memory.rows),
-        (device, "total", requests, memory.device_bytes),
-    ]
-    rows = [
-        (f"{where}: {what}", str(count), gib(nbytes), gb(nbytes / requests))
-        for where, what, count, nbytes in shown
-    ]
-    return [("", "", "all", "per request"), *rows]
+    rows = [("", "", "all", "per request")]
+    for row in (*memory.rows, total := ("total", requests, memory.device_bytes)):
+        what, count, nbytes = row
+        where = device if row in (*memory.device_rows, total) else "host"
+        rows.append((f"{where}: {what}", str(count), gib(nbytes), gb(nbytes / requests)))
+    return rows
 
 
 def _fit_rows(plan: Plan) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("", "offload", "stock")]
+    rows = [("", "offload", "stock")]
     rows.append((f"by host memory ({gib(plan.host_bytes)})", str(plan.offload.by_host), "-"))
     if plan.gpu_kv_bytes is not None and plan.stock is not None:
         name = f"by GPU memory ({gib(plan.gpu_kv_bytes)} after the weights)"

@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Makes, writes and prints a profile. Returns 0."""
-    files = [("STEP_LOG", args.step_log), ("--output", args.output), ("--plot", args.plot)]
-    check_different((flag, f"profile: {flag} {path!r}", path) for flag, path in files)
+    files = {"STEP_LOG": args.step_log, "--output": args.output, "--plot": args.plot}
+    check_different({f"profile: {flag} {path!r}": path for flag, path in files.items() if path})
     profile = profile_of(read_step_log(args.step_log), args.threshold)
     try:
         save_profile(profile, args.output)

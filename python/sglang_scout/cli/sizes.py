@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from sglang_scout.cli.model_config import ModelConfig, read_model
 from sglang_scout.cli.table import GIB
-from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, OffloadConfig, parse_config
+from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig, parse_config
 from sglang_scout.core.errors import ArenaError, ConfigError
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import MemoryPlan, ServerSize
@@ -26,16 +25,12 @@ from sglang_scout.worker.ring import MAX_BATCH, MOST_THREADS_PER_GROUP
 MAX_TOKENS, MAX_GIB = 2**40, 2**30
 
 
-def server_config(
-    name: str, keys: str, budget_tokens: int | None = None, flags: Mapping[str, str] = FLAGS
-) -> OffloadConfig:
+def server_config(name: str, keys: str, budget_tokens: int | None = None) -> OffloadConfig:
     """The configuration of a server with this policy; arguments as of :func:`parse_config`."""
     if name not in (known := policies()):
         names = ", ".join(known)
         raise ConfigError(f"--kv-offload {name!r}: unknown policy; choose one of {names}")
-    return parse_config(
-        policy=name, policies=known, config=keys, budget_tokens=budget_tokens, flags=flags
-    )
+    return parse_config(policy=name, policies=known, config=keys, budget_tokens=budget_tokens)
 
 
 @dataclass(frozen=True)
@@ -178,8 +173,7 @@ def make_plan(
     _check_range("--host-gb", host_gib, MAX_GIB)
     _check_range("--gpu-gb", gpu_gib, MAX_GIB)
     _check_range("--mem-fraction-static", mem_fraction, 1)
-    flags = FLAGS | {"budget_tokens": "plan: --budget"}
-    settings = server_config(policy, config, budget_tokens, flags)
+    settings = server_config(policy, config, budget_tokens)
     model = read_model(model_path, dtype, kv_cache_dtype)
     made = make_policy(Context(settings, model.num_layers, page_bytes=1))
     context = context_tokens or model.max_context_tokens
@@ -202,8 +196,8 @@ def make_plan(
         memory = server.memory(max(requests or offload.requests, 1))
     except ArenaError as error:
         raise ConfigError(
-            f"plan: --model-path {model_path}, --budget {settings.budget_tokens}: {error}; lower the budget, "
-            "--context-tokens or --requests, or choose another model"
+            f"plan: --model-path {model_path}, --kv-offload-budget {settings.budget_tokens}: {error}; lower the "
+            "budget, --context-tokens or --requests, or choose another model"
         ) from None
     return Plan(server, host_bytes, gpu_kv_bytes, offload, stock, requests, memory)
 

@@ -243,10 +243,9 @@ class Prediction:
 
     stock: Step
     offload: Step
-    wins_from: (
-        int | None
-    )  # batch from which on offload is faster than stock's best; None: none that fits is
-    wins_host_bytes: int | None  # of that batch
+    # The batch from which on offload is faster than stock's best, and its host pages; None: none that fits is.
+    wins_from: int | None
+    wins_host_bytes: int | None
 
     @property
     def speed_up(self) -> float | None:

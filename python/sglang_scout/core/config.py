@@ -49,7 +49,7 @@ FLAGS = {
     "cpus": "--kv-offload-cpus",
     "config": "--kv-offload-config",
 }
-"""Names of the arguments of `parse_config` in error messages; a command with its own flags passes its own."""
+"""Names of the arguments of `parse_config`, in messages."""
 
 Layer = Annotated[int, Meta(ge=0)]
 
@@ -266,9 +266,6 @@ class OffloadConfig:
     attend_kernel: str = _for_tests(
         "auto", "Attention on the device", choices=("auto", "native", "triton", "flash")
     )
-    worker_threads_per_group: int = _for_tests(
-        0, "Per sequence; 0: as is fastest", Meta(ge=0, le=16)
-    )
 
     @property
     def budget_pages(self) -> int:
@@ -339,8 +336,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_value(name: str, value: Any, flag: str) -> Any:
-    """One entry of ``flag``, checked against the table of keys."""
+def _check_value(name: str, value: Any) -> Any:
+    """One entry of ``--kv-offload-config``, checked against the table of keys."""
+    flag = FLAGS["config"]
     if name not in KEYS:
         near = difflib.get_close_matches(str(name), KEYS, n=1, cutoff=0.75)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(PUBLIC_KEYS)}"
@@ -377,21 +375,20 @@ def check_layers(config: OffloadConfig, num_layers: int) -> None:
         )
 
 
-def written_files(config: OffloadConfig, flag: str) -> list[tuple[str, str, str | None]]:
-    """The files of the keys of ``flag``, as :func:`check_different` takes them."""
-    paths = [(key, getattr(config, key)) for key in WRITTEN_KEYS]
-    return [(key, f"{flag}: {key} = {path!r}", path) for key, path in paths]
+def _written_files(config: OffloadConfig) -> dict[str, str]:
+    """Files to write, by flag, key and value."""
+    paths = {key: path for key in WRITTEN_KEYS if (path := getattr(config, key)) is not None}
+    return {f"{FLAGS['config']}: {key} = {path!r}": path for key, path in paths.items()}
 
 
 def check_files(config: OffloadConfig) -> None:
     """Refuse files that cannot be written, by opening them, in the process that uses them. Their contents are kept."""
-    for _, what, path in written_files(config, FLAGS["config"]):
-        if path is not None:
-            check_writable(what, path)
+    for what, path in _written_files(config).items():
+        check_writable(what, path)
 
 
-def _check_flag_type(name: str, value: Any, flag: str) -> None:
-    kind, expected = _FLAG_TYPES[name]
+def _check_flag_type(name: str, value: Any) -> None:
+    flag, (kind, expected) = FLAGS[name], _FLAG_TYPES[name]
     if not isinstance(value, kind) or isinstance(value, bool):
         what = f"is of type {type(value).__name__}"
         raise ConfigError(f"{flag} {value!r}: {what}; expected {expected}")
@@ -399,41 +396,38 @@ def _check_flag_type(name: str, value: Any, flag: str) -> None:
         raise ConfigError(f"{flag} {value!r}: is empty; expected {expected}")
 
 
-def _check_budget(budget_tokens: int, flag: str) -> None:
+def _check_budget(budget_tokens: int) -> None:
     page = PAGE_SIZE_TOKENS
     if not 0 < budget_tokens <= MAX_BUDGET_TOKENS or budget_tokens % page:
         nearest = (budget_tokens + page // 2) // page * page
         least = (OffloadConfig.sink_pages + OffloadConfig.recent_pages) * page
         raise ConfigError(
-            f"{flag} {budget_tokens}: must be a positive multiple of the page size "
+            f"{FLAGS['budget_tokens']} {budget_tokens}: must be a positive multiple of the page size "
             f"({page} tokens); the nearest is {min(max(least, nearest), MAX_BUDGET_TOKENS)}"
         )
 
 
 def _check_together(
-    config: OffloadConfig,
-    keys: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    flags: Mapping[str, str],
+    config: OffloadConfig, keys: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
     """Values that exclude or need each other."""
     forced = config.sink_pages + config.recent_pages
     if forced > config.budget_pages:
         plural = "" if config.budget_pages == 1 else "s"
         raise ConfigError(
-            f"{flags['budget_tokens']} {config.budget_tokens}: holds {config.budget_pages} page{plural}, fewer "
+            f"{FLAGS['budget_tokens']} {config.budget_tokens}: holds {config.budget_pages} page{plural}, fewer "
             f"than sink_pages + recent_pages = {forced}; raise it to at least {forced * PAGE_SIZE_TOKENS}"
         )
-    flag, profile = flags["config"], config.recall_profile
     for name, cause in idle_keys({**defaults, **keys}).items():
         if name in keys:
             is_said = KEYS[name].needs[0] in keys
-            with_what = cause if is_said else f"{flags['policy']} {config.policy}"
+            with_what = cause if is_said else f"{FLAGS['policy']} {config.policy}"
             raise ConfigError(
-                f"{flag}: {name} = {keys[name]!r} has no effect with {with_what}; drop one of them"
+                f"{FLAGS['config']}: {name} = {keys[name]!r} has no effect with {with_what}; drop one of them"
             )
-    of_profile = flags["recall_profile"], f"{flags['recall_profile']} {profile!r}", profile
-    check_different([of_profile, *written_files(config, flag)])
+    profile = config.recall_profile
+    read = {} if profile is None else {f"{FLAGS['recall_profile']} {profile!r}": profile}
+    check_different(read | _written_files(config))
 
 
 def parse_config(
@@ -446,7 +440,6 @@ def parse_config(
     cpus: str | None = None,
     config: str | Mapping[str, Any] | None = None,
     available_cpus: set[int] | None = None,
-    flags: Mapping[str, str] = FLAGS,
 ) -> OffloadConfig:
     """Build the configuration from the flags' raw values.
 
@@ -456,33 +449,32 @@ def parse_config(
             a key makes if true.
         budget_tokens .. config: raw values of the other flags; ``config`` may be the object itself.
         available_cpus: CPUs of this process; None: ask the kernel.
-        flags: names of the arguments in messages.
     Raises:
         ConfigError: a value is wrong, or of a wrong type; the message names flag, value and fix.
     """
     values = policy, budget_tokens, host_gb, recall_profile, cpus, config
     for name, value in zip(_FLAG_TYPES, values, strict=True):
         if value is not None or name == "policy":
-            _check_flag_type(name, value, flags[name])
+            _check_flag_type(name, value)
     if policy != "none" and policy not in policies:
         raise ConfigError(
-            f"{flags['policy']} {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
+            f"{FLAGS['policy']} {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
         )
     defaults = {"budget_tokens": DEFAULT_BUDGET_TOKENS, **policies.get(policy, {})}
     if budget_tokens is not None:
         defaults["budget_tokens"] = budget_tokens
-    _check_budget(defaults["budget_tokens"], flags["budget_tokens"])
+    _check_budget(defaults["budget_tokens"])
     if host_gb is not None and not host_gb > 0:
         raise ConfigError(
-            f"{flags['host_gb']} {host_gb}: must be greater than 0; give the GiB for KV pages, or drop the flag"
+            f"{FLAGS['host_gb']} {host_gb}: must be greater than 0; give the GiB for KV pages, or drop the flag"
         )
-    raw = load_json(config, flags["config"]) if isinstance(config, str) else config or {}
-    keys = {name: _check_value(name, value, flags["config"]) for name, value in raw.items()}
+    raw = load_json(config) if isinstance(config, str) else config or {}
+    keys = {name: _check_value(name, value) for name, value in raw.items()}
     for name in keys:
         if not KEYS[name].is_general and name not in defaults:
             owners = [other for other, known in policies.items() if name in known]
             raise ConfigError(
-                f"{flags['config']}: {name} = {keys[name]!r} has no effect with {flags['policy']} {policy}; it is for "
+                f"{FLAGS['config']}: {name} = {keys[name]!r} has no effect with {FLAGS['policy']} {policy}; it is for "
                 f"{' and '.join(owners)}; drop it"
             )
     for name, changes in policies.get(policy, {}).items():
@@ -493,8 +485,8 @@ def parse_config(
         policy=policy,
         host_gb=host_gb,
         recall_profile=recall_profile,
-        cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus, flags["cpus"]),
+        cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus, FLAGS["cpus"]),
         **{**defaults, **keys},
     )
-    _check_together(result, keys, defaults, flags)
+    _check_together(result, keys, defaults)
     return result

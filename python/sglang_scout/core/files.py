@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from sglang_scout.core.errors import ConfigError
 
@@ -49,21 +49,18 @@ def check_writable(what: str, path: str) -> None:
             os.unlink(path)
 
 
-def check_different(files: Iterable[tuple[str, str, str | None]]) -> None:
+def check_different(files: Mapping[str, str]) -> None:
     """Refuse one file under two names: one would overwrite the other.
 
     Args:
-        files: (key or flag; the same with its value, for the message; path or None) of each.
+        files: paths by flag or key with its value.
     """
     taken: dict[str | tuple[int, int], str] = {}
-    for name, what, path in files:
-        if path is None:
-            continue
+    for what, path in files.items():
         try:
             found = os.stat(path)
             file: str | tuple[int, int] = found.st_dev, found.st_ino  # also equal for hard links
         except (OSError, ValueError):
             file = os.path.realpath(path)
-        if file in taken:
-            raise ConfigError(f"{what}: {taken[file]} names the same file; name another")
-        taken[file] = name
+        if (other := taken.setdefault(file, what)) != what:
+            raise ConfigError(f"{what}: {other} names the same file; name another")

@@ -140,7 +140,7 @@ class ServerSize:
     @cached_property
     def worker(self) -> WorkerMemory:
         """Memory of CPU attention, which does not depend on the number of pages."""
-        return worker_memory(self.arena(1), self.config.worker_threads_per_group, self.node_cpus)
+        return worker_memory(self.arena(1), self.node_cpus)
 
     @property
     def wanted_slots(self) -> int:

@@ -191,9 +191,9 @@ def device_ring(
     worker.serve_device()
     return DeviceRing(
         arena.address,
-        arena.layout(),
+        arena.layout,
         arena.spec,
-        parts=worker.parts,
+        parts=0,
         split=worker.split,
         timeout_us=int(timeout_s * 1e6),
         device=device,

@@ -30,7 +30,7 @@ class DeviceRing:
     Args:
         address: of the ring as seen by the device.
         layout, spec: a `worker.ring.Layout` and a `worker.ring.ArenaSpec`.
-        parts: runs of pages that each row is split into; 0: according to ``split``, a `core.split.Split`.
+        parts: runs of pages that each row is split into; 0: according to ``split``, a `worker.ring.Split`.
         timeout_us: how long a merge waits for CPU attention, above 0.
         faults: [R] int64 in host memory that the device can write to, one word for each of R ranks that step together.
             None: one word, allocated here.

@@ -71,7 +71,6 @@ class ScoutAttnBackend(AttentionBackend):
         of_worker = WorkerConfig(
             ready_timeout_s=READY_TIMEOUT_S,
             spin_us=DEVICE_SPIN_US if in_graph else HOST_SPIN_US,
-            threads_per_group=self.config.worker_threads_per_group,
             populate=torch.device(device).type == "cuda",  # the pages were allocated by locking
         )
         self.worker = WorkerClient(

@@ -24,7 +24,6 @@ from sglang_scout.worker.arena_fits import bytes_now, check_fits, describe, pool
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
 from sglang_scout.worker.ring import (
     ArenaSpec,
-    Layout,
     layout_of,
     node_spans,
     read_header,
@@ -48,6 +47,7 @@ class Arena:
     Attributes:
         fd: the memory file; owned by this object.
         nbytes, address: size of the mapping in bytes, and its base address in this process.
+        layout: where its parts are.
         backing: ``"hugetlb"``, ``"thp"`` (transparent huge pages allowed) or ``"4k"``.
     """
 
@@ -57,7 +57,7 @@ class Arena:
         self.nbytes = memory.nbytes
         self.address = memory.ctypes.data
         self.backing = backing
-        self._layout = layout_of(spec)
+        self.layout = layout_of(spec)
         self._memory: np.ndarray | None = memory
         _open_arenas.add(self)
 
@@ -75,22 +75,14 @@ class Arena:
             ArenaError: not enough memory on the machine or on a node, a pool that is short though half of the pages are
                 free, a node that does not exist, or a failed system call.
         """
-        layout = layout_of(spec)
-        made = _take_from_pool(spec, layout, numa_nodes)
+        made = _take_from_pool(spec, numa_nodes)
         if made is None:
             check_fits(spec, numa_nodes)
             try:
-                made = _make(layout.total_bytes, False)
+                made = _make(spec, numa_nodes, False)
             except OSError as e:
                 raise ArenaError(f"cannot make {describe(spec)}: {e.strerror}") from e
-            with _closed_on_error(made[0]):
-                _bind(made[1], spec, numa_nodes, mmap.PAGESIZE)
-                now = functools.partial(bytes_now, numa_nodes)
-                if not host_memory.promised_bytes() and layout.total_bytes > now():
-                    host_memory.take_in_steps(made[1].ctypes.data, layout.total_bytes, now)
         fd, memory, backing = made
-        with _closed_on_error(fd):
-            write_header(memory, spec)
         logger.info("arena: %s, %s pages", describe(spec), backing)
         return cls(fd, memory, spec, backing)
 
@@ -115,9 +107,6 @@ class Arena:
         memory.flags.writeable = False
         return cls(own, memory, spec, backing)
 
-    def layout(self) -> Layout:
-        return self._layout
-
     def k_pages(self, layer: int) -> np.ndarray:
         """K of a layer, [P, S, H, D], float32 or the bits of a narrower type; no copy."""
         return self._plane(layer, 0)
@@ -134,7 +123,7 @@ class Arena:
 
     def checksums(self) -> np.ndarray:
         """Checksums of the pages, uint64 [L, P]; no copy."""
-        s, at = self.spec, self._layout
+        s, at = self.spec, self.layout
         words = self.bytes_at(at.checksums_offset, 8 * s.num_layers * s.num_pages * s.checksums)
         return words.view(np.uint64).reshape(s.num_layers, -1)
 
@@ -168,7 +157,7 @@ class Arena:
     def _plane(
         self, layer: int, which: int, begin: int = 0, shape: tuple[int, ...] = ()
     ) -> np.ndarray:
-        s, at = self.spec, self._layout
+        s, at = self.spec, self.layout
         shape = shape or (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
         begin += at.kv_offset + layer * at.layer_stride + which * at.v_offset
         plane = self.bytes_at(begin, int(np.prod(shape)) * s.storage_dtype.itemsize)
@@ -202,9 +191,15 @@ def _closed_on_error(fd: int) -> Iterator[None]:
         raise
 
 
-def _make(nbytes: int, from_pool: bool) -> tuple[int, np.ndarray, str]:
-    """A sealed file, its mapping, and how it is backed. Raises OSError."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+def _make(
+    spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool
+) -> tuple[int, np.ndarray, str]:
+    """A sealed file with a header, its mapping, and how it is backed. Raises OSError.
+
+    A mapping only reserves pages of the machine-wide pool. Whether they are on its nodes, and within cgroup limits,
+    shows when they are populated; on a later access it would be a SIGBUS.
+    """
+    layout, flags = layout_of(spec), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     flags |= os.MFD_HUGETLB | _MFD_HUGE_2MB if from_pool else 0
     try:
         fd = os.memfd_create(MEMFD_NAME, flags | _MFD_NOEXEC_SEAL)
@@ -213,44 +208,37 @@ def _make(nbytes: int, from_pool: bool) -> tuple[int, np.ndarray, str]:
             raise
         fd = os.memfd_create(MEMFD_NAME, flags)
     with _closed_on_error(fd):
-        os.ftruncate(fd, nbytes)
+        os.ftruncate(fd, layout.total_bytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-        memory, backing = _map(fd, nbytes, "hugetlb" if from_pool else "4k")
+        memory, backing = _map(fd, layout.total_bytes, "hugetlb" if from_pool else "4k")
+        place = memory.ctypes.data, memory.nbytes
+        if numa_nodes:
+            page_bytes = HUGE_PAGE_BYTES if from_pool else mmap.PAGESIZE
+            host_memory.bind_memory(place[0], node_spans(spec, layout, numa_nodes, page_bytes))
+        if from_pool:
+            error = populate_together(*place)
+            if error not in (0, errno.EINVAL):  # EINVAL: before Linux 5.14
+                raise OSError(error, os.strerror(error))
+        elif not host_memory.promised_bytes() and memory.nbytes > bytes_now(numa_nodes):
+            host_memory.take_in_steps(*place, functools.partial(bytes_now, numa_nodes))
+        write_header(memory, spec)
     return fd, memory, backing
 
 
-def _bind(memory: np.ndarray, spec: ArenaSpec, numa_nodes: Sequence[int], page_bytes: int) -> None:
-    if numa_nodes:
-        spans = node_spans(spec, layout_of(spec), numa_nodes, page_bytes)
-        host_memory.bind_memory(memory.ctypes.data, spans)
-
-
 def _take_from_pool(
-    spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int]
+    spec: ArenaSpec, numa_nodes: Sequence[int]
 ) -> tuple[int, np.ndarray, str] | None:
-    """Like :func:`_make`, from the hugetlb pool and populated; None if the pool cannot provide all pages.
-
-    A mapping only reserves pages of the machine-wide pool. Whether they are on its nodes, and within cgroup limits,
-    shows when they are populated; on a later access it would be a SIGBUS.
-    """
+    """Like :func:`_make`, in the hugetlb pool; None if that cannot provide all pages."""
     if short := pool_lacks(spec, numa_nodes):
         if host_memory.free_pool_bytes():
             logger.warning("arena: not in the huge page pool: %s", short)
         return None
-    nbytes = layout.total_bytes
     try:
-        fd, memory, backing = _make(nbytes, True)
-        with _closed_on_error(fd):
-            _bind(memory, spec, numa_nodes, HUGE_PAGE_BYTES)
-            error = populate_together(memory.ctypes.data, nbytes)
-            if error not in (0, errno.EINVAL):  # EINVAL: before Linux 5.14
-                raise OSError(error, os.strerror(error))
+        return _make(spec, numa_nodes, True)
     except OSError as e:
-        logger.warning(
-            "arena: not in the huge page pool, although it has enough pages: %s", e.strerror
-        )
+        what = "arena: not in the huge page pool, although it has enough pages: %s"
+        logger.warning(what, e.strerror)
         return None
-    return fd, memory, backing
 
 
 def _map(fd: int, nbytes: int, backing: str) -> tuple[np.ndarray, str]:

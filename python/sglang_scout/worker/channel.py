@@ -30,6 +30,8 @@ import zmq
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 
+logger = logging.getLogger(__name__)
+
 _ENDPOINT_ENV, _TOKEN_ENV = "SGLANG_SCOUT_ENDPOINT", "SGLANG_SCOUT_BOOT_TOKEN"
 _RECONNECT_MS = 2  # until the process has bound
 # Messages: whoever sends without end must not keep the receiver from its other work.
@@ -86,10 +88,9 @@ class Channel:
         token: str,
         receives: UnionType,
         peer_pid: int,
-        log: logging.Logger,
     ) -> None:
         self.endpoint, self.peer_pid, self.refused = endpoint, peer_pid, 0
-        self._socket, self._token, self._receives, self._log = socket, token.encode(), receives, log
+        self._socket, self._token, self._receives = socket, token.encode(), receives
         self._is_router = socket.type == zmq.ROUTER
         self._address: list[bytes] = []
         self._log_s = 0.0  # not before
@@ -97,11 +98,11 @@ class Channel:
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES)  # ZMQ hangs up on whoever sends more
 
     @classmethod
-    def connect(cls, context: ZmqContext, epoch: int, log: logging.Logger) -> Channel:
+    def connect(cls, context: ZmqContext, epoch: int) -> Channel:
         """The server's end; set ``peer_pid`` when the process has been started. Raises zmq.ZMQError."""
         endpoint = f"ipc://@sglang-scout-{os.getpid()}-{epoch}-{secrets.token_hex(8)}"
         socket = context.socket(zmq.DEALER)
-        channel = cls(socket, endpoint, secrets.token_hex(16), m.FromProcess, -1, log)
+        channel = cls(socket, endpoint, secrets.token_hex(16), m.FromProcess, -1)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.connect(endpoint)
         return channel
@@ -111,11 +112,11 @@ class Channel:
         return {_ENDPOINT_ENV: self.endpoint, _TOKEN_ENV: self._token.decode()}
 
     @classmethod
-    def bind(cls, context: ZmqContext, server_pid: int, log: logging.Logger) -> Channel:
+    def bind(cls, context: ZmqContext, server_pid: int) -> Channel:
         """The attention process's end."""
         endpoint, token = os.environ.pop(_ENDPOINT_ENV), os.environ.pop(_TOKEN_ENV)
         socket = context.socket(zmq.ROUTER)
-        channel = cls(socket, endpoint, token, m.FromServer, server_pid, log)
+        channel = cls(socket, endpoint, token, m.FromServer, server_pid)
         # libzmq looks up the names of users that it refuses, in its only thread; a name service may be slow. Only glibc
         # has this function, and in a class Python would mangle its name.
         with contextlib.suppress(AttributeError):
@@ -147,7 +148,7 @@ class Channel:
                     if (now_s := time.monotonic()) >= self._log_s:
                         self._log_s = now_s + _LOG_INTERVAL_S
                         what = "control channel of CPU attention: dropped a message (%d so far): %s"
-                        self._log.warning(what, self.refused, e)
+                        logger.warning(what, self.refused, e)
         return received
 
     def send(self, message: m.Message) -> None:

@@ -30,7 +30,7 @@ class PageChecksums:
     def __init__(self, arena: Arena) -> None:
         self.words: Words = arena.checksums()
         self._at = arena.address, arena.nbytes
-        bell = arena.bytes_at(arena.layout().bell_offset, BELL_DTYPE.itemsize)
+        bell = arena.bytes_at(arena.layout.bell_offset, BELL_DTYPE.itemsize)
         self._bell = bell.view(BELL_DTYPE)
         self._threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._seen = self.failures

@@ -7,19 +7,17 @@ the posted pages: from the worker, or computed in place by the same code.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
-from sglang_scout.core.split import Split
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.messages import Configure, WorkerConfig
-from sglang_scout.worker.ring import EVENT_DTYPE, most_threads
+from sglang_scout.worker.ring import EVENT_DTYPE, split_of
 from sglang_scout.worker.supervisor import Supervisor
 
 __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
@@ -86,11 +84,10 @@ class WorkerClient:
         cpus: one worker thread is pinned to each.
         background_cpus: for mapping pages; empty: any but ``cpus``.
         nodes: those of ``cpus`` that are local to each of the arena's NUMA nodes; not needed for an arena of one.
-        log: logger of the supervisor.
 
     Attributes:
-        parts: runs of pages that every sequence is split into; 0: determined by ``split``.
-        split: the rule for the number of runs where it is not fixed.
+        split: the rule by which the pages of a sequence are split among threads, also where the caller computes, so
+            that results are identical.
     """
 
     def __init__(
@@ -101,7 +98,6 @@ class WorkerClient:
         background_cpus: Sequence[int] = (),
         nodes: Sequence[Sequence[int]] | None = None,
         config: WorkerConfig | None = None,
-        log: logging.Logger | None = None,
     ) -> None:
         self._config = config or WorkerConfig()
         self._cpus = tuple(cpus)
@@ -110,11 +106,7 @@ class WorkerClient:
         node_of = {cpu: node for node, of_node in enumerate(nodes or [cpus]) for cpu in of_node}
         self._cpu_nodes = tuple(node_of[cpu] for cpu in cpus)
         node_cpus = max(1, min(map(self._cpu_nodes.count, range(self._spec.num_nodes))))
-        self.parts = self._config.threads_per_group
-        most = most_threads(self.parts, node_cpus)
-        list_bytes = 2 * self._spec.page_bytes // self._spec.lists  # of a page
-        least_pages = _native.least_run_pages(list_bytes) * self._spec.num_nodes
-        self.split = Split(node_cpus, most, least_pages)
+        self.split = split_of(self._spec, node_cpus)
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
         self._q_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
@@ -122,15 +114,15 @@ class WorkerClient:
         self._attendant: _native.RingAttendant | None = None
         self._own_epoch = 0
         self._next_event = [0] * len(self._cpus)
-        self._event_buffer = np.zeros(arena.layout().event_entries, EVENT_DTYPE)
+        self._event_buffer = np.zeros(arena.layout.event_entries, EVENT_DTYPE)
         configure = Configure(
             cpus=list(self._cpus),
             background_cpus=list(background_cpus),
             cpu_nodes=list(self._cpu_nodes),
-            config=replace(self._config, threads_per_group=most),
+            most_threads=self.split.most,
+            config=self._config,
         )
-        log = log or logging.getLogger(__name__)
-        self._supervisor = Supervisor(self._producer, arena, configure, log)
+        self._supervisor = Supervisor(self._producer, arena, configure)
 
     def start(self) -> None:
         """Starts the worker and returns when it is ready. Raises WorkerError, and leaves nothing running."""
@@ -198,7 +190,7 @@ class WorkerClient:
             _address(pages),
             pages.shape[1],
             _address(n_pages),
-            self.parts,
+            0,  # split by the rule
             len(q) * self._q_bytes,
         )
         return Ticket(layer, step, len(q), number)

@@ -100,10 +100,8 @@ def bytes_now(node: int | None = None, grown: bool = False) -> int:
     for kind, folder in _memory_groups():
         limits, used_name, cache_name = _GROUP_FILES[kind]
         with contextlib.suppress(OSError, ValueError):  # the root cgroup lacks these files
-            used = int((folder / used_name).read_text())
-            cache = re.search(
-                rf"^{cache_name} (\d+)$", numa.read(folder / "memory.stat"), re.MULTILINE
-            )
+            used, stat = int((folder / used_name).read_text()), numa.read(folder / "memory.stat")
+            cache = re.search(rf"^{cache_name} (\d+)$", stat, re.MULTILINE)
             used -= int(cache[1]) if cache else 0
             found = [numa.read(folder / name) for name in limits]  # "max": none
             left += [int(limit) - used for limit in found if limit.isdigit()]
@@ -112,18 +110,15 @@ def bytes_now(node: int | None = None, grown: bool = False) -> int:
 
 def _memory_groups() -> Iterator[tuple[str, Path]]:
     """Version and directory of this process's memory cgroup, and of its visible ancestors."""
-    # Lines are hierarchy:controllers:path; v2 has an empty controllers field.
-    lines = [line.split(":", 2) for line in numa.read(_PROC / "self/cgroup").splitlines()]
-    groups = {"cgroup2": "", "cgroup": ""}
-    for _, controllers, path in lines:
-        if not controllers:
-            groups["cgroup2"] = path
-        elif "memory" in controllers.split(","):
-            groups["cgroup"] = path
+    groups = {}
+    for line in numa.read(_PROC / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)  # v2 has no controllers there
+        if not controllers or "memory" in controllers.split(","):
+            groups["cgroup" if controllers else "cgroup2"] = path
     for line in numa.read(_PROC / "self/mountinfo").splitlines():
         mount, _, system = line.partition(" - ")
         kind, _, options = system.split(" ", 2)
-        if not groups.get(kind) or (kind == "cgroup" and "memory" not in options.split(",")):
+        if kind not in groups or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
         # The mount may start at a cgroup below the root, as in a container; paths may be the host's.
         root, folder = mount.split(" ")[3:5]
@@ -212,8 +207,9 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now)
         if error == errno.EINVAL:  # before Linux 5.14
             return
         if error:
-            what = f"only {gib(done)} of {gib(nbytes)} of host memory could be allocated"
-            raise ArenaError(f"{what}: {os.strerror(error)}; {fix}")
+            raise ArenaError(
+                f"only {gib(done)} of {gib(nbytes)} of host memory could be allocated: {os.strerror(error)}; {fix}"
+            )
         done, asked_s = done + step, time.monotonic()
         if done // STEP_BYTES > (done - step) // STEP_BYTES:
             logger.info("arena: %s of %s are allocated", gib(done), gib(nbytes))
@@ -287,18 +283,15 @@ def use_own_node() -> None:
 
     A process inherits its parent's policy, and SGLang starts a scheduler with ``numactl --membind``.
     """
-    default = ctypes.c_int(_MPOL_DEFAULT), None, ctypes.c_ulong(0)
-    _libc.syscall(ctypes.c_long(_SET_MEMPOLICY), *default)
+    _libc.syscall(*map(ctypes.c_long, (_SET_MEMPOLICY, _MPOL_DEFAULT, 0, 0)))
 
 
 def _mbind(address: int, nbytes: int, node: int) -> int:
     """The system call; 0 or an errno."""
     mask = (ctypes.c_ulong * (node // _BITS + 1))()
     mask[node // _BITS] = 1 << (node % _BITS)
-    memory = ctypes.c_void_p(address), ctypes.c_ulong(nbytes)
-    policy = ctypes.c_int(_MPOL_BIND), mask, ctypes.c_ulong(len(mask) * _BITS + 1)
-    rc = _libc.syscall(ctypes.c_long(_MBIND), *memory, *policy, ctypes.c_uint(0))
-    return ctypes.get_errno() if rc != 0 else 0
+    words = _MBIND, address, nbytes, _MPOL_BIND, ctypes.addressof(mask), len(mask) * _BITS + 1, 0
+    return ctypes.get_errno() if _libc.syscall(*map(ctypes.c_long, words)) else 0
 
 
 def gib(nbytes: int) -> str:

@@ -65,7 +65,7 @@ class Worker:
             runtime = start_runtime(arena, epoch, configure)
             stack.callback(runtime.stop)
             if configure.config.populate:
-                ring_bytes = arena.layout().kv_offset
+                ring_bytes = arena.layout.kv_offset
                 pages = arena.address + ring_bytes, arena.nbytes - ring_bytes
                 stack.callback(PopulateThread(*pages, others).stop)
             self._channel.send(m.Ready(isa=_native.isa()))
@@ -118,7 +118,7 @@ def attach(fd: int, register: m.Register) -> Arena:
 def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.RingRuntime:
     """Pins this thread and starts those that compute. Raises WorkerError naming a CPU that it cannot use."""
     cpus, config = configure.cpus, configure.config
-    settings = config.spin_us, config.threads_per_group, configure.cpu_nodes
+    settings = config.spin_us, configure.most_threads, configure.cpu_nodes
     try:
         os.sched_setaffinity(0, cpus)
         return _native.RingRuntime(arena.address, arena.nbytes, epoch, cpus, *settings)
@@ -141,7 +141,7 @@ def main() -> int:
     use_own_node()  # before there are other threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the decode server
     with zmq.Context() as context:
-        with contextlib.closing(Channel.bind(context, server_pid, logger)) as channel:
+        with contextlib.closing(Channel.bind(context, server_pid)) as channel:
             return Worker(channel).run(arena_fd, epoch)
 
 

@@ -23,7 +23,7 @@ import msgspec
 
 from sglang_scout.core.errors import WorkerError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT_CHARS = 4000  # of an error text
 
@@ -45,9 +45,6 @@ class WorkerConfig:
     retry_s: float = 30.0  # delay between further starts then
     stop_timeout_s: float = 1.0  # for the worker to exit by itself
     spin_us: int = 50  # how long an idle thread polls before it sleeps
-    # Threads of a NUMA node that share one sequence, its pages split evenly, also where the caller computes, so that
-    # results are identical; 0: chosen for speed, up to 8, see Split.
-    threads_per_group: int = 0
     populate: bool = False  # map all of the arena in the background, see PopulateThread
 
 
@@ -69,7 +66,8 @@ class Configure(Message, frozen=True, kw_only=True):
     cpus: list[int]  # one thread is pinned to each
     cpu_nodes: list[int]  # the arena's node of each, from 0
     background_cpus: list[int]  # for mapping pages; empty: any but `cpus`
-    config: WorkerConfig  # with the number of `threads_per_group`
+    most_threads: int  # of a NUMA node that may share a sequence
+    config: WorkerConfig
 
 
 class Ready(Message, frozen=True, kw_only=True):

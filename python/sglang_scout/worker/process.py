@@ -16,6 +16,8 @@ from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.channel import Channel, ZmqContext
 
+logger = logging.getLogger(__name__)
+
 _KILL_LOG_S = 5.0
 # It computes in its own threads; numpy's BLAS must not start any.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -36,13 +38,12 @@ class WorkerProcess:
         WorkerError: the channel or the process cannot be created.
     """
 
-    def __init__(self, context: ZmqContext, epoch: int, arena_fd: int, log: logging.Logger) -> None:
+    def __init__(self, context: ZmqContext, epoch: int, arena_fd: int) -> None:
         self.epoch = epoch
-        self._log = log
         # Cleanup in reverse order: here if construction fails, otherwise in end().
         with contextlib.ExitStack() as made:
             try:
-                self.channel = Channel.connect(context, epoch, log)
+                self.channel = Channel.connect(context, epoch)
                 made.callback(self.channel.close)
                 self._process = _spawn(self.channel, epoch, arena_fd)
                 made.callback(self._kill)
@@ -104,7 +105,7 @@ class WorkerProcess:
                 return
             except subprocess.TimeoutExpired:
                 # It is stuck in the kernel; no other may be started before it is gone.
-                self._log.error(
+                logger.error(
                     "CPU attention process %d does not die after SIGKILL, waiting", self.pid
                 )
 

@@ -25,7 +25,7 @@ KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 QUERY_DTYPES = KV_DTYPES[:2]
 MAX_BATCH = 1 << 16
 MAX_NODES = _native.RING_MAX_NODES
-MOST_THREADS_PER_GROUP = 8  # if their number is not configured
+MOST_THREADS_PER_GROUP = 8  # of a NUMA node that may share a sequence
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _STORAGE = dict(zip(KV_DTYPES, (np.float32, np.uint16, np.uint16, np.uint8, np.uint8), strict=True))
 _LIMITS = {
@@ -217,21 +217,34 @@ class WorkerMemory(NamedTuple):
         return (ring, partial) if self.partial_bytes else (ring,)
 
 
-def most_threads(threads_per_group: int, node_cpus: int) -> int:
-    """Threads of a NUMA node that may share a sequence; ``node_cpus``: of the node that has the fewest."""
-    return threads_per_group or min(node_cpus, MOST_THREADS_PER_GROUP)
+class Split(NamedTuple):
+    """Parameters of the rule that splits the pages of a batch among threads; the rule is in ``sgl-kernel/src/split.h``.
+
+    Attributes:
+        threads: that serve the batch; with several NUMA nodes those of one of them.
+        most: runs of a sequence, each for one thread.
+        least_pages: of a run of the longest sequence; with several nodes of all runs together.
+    """
+
+    threads: int = 1
+    most: int = 1
+    least_pages: int = 1
 
 
-def worker_memory(
-    spec: ArenaSpec, threads_per_group: int, node_cpus: Sequence[int]
-) -> WorkerMemory:
+def split_of(spec: ArenaSpec, node_cpus: int) -> Split:
+    """The rule for an arena; ``node_cpus``: of the NUMA node that has the fewest."""
+    list_bytes = 2 * spec.page_bytes // spec.lists  # of a page
+    least_pages = _native.least_run_pages(list_bytes) * spec.num_nodes
+    return Split(node_cpus, min(node_cpus, MOST_THREADS_PER_GROUP), least_pages)
+
+
+def worker_memory(spec: ArenaSpec, node_cpus: Sequence[int]) -> WorkerMemory:
     """For an arena of these sizes, whatever its number of pages; ``node_cpus``: the worker's on each NUMA node."""
-    nodes, threads = spec.num_nodes, most_threads(threads_per_group, min(node_cpus))
+    nodes, threads = spec.num_nodes, split_of(spec, min(node_cpus)).most
     result_bytes = _native.partial_bytes(spec.num_layers, 1, spec.row_heads, spec.head_dim, 2) // 2
     # In the largest record: one result per sequence, node and run, unless there is only one.
-    shared = spec.max_batch * threads if threads > 1 else 0
-    if not threads_per_group:
-        shared = min(shared, _native.RUNS_PER_THREAD * min(node_cpus))
+    most_runs = min(spec.max_batch * threads, _native.RUNS_PER_THREAD * min(node_cpus))
+    shared = most_runs if threads > 1 else 0
     results = nodes * max(shared, spec.max_batch if nodes > 1 else 0)
     return WorkerMemory(
         max_batch=spec.max_batch // spec.lists,

@@ -20,6 +20,8 @@ from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import ZmqContext, open_context
 from sglang_scout.worker.process import WorkerProcess
 
+logger = logging.getLogger(__name__)
+
 _STOPPED = ""  # exit reason of a worker that was told to stop
 
 
@@ -36,17 +38,12 @@ class Supervisor:
     """Keeps a worker process running until stopped. Attributes are as in WorkerStatus, and readable from any thread."""
 
     def __init__(
-        self,
-        producer: _native.RingProducer,
-        arena: Arena,
-        configure: m.Configure,
-        log: logging.Logger,
+        self, producer: _native.RingProducer, arena: Arena, configure: m.Configure
     ) -> None:
         self._producer = producer
         self._arena = arena
         self._configure = configure
         self._config = configure.config
-        self._log = log
         self._lock = threading.Lock()  # of a start's beginning, and a stop
         self._context: ZmqContext
         self._thread: threading.Thread | None = None
@@ -101,7 +98,7 @@ class Supervisor:
         try:
             self._keep_running()
         except Exception as e:  # a bug here must not leave a caller waiting for a worker
-            self._log.exception("supervisor of the CPU attention process")
+            logger.exception("supervisor of the CPU attention process")
             self.last_error = f"supervisor: {e!r}"
             self.state = "failed"
         finally:
@@ -125,7 +122,7 @@ class Supervisor:
             failed = failures >= config.max_start_failures
             pause_s = config.retry_s if failed else backoff_s
             self.state = "failed" if failed else "restarting"
-            self._log.warning("%s; next start in %.1f s", self.last_error, pause_s)
+            logger.warning("%s; next start in %.1f s", self.last_error, pause_s)
             if self._stopping.wait(pause_s):
                 return
             backoff_s = min(2 * backoff_s, config.backoff_max_s)
@@ -136,7 +133,7 @@ class Supervisor:
         epoch = self._producer.next_epoch()
         self._arena.restore_header()
         try:
-            process = WorkerProcess(self._context, epoch, self._arena.fd, self._log)
+            process = WorkerProcess(self._context, epoch, self._arena.fd)
         except WorkerError as e:
             self.last_error = str(e)
             return None
@@ -213,7 +210,7 @@ class Supervisor:
             self._first_outcome.set()
             what = "CPU attention process %d ready: %d threads, %s, control socket %s"
             threads = len(self._configure.cpus)
-            self._log.info(what, process.pid, threads, message.isa, process.channel.endpoint)
+            logger.info(what, process.pid, threads, message.isa, process.channel.endpoint)
 
     def _stop_gently(self, process: WorkerProcess) -> None:
         """What is posted is finished first, if that takes no longer than a stop may."""

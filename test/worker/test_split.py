@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_scout import _native
-from sglang_scout.core.split import Split
+from sglang_scout.worker.ring import Split
 
 counts = st.lists(st.integers(0, 4096), min_size=1, max_size=64)
 splits = st.builds(Split, st.integers(1, 256), st.integers(1, 16), st.integers(1, 600))
