@@ -149,9 +149,9 @@ def test_the_check_sees_selections_that_differ(make):
         said.append(x)
         return torch.stack(said).amax(0)
 
-    worker = make()
-    counters, ranks = worker.engine.counters, SimpleNamespace(combine=combine)
-    verifier = Verifier(worker.host, worker.shape, "cpu", counters, ranks)
+    engine = make().engine
+    counters = engine.counters
+    verifier = Verifier(engine, SimpleNamespace(combine=combine))
     pages = torch.arange(8)
     for chosen, unequal in ((pages, 0), (pages.clone(), 0), (pages.flip(0), 1)):
         verifier.check_selection(chosen)

@@ -29,7 +29,9 @@ def error_of(change_out=lambda out: None, change_host=lambda host: None):
     counters, tail = Counters(1), (torch.tensor([TAIL]), torch.tensor([LENGTH]))
     pages, slot_of = torch.tensor([[1, 3, -1]]), torch.tensor([-1, 0, -1, -1], dtype=torch.int32)
     batch = SimpleNamespace(tail_page=tail[0], tail_len=tail[1])
-    Verifier(host, shape, "cpu", counters).check(
+    policy = SimpleNamespace(route="cpu")
+    parts = SimpleNamespace(host=host, shape=shape, policy=policy, counters=counters)
+    Verifier(parts).check(
         0, out, q, q_ahead, pages, slot_of, torch.tensor([[3, -1]]), torch.ones(1), batch, change
     )
     return counters.verify_max_rel_error

@@ -18,15 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.step_log import Step, StepLog
-from sglang_scout.engine.counters import Counters, StepTimes
+from sglang_scout.engine.counters import StepTimes
 from sglang_scout.engine.older_tokens import OlderTokens
 from sglang_scout.engine.pages import Pages
+from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Batch, Requests
 from sglang_scout.engine.step_results import StepResult, StepResults
-from sglang_scout.engine.stores import Sizes
-from sglang_scout.ops.residency import ResidencyTable
-from sglang_scout.policy.base import Policy, StepReport
+from sglang_scout.policy.base import StepReport
 
 Ids = npt.NDArray[np.int64]
 PageIds = npt.NDArray[np.integer]
@@ -36,7 +35,6 @@ class StepBoundary:
     """Prepares each step.
 
     Args:
-        page_size: tokens of a page.
         dense_pages: most pages beyond its budget that a batch may have for a dense step; None: no dense steps.
 
     Attributes:
@@ -45,23 +43,20 @@ class StepBoundary:
 
     def __init__(
         self,
-        policy: Policy,
-        sizes: Sizes,
-        page_size: int,
-        table: ResidencyTable,
+        parts: Parts,
+        recall: Recall,
         pages: Pages,
         requests: Requests,
-        recall: Recall,
         results: StepResults,
-        counters: Counters,
         older: OlderTokens | None,
         dense_pages: int | None,
     ) -> None:
+        self._policy, self._page_size = parts.policy, parts.shape.page_size
+        self._budget_pages = parts.sizes.budget_pages
+        self._row_pages = parts.sizes.budget_pages * parts.sizes.lists
+        self._table, self._counters = (table := parts.table), parts.counters
+        self._recall, self._pages, self._requests, self._results = recall, pages, requests, results
         self._older, self._dense_pages = older, dense_pages
-        self._policy, self._page_size = policy, page_size
-        self._budget_pages, self._row_pages = sizes.budget_pages, sizes.budget_pages * sizes.lists
-        self._table, self._pages, self._requests, self._recall = table, pages, requests, recall
-        self._results, self._counters = results, counters
         self.step_log: StepLog | None = None
         self._logged_recalls = np.zeros(3, np.int64)
         self._step_us = 0.0  # smoothed; 0 until known
@@ -69,7 +64,7 @@ class StepBoundary:
         none = np.zeros((table.num_layers, 0), np.int64)
         # Of the last step whose selections are known: ages [B], missed pages [L, B], those of them still absent.
         self._last = np.zeros(0, np.int64), none, none
-        table.pin_share = policy.residency.pin_share
+        table.pin_share = parts.policy.residency.pin_share
 
     def begin(self, step: int, page_table: PageIds, request_slots: Ids, seq_lens: Ids) -> Batch:
         """Prepare step number ``step``, ascending. Other arguments as of :meth:`StepEngine.begin_step`."""

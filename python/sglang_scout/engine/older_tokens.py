@@ -24,12 +24,10 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.context_cache import ContextCache, Ids, Kept
-from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import Fetching, Staging, upload
+from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.requests import Batch, Request
-from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import Transport
-from sglang_scout.policy.base import SelectionRule
 from sglang_scout.policy.salient_tokens import SalientTokens
 
 Tokens = tuple[Ids, Ids, Ids]
@@ -56,31 +54,21 @@ class OlderTokens:
     """Tracks requests and posts their older tokens.
 
     Args:
-        feedback, rule: of the policy.
-        host: with context pages.
-        transport, counters: as of :class:`StepEngine`.
+        parts: whose policy has feedback, and whose host pages have context pages.
     """
 
-    def __init__(
-        self,
-        feedback: SalientTokens,
-        rule: SelectionRule,
-        shape: ModelShape,
-        sizes: Sizes,
-        host: HostPages,
-        transport: Transport,
-        counters: Counters,
-        device: torch.device,
-    ) -> None:
-        self._feedback = feedback
+    def __init__(self, parts: Parts, feedback: SalientTokens, transport: Transport) -> None:
+        self._feedback, self._transport, self._counters = feedback, transport, parts.counters
+        rule, device = parts.policy.rule, parts.device
         self._sinks, self._recent = rule.sink_pages, rule.recent_pages
-        self._transport, self._counters, self._device = transport, counters, device
-        self._host, self._shape = host, shape
-        layers, heads, rows = shape.num_layers, shape.num_kv_heads, sizes.max_batch
-        self._cache = ContextCache(host, sizes.max_pages, self._feedback.cap_tokens)
-        self._feedback.allocate(layers, rows, heads, shape.page_size, device)
+        self._host, self._shape, self._device = parts.host, (shape := parts.shape), device
+        layers, heads, rows = shape.num_layers, shape.num_kv_heads, parts.sizes.max_batch
+        self._cache = ContextCache(parts.host, parts.sizes.max_pages, feedback.cap_tokens)
+        feedback.allocate(layers, rows, heads, shape.page_size, device)
         lists = layers, rows, heads
-        self._ids = torch.full((*lists, sizes.max_pages), -1, dtype=torch.int32, device=device)
+        self._ids = torch.full(
+            (*lists, parts.sizes.max_pages), -1, dtype=torch.int32, device=device
+        )
         self._counts = torch.zeros(lists, dtype=torch.int32, device=device)
         self._queries = torch.zeros(layers, rows, shape.num_q_heads, shape.head_dim, device=device)
         self._staging = Staging(4 * rows, device)

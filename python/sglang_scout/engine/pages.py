@@ -21,11 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.grouping import distinct, rank_within
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.recall import Recall
-from sglang_scout.engine.stores import HostPages, ResidentCache
-from sglang_scout.ops.residency import ResidencyTable
-from sglang_scout.policy.base import RESULT_DELAY_STEPS, Policy
+from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 PageIds = npt.NDArray[np.integer]
 Ids = npt.NDArray[np.int64]
@@ -34,31 +32,21 @@ Ids = npt.NDArray[np.int64]
 class Pages:
     """Tracks pages across owners, as the allocator's listener, and loads them at step boundaries.
 
-    Args:
-        resident: K of a page just filled is closer there than in its host page.
-
     Attributes:
         step: the step of the latest boundary.
         freed_at: ``[P]`` the latest step when each page was last freed, -1: never.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        budget_pages: int,
-        host: HostPages,
-        digests: DigestPool,
-        table: ResidencyTable,
-        resident: ResidentCache,
-        recall: Recall,
-    ) -> None:
-        self._policy, self.budget_pages = policy, budget_pages
-        self._host, self._digests, self._resident = host, digests, resident.as_layers()
-        self._table, self._recall = table, recall
-        self.num_layers = table.num_layers
-        self._filled_here = np.zeros(host.num_pages, bool)  # by decoding, so no digest arrived
+    def __init__(self, parts: Parts, recall: Recall) -> None:
+        self._policy, self.budget_pages = parts.policy, parts.sizes.budget_pages
+        self._host, self._digests, self._table = parts.host, parts.digests, parts.table
+        self._resident, self._recall = parts.resident.as_layers(), recall
+        self.num_layers = parts.shape.num_layers
+        self._filled_here = np.zeros(
+            parts.host.num_pages, bool
+        )  # by decoding, so no digest arrived
         self.step = 0
-        self.freed_at = np.full(host.num_pages, -1, np.int64)
+        self.freed_at = np.full(parts.host.num_pages, -1, np.int64)
         self._last_freed = -1  # the maximum of them
         # By the steps that may still run.
         self._written: deque[PageIds] = deque(maxlen=RESULT_DELAY_STEPS)

@@ -12,17 +12,16 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import SideStream, StreamCopy
-from sglang_scout.engine.stores import HostPages, ResidentCache
-from sglang_scout.engine.trace import Tracer
+from sglang_scout.engine.parts import Parts
 from sglang_scout.ops.pages import copy_layer_pages
-from sglang_scout.ops.residency import Reservation, ResidencyTable
+from sglang_scout.ops.residency import Reservation
 from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 Layers = npt.NDArray[np.int64] | int
@@ -45,10 +44,6 @@ class Recall:
 
     ``layer`` may be an array that broadcasts with ``pages``, as in :class:`ResidencyTable`: each call is one launch.
 
-    Args:
-        page_bytes: of the K, or the V, of one page in one layer.
-        side: where copies run; None: a thread, which copies without the GIL.
-
     Attributes:
         started: ``[L]`` int64, pages whose recall has started since the caller last set it to 0.
         landed, used: ``[L]`` int64, pages recalled ``RESULT_DELAY_STEPS`` boundaries before the last :meth:`commit`,
@@ -56,25 +51,20 @@ class Recall:
         link_pages_per_us: speed of finished copies, smoothed; 0 before the first.
     """
 
-    def __init__(
-        self,
-        host: HostPages,
-        resident: ResidentCache,
-        table: ResidencyTable,
-        counters: Counters,
-        page_bytes: int,
-        tracer: Tracer,
-        side: SideStream | None = None,
-    ) -> None:
-        self._source, self._checksums = host.for_copies(resident.k.device), host.checksums
-        self._resident, self._table, self._counters = resident, table, counters
-        self._page_bytes, self._tracer = page_bytes, tracer
-        self._side = side or ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
+    def __init__(self, parts: Parts) -> None:
+        self._resident, self._table = parts.resident, parts.table
+        self._source = parts.host.for_copies(parts.device)
+        self._checksums, self._counters = parts.host.checksums, parts.counters
+        self._page_bytes, self._tracer = parts.shape.page_bytes, parts.tracer
+        # A thread copies without the GIL.
+        self._side: Any = ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
+        if parts.device.type == "cuda":
+            self._side = SideStream(parts.device)
         self._in_flight: deque[Copies] = deque()
         self._untimed: deque[tuple[int, Future[int] | StreamCopy]] = deque()
         self._landed: deque[tuple[int, Reservation]] = deque()  # and since which step
         self._judged_step = -1
-        layers = table.num_layers
+        layers = parts.table.num_layers
         self.started = np.zeros(layers, np.int64)
         self.landed = np.zeros(layers, np.int64)
         self.used = np.zeros(layers, np.int64)

@@ -31,11 +31,12 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine.attention import attention_by
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.counters import Counters
-from sglang_scout.engine.device import ForkedStream, SideStream, upload
+from sglang_scout.engine.device import ForkedStream, upload
 from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.older_tokens import OlderTokens
 from sglang_scout.engine.pages import Pages
+from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Requests
 from sglang_scout.engine.step_inputs import StepInputs, of_lists
@@ -103,34 +104,33 @@ class StepEngine:
             sizes = replace(sizes, budget_pages=0, lists=1)  # nothing is selected
         self.policy, self.shape, self.sizes, self.host = policy, shape, sizes, host
         self.tracer = tracer = tracer or Tracer(None, 0)
-        self.counters = counters = Counters(shape.num_layers)
-        self.transport = transport = self._transport_to(worker)
+        self.counters = Counters(shape.num_layers)
+        self.table = table = ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots)
+        stores = host, digests, self.resident, table
+        parts = Parts(policy, shape, sizes, *stores, self.counters, tracer)
+        self.transport = transport = self._transport_to(worker, parts)
         # Ranks may differ in residency, and would then replay different graphs.
         self.has_dense_steps, self.is_dense = ranks is None and policy.feedback is None, False
         # With a list per KV head each selects for itself, even if a rank has only one.
         self._ranks = ranks = ranks if config.grain == "layer" else None
-        self.table = table = ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots)
-        side = SideStream(device) if device.type == "cuda" else None
+        self.recall = Recall(parts)
+        self.pages = Pages(parts, self.recall)
+        self.requests = Requests(self.pages)
         stamps, self._clock = transport.stamps, transport.stamps or tracer
-        self.recall = Recall(host, self.resident, table, counters, shape.page_bytes, tracer, side)
-        of_pages = host, digests, table, self.resident, self.recall
-        self.pages = pages = Pages(policy, sizes.budget_pages, *of_pages)
-        self.requests = Requests(pages)
         self._inputs = StepInputs(shape.num_layers, sizes, device)
         self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device, stamps)
         # A verified layer synchronizes with the host, so no step can be captured.
-        verifier = Verifier(host, shape, policy.route, counters, ranks) if config.verify else None
-        self._verifier, self.older = verifier, None
-        if (feedback := policy.feedback) is not None:
-            parts = host, transport, counters, device
-            self.older = OlderTokens(feedback, rule, shape, sizes, *parts)
+        self._verifier = Verifier(parts, ranks) if config.verify else None
+        self.older = None
+        if policy.feedback is not None:
+            self.older = OlderTokens(parts, policy.feedback, transport)
         dense_pages = None
         if self.has_dense_steps:
             predicts = policy.query.targets(0, 2)
             ahead_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
             dense_pages = ahead_bytes // (2 * shape.page_bytes)
-        parts = table, pages, self.requests, self.recall, self._results, counters, self.older
-        self.boundary = StepBoundary(policy, sizes, shape.page_size, *parts, dense_pages)
+        follows = self.recall, self.pages, self.requests, self._results, self.older
+        self.boundary = StepBoundary(parts, *follows, dense_pages)
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
         self._beside = ForkedStream(None if ranks else device)  # collectives need order
@@ -144,11 +144,11 @@ class StepEngine:
         digests.compile_kernels(host, self.resident.as_layers())
         self.recall.compile_kernels()
 
-    def _transport_to(self, worker: WorkerClient | GraphTransport) -> Transport:
+    def _transport_to(self, worker: WorkerClient | GraphTransport, parts: Parts) -> Transport:
         if self.policy.route == "fetch":
-            return Fetch(self.host, self.shape, self.sizes, self._device, self._attend)
+            return Fetch(parts, self._attend)
         if not isinstance(worker, GraphTransport):
-            return HostTransport(worker, self.shape, self.sizes.max_batch, self.tracer)
+            return HostTransport(parts, worker)
         if self.tracer.active:  # the host only launches; the timeline needs device timestamps
             worker.stamps = DeviceClock(self.tracer, self.shape.num_layers, self._device)
         return worker

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from sglang_scout.engine.device_clock import DeviceClock
+from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step_inputs import of_lists
-from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
-from sglang_scout.engine.trace import Tracer
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.attend import Attend, merge_states
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.pages import stage_pages
@@ -80,10 +80,9 @@ class HostTransport(Transport):
 
     capturable = False
 
-    def __init__(
-        self, client: WorkerClient, shape: ModelShape, max_batch: int, tracer: Tracer
-    ) -> None:
-        self._client, self._tracer, self._step = client, tracer, 0
+    def __init__(self, parts: Parts, client: WorkerClient) -> None:
+        self._client, self._tracer, self._step = client, parts.tracer, 0
+        shape, max_batch = parts.shape, parts.sizes.max_batch
         self._tickets: dict[int, Ticket] = {}
         self._waited_ns = np.zeros(shape.num_layers, np.int64)
         super().__init__(torch.from_numpy(self._waited_ns))
@@ -215,15 +214,12 @@ class Fetch(Transport):
     head's part of a page. Copies are launched on the stream that posts.
 
     Args:
-        host: the source pages.
-        device: where steps run.
         attend: `attend_pages`.
     """
 
-    def __init__(
-        self, host: HostPages, shape: ModelShape, sizes: Sizes, device: torch.device, attend: Attend
-    ) -> None:
+    def __init__(self, parts: Parts, attend: Attend) -> None:
         self._attend = attend
+        shape, sizes, device = parts.shape, parts.sizes, parts.device
         self._shape, self._budget_pages, self._lists = shape, sizes.budget_pages, sizes.lists
         super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # no merge waits
         lists = sizes.lists
@@ -231,7 +227,7 @@ class Fetch(Transport):
         slot = shape.page_size, shape.num_kv_heads // lists, shape.head_dim
         # [K or V, layer parity, slot, S, H / C, D]
         self._staged = torch.zeros((2, 2, staging, *slot), dtype=shape.kv_dtype, device=device)
-        self._pages = host.for_copies(device)
+        self._pages = parts.host.for_copies(device)
         self._slots = torch.arange(staging, dtype=torch.int32, device=device)
         # Per layer parity: the slot by row and page, -1 where nothing was posted.
         self._there = torch.full((2, staging), -1, dtype=torch.int32, device=device)

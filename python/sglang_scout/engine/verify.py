@@ -8,11 +8,10 @@ import zlib
 import numpy as np
 import torch
 
-from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.requests import Batch
-from sglang_scout.engine.stores import HostPages, ModelShape, Ranks
+from sglang_scout.engine.stores import Ranks
 from sglang_scout.ops.layers import resident_slots
-from sglang_scout.policy.base import Route
 
 NOT_FINITE = float(np.finfo(np.float32).max)
 """Deviation reported for NaN or infinity: larger than any other, and valid in JSON."""
@@ -22,20 +21,12 @@ class Verifier:
     """Compares layers' outputs with the reference and keeps the maximum deviation.
 
     Args:
-        route: of the policy.
         ranks: whose selections are compared, see :class:`Ranks`.
     """
 
-    def __init__(
-        self,
-        host: HostPages,
-        shape: ModelShape,
-        route: Route,
-        counters: Counters,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self._host, self._shape, self._ranks = host, shape, ranks
-        self._route, self._counters = route, counters
+    def __init__(self, parts: Parts, ranks: Ranks | None = None) -> None:
+        self._host, self._shape, self._ranks = parts.host, parts.shape, ranks
+        self._route, self._counters = parts.policy.route, parts.counters
 
     def check_selection(self, pages: torch.Tensor) -> None:
         """Whether all ranks have selected these ``pages`` (any shape)."""
