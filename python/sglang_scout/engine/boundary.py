@@ -24,7 +24,7 @@ from sglang_scout.engine.pages import Pages
 from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Batch, Requests
-from sglang_scout.engine.step_results import StepResult, StepResults
+from sglang_scout.engine.step_results import LaunchedStep, StepResults
 from sglang_scout.policy.base import StepReport
 
 Ids = npt.NDArray[np.int64]
@@ -112,70 +112,69 @@ class StepBoundary:
         self._results.launch(step, start_ns, batch)
         return batch
 
-    def _take_in(self) -> StepResult | None:
+    def _take_in(self) -> LaunchedStep | None:
         """Record the selections of the oldest step whose results have arrived.
 
         Returns:
             Its results, without pages that have changed owner since; missing: those that still are.
         """
-        result = self._results.take()
-        if result is None:
+        done = self._results.take()
+        if done is None:
             return None
-        launched, pages, missing = result.launched, result.pages, result.missing
-        batch, step, uses = launched.batch, launched.step, self._table.uses
-        missed = uses.count(missing)
-        selected = int(uses.count(pages).sum())  # a plain int, for JSON
+        batch, uses = done.batch, self._table.uses
+        missed = uses.count(done.missing)
+        selected = int(uses.count(done.pages).sum())  # a plain int, for JSON
         if batch.is_dense:  # all selected: none is more important than another
             selected = self._table.num_layers * int(batch.n_full.sum())
         budget = len(batch.ages) * self._row_pages
         self._counters.dense_steps += batch.is_dense
         self._counters.count_step(selected, missed.sum(axis=1), budget, self._policy.route)
-        self._counters.count_waits(result.waited_ns // 1000)
-        result.pages, missing = self._pages.still_held(step, pages, missing)
+        self._counters.count_waits(done.waited_ns // 1000)
+        done.pages, missing = self._pages.still_held(done.step, done.pages, done.missing)
         # Some have been recalled for the step after it.
-        result.missing = self._table.still_missing(missing)
-        self._last = batch.ages, missed, uses.count(result.missing)
-        uses.touch(np.arange(self._table.num_layers), result.pages, step, batch.fresh)
+        done.missing = self._table.still_missing(missing)
+        self._last = batch.ages, missed, uses.count(done.missing)
+        uses.touch(np.arange(self._table.num_layers), done.pages, done.step, batch.fresh)
         # A boundary may come while the step before still runs.
-        took_us = (launched.end_ns - max(launched.start_ns, self._end_ns)) / 1e3
-        self._end_ns = launched.end_ns
-        waited_s = int(result.waited_ns.sum()) / 1e9
-        boundary_s = (launched.begun_ns - launched.start_ns) / 1e9
+        took_us = (done.end_ns - max(done.start_ns, self._end_ns)) / 1e3
+        self._end_ns = done.end_ns
+        waited_s = int(done.waited_ns.sum()) / 1e9
+        boundary_s = (done.begun_ns - done.start_ns) / 1e9
         self._counters.times.append(StepTimes(took_us / 1e6, boundary_s, waited_s))
         self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
         if self.step_log is not None:
-            self.step_log.write(self._line(result, missed))
-        return result
+            self.step_log.write(self._line(done, missed))
+        return done
 
-    def _line(self, result: StepResult, missed: Ids) -> Step:
+    def _line(self, done: LaunchedStep, missed: Ids) -> Step:
         """Of the step log; recalls are those since the last one."""
-        launched, counters = result.launched, self._counters
+        counters = self._counters
         totals = counters.recalled_pages, counters.recall_bytes, counters.recall_wait_us
         recalls = np.array(totals, np.int64)
         pages, nbytes, wait_us = (recalls - self._logged_recalls).tolist()
         self._logged_recalls = recalls
         return Step(
-            step=launched.step,
-            start_us=launched.start_ns // 1000,
-            step_us=(launched.end_ns - launched.start_ns) // 1000,
-            ages=launched.batch.ages.tolist(),
-            full_pages=launched.batch.n_full.tolist(),
+            step=done.step,
+            start_us=done.start_ns // 1000,
+            step_us=(done.end_ns - done.start_ns) // 1000,
+            ages=done.batch.ages.tolist(),
+            full_pages=done.batch.n_full.tolist(),
             cpu_pages=missed.tolist(),
-            gpu_wait_us=(result.waited_ns // 1000).tolist(),
+            gpu_wait_us=(done.waited_ns // 1000).tolist(),
             recalled_pages=pages,
             recall_bytes=nbytes,
             recall_wait_us=wait_us,
-            query_cosine=result.cosine.astype(float).round(4).tolist(),  # NaN becomes null
+            query_cosine=done.cosine.astype(float).round(4).tolist(),  # NaN becomes null
         )
 
-    def _recall_missing(self, result: StepResult) -> None:
+    def _recall_missing(self, done: LaunchedStep) -> None:
         """Each layer recalls those of its missed pages that the policy picks."""
-        every, ages = np.arange(self._table.num_layers), result.launched.batch.ages
+        every, ages = np.arange(self._table.num_layers), done.batch.ages
         pick, uses = self._policy.residency.pick, self._table.uses
-        layers, pages = pick(every, result.missing, ages, uses)
+        layers, pages = pick(every, done.missing, ages, uses)
         if len(pages):
             # Running steps may still read the slots that this takes; copies wait for these steps.
-            self._recall.start_recall(layers, pages, result.launched.step)
+            self._recall.start_recall(layers, pages, done.step)
 
     def _is_dense(self, table: PageIds, full: Ids) -> bool:
         """Whether all pages are resident and so few that selecting among them would read more."""

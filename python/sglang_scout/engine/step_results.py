@@ -23,26 +23,19 @@ from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 @dataclass
 class LaunchedStep:
-    """A step whose results the host has not seen yet."""
+    """A step, L layers, the B rows of its batch; its results once the host knows them."""
 
     step: int
     start_ns: int  # of its boundary
     batch: Batch
     begun_ns: int = 0  # end of its boundary
+    end_ns: int = 0  # 0: not known yet
     results: Fetching | None = None
     cuts: list[Cut] = field(default_factory=list)  # of its timeline
-    end_ns: int = 0  # 0: not known yet
-
-
-@dataclass
-class StepResult:
-    """Results of a step, L layers, the B rows of its batch."""
-
-    launched: LaunchedStep
-    pages: npt.NDArray[np.int32]  # [L, B, C * k] selected by each list, -1 padded
-    missing: npt.NDArray[np.int32]  # [L, B, C * k] those of them that were not resident
-    waited_ns: npt.NDArray[np.int64]  # [L] for the worker, since the previous result
-    cosine: npt.NDArray[np.float32]  # [L] of predicted and real queries, NaN: not measured
+    pages: npt.NDArray[np.int32] = field(init=False)  # [L, B, C * k] selected by lists, -1 padded
+    missing: npt.NDArray[np.int32] = field(init=False)  # [L, B, C * k] of them, not resident
+    waited_ns: npt.NDArray[np.int64] = field(init=False)  # [L] for the worker, since the last step
+    cosine: npt.NDArray[np.float32] = field(init=False)  # [L] of predicted and real queries, or NaN
 
 
 class StepResults:
@@ -117,22 +110,23 @@ class StepResults:
             if self._clock is not None and not last.batch.is_dense:
                 last.cuts = self._clock.cuts
 
-    def take(self) -> StepResult | None:
+    def take(self) -> LaunchedStep | None:
         """The results of the step launched ``RESULT_DELAY_STEPS`` boundaries ago, if there was one; valid until the
         next :meth:`send_for`."""
         if len(self._launched) < RESULT_DELAY_STEPS:
             return None
-        launched = self._launched.popleft()
-        launched.end_ns = launched.end_ns or self._launched[0].start_ns
-        assert launched.results is not None
-        (pages, missing), waited_ns, cosine, *stamps = launched.results.wait()
-        rows = len(launched.batch.ages)
+        done = self._launched.popleft()
+        done.end_ns = done.end_ns or self._launched[0].start_ns
+        assert done.results is not None
+        (pages, missing), waited_ns, done.cosine, *stamps = done.results.wait()
+        rows = len(done.batch.ages)
         used = [x[:, : rows * self._lists].reshape(len(x), rows, -1) for x in (pages, missing)]
-        if launched.batch.is_dense:  # it wrote nothing
+        if done.batch.is_dense:  # it wrote nothing
             used = [np.zeros((len(pages), rows, 0), np.int32)] * 2
-            cosine = np.full_like(cosine, np.nan)
-        since = waited_ns - self._waited_before
+            done.cosine = np.full_like(done.cosine, np.nan)
+        done.pages, done.missing = used
+        done.waited_ns = waited_ns - self._waited_before
         self._waited_before = waited_ns.copy()
         if self._clock is not None:
-            self._clock.write(launched.step, launched.cuts, stamps[0], since)
-        return StepResult(launched, *used, since, cosine)
+            self._clock.write(done.step, done.cuts, stamps[0], done.waited_ns)
+        return done
