@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from ..rotated import FIRST, FLIP, LARGEST, PAGE_TOKENS, STATS_BYTES
-from .exact import dot_fp32, rounded, stored_as, widened
-from .pages import layer_pointer, source_row
+from .exact import dot_fp32, rounded, widened
+from .pages import for_each_page, layer_pointer, source_of
 
 _FIRST = tl.constexpr(FIRST)
 _LARGEST, _FLIP32 = tl.constexpr(LARGEST), tl.constexpr(FLIP - 2**32)
@@ -102,16 +102,15 @@ def packed(bits):
 def build_rotated_kernel(
     addresses, ids, rows, planes, means, scales, steps, turn, bits,
     P, R,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):
-    """One page, head and layer. addresses [2, L] of K and V [R, 32, H, D]; ids [n]; rows: see `source_row`; planes
+    """One page, head and layer, as `pages.digest_kernel`. addresses [2, L] of K and V; planes
     [L, P, H, 1 or 2, 16, D / 4]; means, scales, steps: the stats [L, P, H, bytes] as int8, bfloat16 and float32; turn
     [L, H, D, D], bits [L, H, 4, D]: coordinates of keys, or None."""
-    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
-    layer = tl.program_id(2).to(tl.int64)
-    source = source_row(rows, page, layer)
-    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
-        k = layer_pointer(addresses, layer, KV, ALIGN)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
+    k, source, row = source_of(addresses, ids, rows, P, R, KV, ALIGN)
+    h, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if row >= 0:
         t, d = tl.arange(0, _TOKENS), tl.arange(0, BLOCK_D)
         at = ((source * _TOKENS + t) * H + h) * D
         v = layer_pointer(addresses + tl.num_programs(2), layer, KV, ALIGN)
@@ -134,7 +133,6 @@ def build_rotated_kernel(
             scale = tl.sqrt_rn(tl.sum(part * part, axis=1))
         else:
             scale = tl.sqrt_rn(tl.sum(x * x, axis=1) / D)  # [32]
-        row = (layer * P + page) * H + h
         BYTES: tl.constexpr = D + _STATS_BYTES
         tl.store(means + row * BYTES + d, mean.to(tl.int8), mask=d < D)
         tl.store(scales + row * (BYTES // 2) + D // 2 + t, rounded(scale, tl.bfloat16))
@@ -163,13 +161,8 @@ def build_rotated_kernel(
 
 def build_layer_rotated(source, ids, planes, stats, rows, coordinates):
     """See `ops.rotated.build_layer_rotated`."""
-    R, _, H, D = source.k[0].shape
     turn, bits = (coordinates.keys, coordinates.bits) if coordinates else (None, None)
-    if ids.numel() == 0:
-        return
-    build_rotated_kernel[(ids.numel(), H, len(source.k))](
-        source.addresses, ids, rows, planes, stats.view(torch.int8), stats.view(torch.bfloat16),
-        stats.view(torch.float32), turn, bits, planes.shape[1], R, H, D,
-        triton.next_power_of_2(D), *stored_as(source.k[0].dtype), source.align_bytes,
-        num_warps=8 if coordinates else 4,
-    )
+    dtypes = torch.int8, torch.bfloat16, torch.float32
+    to = planes, *(stats.view(dtype) for dtype in dtypes), turn, bits
+    warps = 8 if coordinates else 4
+    for_each_page(build_rotated_kernel, source, ids, rows, to, num_warps=warps)
