@@ -16,6 +16,12 @@ _TINY = tl.constexpr(1.1754943508222875e-38)
 _CHUNK = tl.constexpr(16)  # channels turned per iteration; a matrix' columns take registers
 
 
+@triton.constexpr_function
+def width_of(D):
+    """Elements that hold a row of D."""
+    return max(32, triton.next_power_of_2(D))
+
+
 @triton.jit
 def rint(x):
     """Round to nearest even, for |x| < 2^22."""
@@ -36,9 +42,9 @@ def step_of(largest, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, row, kept, D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr = 0):
+def rows_of(x, row, kept, D: tl.constexpr, FP8: tl.constexpr = 0):
     """The rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, finite, 0 beyond D."""
-    d = tl.arange(0, BLOCK_D)[None, :]
+    d = tl.arange(0, width_of(D))[None, :]
     return made_finite(tl.load(x + row[:, None] + d, mask=kept[:, None] & (d < D), other=0), FP8)
 
 
@@ -59,11 +65,11 @@ def rotated(x, D: tl.constexpr):
 
 
 @triton.jit
-def turned_rows(x, row, kept, turn, D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr = 0):
+def turned_rows(x, row, kept, turn, D: tl.constexpr, FP8: tl.constexpr = 0):
     """R x for the rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, 0 beyond D. turn: R [D, D]
     float32."""
-    i = tl.arange(0, BLOCK_D)[None, :]
-    out = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
+    i = tl.arange(0, width_of(D))[None, :]
+    out = tl.zeros([row.shape[0], i.shape[1]], tl.float32)
     for first in range(0, D, _CHUNK):
         j = first + tl.arange(0, _CHUNK)
         inside = kept[:, None] & (j < D)[None, :]
@@ -107,22 +113,22 @@ def build_rotated_kernel(
     """One page, head and layer, as `pages.digest_kernel`. addresses [2, L] of K and V; planes
     [L, P, H, 1 or 2, 16, D / 4]; means, scales, steps: the stats [L, P, H, bytes] as int8, bfloat16 and float32; turn
     [L, H, D, D], bits [L, H, 4, D]: coordinates of keys, or None."""
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
+    BLOCK_D: tl.constexpr = width_of(D)
     k, source, row = source_of(addresses, ids, rows, P, R, KV, ALIGN)
     h, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     if row >= 0:
         t, d = tl.arange(0, _TOKENS), tl.arange(0, BLOCK_D)
         at = ((source * _TOKENS + t) * H + h) * D
         v = layer_pointer(addresses + tl.num_programs(2), layer, KV, ALIGN)
-        v = rows_of(v, at, t < _TOKENS, D, BLOCK_D, FP8)
+        v = rows_of(v, at, t < _TOKENS, D, FP8)
         norm = tl.sqrt_rn(tl.sum(v * v, axis=1))  # [32]
         norm_step = step_of(tl.max(norm, axis=0), 255.0)
         if turn is not None:
             turn += (layer * H + h) * D * D
             bits += (layer * H + h) * 4 * D
-            x = turned_rows(k, at, t < _TOKENS, turn, D, BLOCK_D, FP8)  # [32, BLOCK_D]
+            x = turned_rows(k, at, t < _TOKENS, turn, D, FP8)  # [32, BLOCK_D]
         else:
-            x = rotated(rows_of(k, at, t < _TOKENS, D, BLOCK_D, FP8), D)
+            x = rotated(rows_of(k, at, t < _TOKENS, D, FP8), D)
         mean = tl.sum(x, axis=0) / _TOKENS
         step = step_of(tl.max(tl.abs(mean), axis=0), 127.0)
         mean = rint(tl.div_rn(mean, tl.zeros_like(mean) + step))
