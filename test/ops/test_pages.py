@@ -103,7 +103,7 @@ def test_triton_skips_what_would_write_outside(impl, page, length):
     assert torch.equal(to.k, before)
 
 
-@pytest.mark.parametrize("impl", copy_layer_pages.names())
+@pytest.mark.parametrize("impl", ["native", "triton", "reference"])
 @given(
     dtype=st.sampled_from(ANY),
     page=st.sampled_from(((1, 1, 1), (3, 1, 5), (32, 2, 8), (7, 2, 96))),

@@ -98,9 +98,8 @@ def append_kernel(
     b, is_v = tl.program_id(0), tl.program_id(2)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.load(lens + b) - 1
-    new, stride = (v, v_stride) if is_v else (k, k_stride)
-    # [BLOCK]
-    value = tl.load(new + b.to(tl.int64) * stride + at, mask=at < WIDTH)
+    new = (v if is_v else k) + b.to(tl.int64) * (v_stride if is_v else k_stride)
+    value = tl.load(new + at, mask=at < WIDTH)  # [BLOCK]
     if FP8 == 0:
         value = rounded(value, k_pages.dtype.element_ty)
     else:
