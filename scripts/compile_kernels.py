@@ -117,7 +117,7 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
         yield f"score_embeddings, {W} of {E}, {model}", score_embeddings, arguments
     for bits, parts in rotated_parts(model, P).items():
         by = coordinates(bits, H, D)
-        arguments = (q, *parts, table, row, 0.1, None, by)
+        arguments = (q, *parts, table, row, 0.1, by)
         yield f"score_rotated, {bits} bits, {model}", score_rotated, arguments
         arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1, by)
         yield f"mass_change_rotated, {bits} bits, {model}", mass_change_rotated, arguments

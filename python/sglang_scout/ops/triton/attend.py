@@ -17,7 +17,7 @@ _SPLITS = (1, 2, 4, 8, 16)  # the last to finish merges all
 # The time of five dependent loads before the first tile, and of loading other programs' results, in tiles (some .8 us).
 _START_TILES, _MERGE_TILES = 4, 2
 _MAX_TILES = 64  # of a program, while there are fewer splits than allowed
-_MAX_ROWS = 4096  # rows and KV heads; more are not split
+MAX_ROWS = 4096  # rows and KV heads; more are not split
 _STAGES = tl.constexpr(5)  # prefetch distance: four tiles for ids, two for K and V
 _MERGED = tl.constexpr(4)  # splits merged per iteration
 _LN_2 = tl.constexpr(math.log(2.0))
@@ -171,17 +171,17 @@ def split_count(rows: int, tiles: int, slots: int) -> int:
         merge = _MERGE_TILES if splits > 1 else 0
         return waves * (_START_TILES + triton.cdiv(tiles, splits)) + merge
 
-    if rows > _MAX_ROWS:
+    if rows > MAX_ROWS:
         return 1
     fewest = min(_SPLITS[-1], triton.next_power_of_2(triton.cdiv(max(1, tiles), _MAX_TILES)))
     return min((s for s in _SPLITS if s >= fewest), key=time)
 
 
 @functools.cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """Zeros, one per row and KV head, shared by launches, which a stream serializes. The first launch makes them,
-    before any graph is captured."""
-    return torch.zeros(_MAX_ROWS, dtype=torch.int32, device=device)
+def arrivals_of(user: str, device: torch.device) -> torch.Tensor:
+    """Zeros, left as zeros, shared by launches of ``user``, which are not concurrent: a step scores one layer at a time
+    and attends in one. The first launch makes them, before any graph is captured."""
+    return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 
 
 def attend_pages(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
@@ -202,7 +202,7 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
     chunk = max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits))))
     attend_kernel[(splits, H, B)](
         q, as_loaded(k), as_loaded(v), pages, slot_of, last_page, last_len, n_pages,
-        pages.new_empty((B, H, splits, chunk)), parts, part_lse, _arrivals(q.device), *out, scale,
+        pages.new_empty((B, H, splits, chunk)), parts, part_lse, arrivals_of("attend", q.device), *out, scale,
         R, 0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D, slot_of is not None,
         last_page is not None, n_pages is not None, splits > 1, chunk, tile_pages, len(pages) // B, fp8,
         num_warps=4, maxnreg=64 // per_sm * 8,

@@ -13,7 +13,7 @@ import triton.language as tl
 from ..rotated import FIRST, SECOND, STATS_BYTES
 from .attend import processors
 from .rotate import _NORMS_AT, of_bits, of_channels, rint, rotated, rows_of, turned_rows, width_of
-from .score import add_mass, between, parts_of, reduce_when_last, reduced_pages
+from .score import add_mass, between, parts_of, reduce_when_last, reduced_pages, zeros
 
 _FIRST, _SECOND = tl.constexpr(FIRST), tl.constexpr(SECOND)
 _STATS_BYTES = tl.constexpr(STATS_BYTES)
@@ -273,13 +273,11 @@ def programs_per_sm(D: int) -> int:
     return 4 if D <= 128 else 2
 
 
-def score_rotated(q, planes, stats, table, n_full, scale, arrivals, coordinates):
+def score_rotated(q, planes, stats, table, n_full, scale, coordinates):
     """See `ops.rotated.score_rotated`."""
     out = q.new_empty(table.shape, dtype=torch.float32)
     if table.numel() == 0:
         return out
-    if arrivals is None:
-        arrivals = n_full.new_zeros(len(table))
     (B, N), (_, H, bits), (HQ, D) = table.shape, planes.shape[:3], q.shape[1:]
     turn, of_bits = coordinates[1:] if coordinates else (None, None)
     digits_of = q.new_empty((B, HQ, 2, 1 + bits, width_of(D)), dtype=torch.int8)
@@ -292,7 +290,7 @@ def score_rotated(q, planes, stats, table, n_full, scale, arrivals, coordinates)
     sums, tops, masses = between(q, N, parts, _BLOCK_PAGES)
     rotated_sums_kernel[(parts, H, B)](
         digits_of, numbers, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
-        table, n_full, arrivals, sums, tops, masses, out, N, sums.shape[2], parts,
+        table, n_full, zeros(n_full), sums, tops, masses, out, N, sums.shape[2], parts,
         H, HQ // H, D, bits, _BLOCK_PAGES, reduced_pages(N), num_warps=4, maxnreg=512 // per_sm,
     )
     return out

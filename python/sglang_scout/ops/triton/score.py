@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attend import processors
+from .attend import MAX_ROWS, arrivals_of, processors
 from .exact import dot_16, finite
 
 # Pages per iteration, fewer for large heads.
@@ -159,25 +159,29 @@ def between(
     return u, *u.new_empty((2, B, HQ, parts)).unbind()
 
 
+def zeros(n_full: torch.Tensor) -> torch.Tensor:
+    """The ``arrivals`` of `reduce_when_last`."""
+    fits = len(n_full) <= MAX_ROWS
+    return arrivals_of("score", n_full.device) if fits else torch.zeros_like(n_full)
+
+
 def reduced_pages(N: int) -> int:
     """BLOCK_N of `reduce_row`."""
     return max(16, min(_REDUCED_PAGES, triton.next_power_of_2(N)))
 
 
-def score_pages(q, kmin, kmax, table, n_full, scale, arrivals):
+def score_pages(q, kmin, kmax, table, n_full, scale):
     """See `ops.score.score_pages`."""
     (B, N), (_, H, D) = table.shape, kmin.shape
     out = q.new_empty((B, N), dtype=torch.float32)
     if B * N == 0:
         return out
-    if arrivals is None:
-        arrivals = n_full.new_zeros(B)
     most = min(_BLOCK_PAGES, _BLOCK_VALUES // triton.next_power_of_2(D))
     block_n = min(most, max(16, triton.next_power_of_2(N)))
     parts = parts_of(B * H, triton.cdiv(N, block_n), PER_SM * processors(table.device))
     u, tops, masses = between(q, N, parts, block_n)
     bounds_kernel[(parts, H, B)](
-        q, kmin, kmax, table, n_full, arrivals, u, tops, masses, out, scale, N, u.shape[2], parts,
+        q, kmin, kmax, table, n_full, zeros(n_full), u, tops, masses, out, scale, N, u.shape[2], parts,
         H, q.shape[1] // H, D, block_n, reduced_pages(N), num_warps=4,
     )
     return out
