@@ -185,7 +185,6 @@ def arrivals_of(user: str, device: torch.device) -> torch.Tensor:
 
 
 def attend_pages(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
-    """See `ops.attend.attend_pages`."""
     (B, HQ, D), (_, S, H, _), R = q.shape, k.shape, pages.shape[1]
     out = q.new_empty(q.shape, dtype=torch.float32), q.new_empty((B, HQ), dtype=torch.float32)
     if B == 0:
@@ -262,11 +261,8 @@ def merge_kernel(
 
 
 def merge_states(out_a, lse_a, out_b, lse_b):
-    """See `ops.attend.merge_states`."""
     B, HQ, D = out_a.shape
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    if out_a.numel() == 0:
-        return out, lse
     block_r = max(1, 1024 // triton.next_power_of_2(D))
     merge_kernel[(triton.cdiv(B * HQ, block_r),)](
         out_a, lse_a, out_b, lse_b, out, lse, B * HQ, D, block_r, num_warps=4

@@ -101,18 +101,15 @@ def embedding_scores_kernel(
 
 
 def build_layer_means(source, ids, embeddings, rows):
-    """See `ops.embed.build_layer_means`."""
     for_each_page(means_kernel, source, ids, rows, (embeddings,), largest(embeddings.dtype))
 
 
 def build_layer_pilots(source, ids, embeddings, w_k, rows):
-    """See `ops.embed.build_layer_pilots`."""
     constants = embeddings.shape[-1], largest(embeddings.dtype)
     for_each_page(pilots_kernel, source, ids, rows, (embeddings, w_k), *constants)
 
 
 def score_embeddings(q, embeddings, table, n_full):
-    """See `ops.embed.score_embeddings`."""
     (B, N), (H, W, E) = table.shape, embeddings.shape[1:]
     out = q.new_empty((B * H, N), dtype=torch.float32)
     if out.numel():

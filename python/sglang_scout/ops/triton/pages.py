@@ -184,12 +184,10 @@ def for_each_page(kernel, source, ids, rows, to, *constants, num_warps=4):
 
 
 def build_layer_digests(source, ids, kmin, kmax, rows):
-    """See `ops.digest.build_layer_digests`."""
     for_each_page(digest_kernel, source, ids, rows, (kmin, kmax))
 
 
 def copy_layer_pages(source, ids, dst_k, dst_v):
-    """See `ops.pages.copy_layer_pages`."""
     (L, slots), n = dst_k.shape[:2], ids.shape[1]
     page_bytes = source.k[0][:1].nbytes
     if n == 0 or page_bytes == 0:
@@ -209,10 +207,7 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
 
 
 def append_tokens(k, v, lens, pool, mirror):
-    """See `ops.pages.append_tokens`."""
     B, H, D = k.shape
-    if B == 0:
-        return
     block = min(1024, triton.next_power_of_2(H * D))
     pools = *map(as_loaded, pool), *(map(as_loaded, mirror) if mirror else [None] * 3)
     append_kernel[(B, triton.cdiv(H * D, block), 2)](
@@ -223,7 +218,6 @@ def append_tokens(k, v, lens, pool, mirror):
 
 
 def stage_pages(source, layer, pages, dst_k, dst_v):
-    """See `ops.pages.stage_pages`."""
     (R, k), S = pages.shape, dst_k.shape[1]
     row_bytes, list_bytes = source.k[0][0, :1].nbytes, dst_k[:1, :1].nbytes
     if R * k * S * list_bytes == 0:
@@ -240,11 +234,8 @@ def stage_pages(source, layer, pages, dst_k, dst_v):
 
 
 def pack_pages(pages, last_page, last_len, page_tokens, slot_of, n_pages):
-    """See `ops.flash.pack_pages`."""
     B, R = pages.shape
     table, lengths = pages.new_empty((B, R + 1)), pages.new_empty(B)
-    if B == 0:
-        return table, lengths
     chunk = max(16, min(_MAX_CHUNK, triton.next_power_of_2(R + 1)))
     pack_kernel[(B,)](
         pages, last_page, last_len, slot_of, n_pages, table, lengths, R, page_tokens,

@@ -166,7 +166,6 @@ def build_rotated_kernel(
 
 
 def build_layer_rotated(source, ids, planes, stats, rows, coordinates):
-    """See `ops.rotated.build_layer_rotated`."""
     turn, bits = (coordinates.keys, coordinates.bits) if coordinates else (None, None)
     dtypes = torch.int8, torch.bfloat16, torch.float32
     to = planes, *(stats.view(dtype) for dtype in dtypes), turn, bits

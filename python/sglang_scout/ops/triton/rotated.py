@@ -274,7 +274,6 @@ def programs_per_sm(D: int) -> int:
 
 
 def score_rotated(q, planes, stats, table, n_full, scale, coordinates):
-    """See `ops.rotated.score_rotated`."""
     out = q.new_empty(table.shape, dtype=torch.float32)
     if table.numel() == 0:
         return out
@@ -344,7 +343,6 @@ def mass_kernel(
 
 
 def mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, scale, coordinates):
-    """See `ops.rotated.mass_change_rotated`."""
     (B, HQ, D), (_, H, bits) = q.shape, planes.shape[:3]
     change = q.new_empty((B, HQ), dtype=torch.float32)
     if B == 0:

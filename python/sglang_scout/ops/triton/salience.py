@@ -71,10 +71,7 @@ def salient_kernel(
 def decay_mass(
     q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha, scale
 ):
-    """See `ops.salience.decay_mass`."""
     (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
-    if B == 0:
-        return
     decay_kernel[(W, H, B)](
         q, lse, as_loaded(k), pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha,
         scale, N, W, slot_of.numel(), S, H, q.shape[1] // H, D, stored_as(k.dtype)[1], num_warps=4,
@@ -82,9 +79,7 @@ def decay_mass(
 
 
 def salient_bits(maw, state, at, threshold):
-    """See `ops.salience.salient_bits`."""
     (L, N, W, H, S), n = maw.shape, len(state)
     out = torch.empty((L, n, H), dtype=torch.int32, device=maw.device)
-    if n:
-        salient_kernel[(n, H, L)](maw, state, at, threshold, out, N, W, H, S, num_warps=1)
+    salient_kernel[(n, H, L)](maw, state, at, threshold, out, N, W, H, S, num_warps=1)
     return out

@@ -171,7 +171,6 @@ def reduced_pages(N: int) -> int:
 
 
 def score_pages(q, kmin, kmax, table, n_full, scale):
-    """See `ops.score.score_pages`."""
     (B, N), (_, H, D) = table.shape, kmin.shape
     out = q.new_empty((B, N), dtype=torch.float32)
     if B * N == 0:
