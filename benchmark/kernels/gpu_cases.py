@@ -51,10 +51,9 @@ def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
     op, digests = SCORES[bits], pools.digests[bits]
     q, n_full = pools.random(B, pools.HQ, D).to(DTYPE), pools.full(N, B)
     tables = [pools.ids(B, N, pages=len(digests[0])) for _ in range(REPEATS)]
-    arrivals = pools.full(0, B)
 
     def call(table: torch.Tensor, rows: slice = slice(None), impl: str = "triton") -> torch.Tensor:
-        arguments = (q[rows], *digests, table[rows], n_full[rows], D**-0.5, arrivals[rows])
+        arguments = (q[rows], *digests, table[rows], n_full[rows], D**-0.5)
         return op(*arguments, *(pools.coordinates[1],) * (bits == 1), impl=impl)
 
     def check() -> str:

@@ -1,4 +1,4 @@
-"""Fixtures of the op tests: absent implementations, the device.
+"""Fixtures of the op tests, and the device.
 
 On a machine with a CUDA device the cases of "triton" run there: their tensors are created on the CPU
 as for every implementation; arguments are copied to the device, results and mutated arguments back.
@@ -21,26 +21,15 @@ from sglang_scout.ops.op import Implementation, Op
 TRITON_SHARE = 0.25
 
 HAS_TRITON = triton.interpreted() or torch.cuda.is_available()
-ABSENT = {
-    "triton": lambda: "" if HAS_TRITON else "no CUDA device, TRITON_INTERPRET is not set",
-    "flash": lambda: "it takes 16-bit tensors of a Hopper device; its cases are in test_flash.py",
-    "memcpy": lambda: (
-        "it copies from locked memory to a CUDA device; its cases are in test_memcpy.py"
-    ),
-}
 
 
-def implementations_of(item):
-    """The implementations that the test is parametrised with."""
-    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return set(ABSENT) & {v for v in values if isinstance(v, str)}
+def runs_triton(item):
+    return hasattr(item, "callspec") and item.callspec.params.get("impl") == "triton"
 
 
 def pytest_runtest_setup(item):
-    """Skips a test parametrised with an absent implementation, with the reason."""
-    for name in implementations_of(item):
-        if ABSENT[name]():
-            pytest.skip(ABSENT[name]())
+    if runs_triton(item) and not HAS_TRITON:
+        pytest.skip("no CUDA device, TRITON_INTERPRET is not set")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,7 +37,7 @@ def pytest_runtest_call(item):
     """Fewer generated examples for the kernels."""
     test = getattr(item, "obj", None)
     usual = getattr(test, "_hypothesis_internal_use_settings", None)
-    if usual is None or "triton" not in implementations_of(item):
+    if usual is None or not runs_triton(item):
         return (yield)
     fewer = max(1, int(TRITON_SHARE * usual.max_examples))
     test._hypothesis_internal_use_settings = settings(usual, max_examples=fewer)

@@ -1,9 +1,13 @@
-"""The ring from kernels, against the C++ producer and the C++ worker threads on a real arena.
+"""The ring from kernels, against the C++ producer, worker threads and attendant on a real arena. The attendant answers
+records posted by kernels that no worker will answer, and wakes the threads of a worker, which a kernel cannot.
 
 On a machine with a CUDA device the arena is registered with it and the kernels run there.
 """
 
 import os
+import re
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,31 +16,35 @@ import triton
 import triton.language as tl
 
 import ring_cases
-from ring_cases import DEVICE, KINDS, LAYERS, exchange, request, ring_of, settle, state
+from ring_cases import (
+    DEVICE,
+    KINDS,
+    LAYERS,
+    exchange,
+    expected_of,
+    request,
+    ring_of,
+    settle,
+    state,
+)
 from ring_view import RingView
 from sglang_scout import _native
 from sglang_scout.ops.triton.doorbell import runs_of
 from sglang_scout.worker.ring import Split
 
 SPLIT = Split(threads=6, most=3, least_pages=2)  # gives requests here different numbers of runs
-LONG_US = 60_000_000  # a kernel cannot wake a sleeping worker
 
 pytestmark = ring_cases.NEEDS_KERNELS
 
 
 @pytest.fixture
-def worker(arena):
-    """worker(epoch): serving threads that never sleep."""
-    running = []
-
-    def start(epoch, parts=1):
-        cpu = sorted(os.sched_getaffinity(0))[-1]
-        runtime = _native.RingRuntime(arena.address, arena.nbytes, epoch, [cpu], LONG_US, parts)
-        running.append(runtime)
-
-    yield start
-    for runtime in running:
-        runtime.stop()
+def attended(arena):
+    """A producer, which provides the live epoch, and an attendant on its ring."""
+    producer = _native.RingProducer(arena.address, arena.nbytes)
+    attendant = _native.RingAttendant(producer, 50)
+    yield producer, attendant
+    settle()
+    attendant.stop()
 
 
 @KINDS
@@ -107,14 +115,25 @@ def test_the_rule_for_runs_in_a_kernel():
 
 
 @KINDS
-@pytest.mark.parametrize("parts", [1, 2])
-def test_answers_of_worker_threads_are_merged(arena, worker, parts):
-    worker(epoch=5, parts=parts)
-    ring = ring_of(arena, parts=parts)
-    ring.set_epoch(5)
-    for step in range(1, 4):  # both parities, with slots reused
-        exchange(arena, ring, step)
-    assert ring.state[2] == 3 * LAYERS
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("has_worker", [True, False])
+def test_answers_are_merged(arena, attended, parts, has_worker):
+    """Of threads that sleep as soon as there is no work; without a worker, as after its death, the attendant's."""
+    producer, attendant = attended
+    epoch, cpu = producer.next_epoch(), sorted(os.sched_getaffinity(0))[-1]
+    threads = None
+    if has_worker:
+        threads = _native.RingRuntime(arena.address, arena.nbytes, epoch, [cpu], 0, parts)
+        producer.set_live_epoch(epoch)
+    try:
+        ring = ring_of(arena, parts=parts)
+        ring.set_epoch(epoch)
+        posted = sum(exchange(arena, ring, step) for step in range(1, 4))  # slots are reused
+        assert ring.state[2] == 3 * LAYERS
+        assert attendant.pages() == (0 if has_worker else posted)
+    finally:
+        if threads is not None:
+            threads.stop()
 
 
 def test_nothing_is_posted_without_pages_or_without_an_epoch(arena):
@@ -239,3 +258,70 @@ def test_ranks_see_each_other_s_faults(arena):
     assert rings[2].faults() == ["no answer in time"]
     assert ring.errors() == ["no answer in time"]
     assert [r.faults() for r in rings] == [[]] * 3
+
+
+def test_an_idle_attendant_looks_less_and_less_often(attended):
+    def naps():
+        texts = [(p / "status").read_text() for p in Path("/proc/self/task").iterdir()]
+        [status] = [text for text in texts if "\tscout-attendant\n" in text]
+        return int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.M)[1])
+
+    time.sleep(0.1)
+    before, begin_s = naps(), time.monotonic()
+    time.sleep(0.3)
+    most = 3000 * (time.monotonic() - begin_s)
+    assert naps() - before < most, "every 50 us they would be several thousand"
+
+
+def test_the_attendant_takes_over_in_the_middle_of_a_step(arena, attended):
+    """The worker's epoch ends between the post and the answer."""
+    producer, attendant = attended
+    epoch = producer.next_epoch()
+    producer.set_live_epoch(epoch)  # considered alive, but serves nothing
+    ring = ring_of(arena)
+    ring.set_epoch(epoch)
+    ring.begin_step(1)
+    q, pages, n_pages = request(7)
+    ring.post(1, q, pages, n_pages)
+    settle()
+    assert attendant.pages() == 0
+    producer.set_live_epoch(0)
+    out, lse = state(1)
+    ring.merge(1, out, lse)
+    assert ring.errors() == []
+    assert attendant.pages() == int((pages >= 0).sum())
+
+
+def test_the_attendant_refuses_a_record_that_makes_no_sense(arena, attended):
+    producer, attendant = attended
+    epoch = producer.next_epoch()
+    producer.set_live_epoch(epoch)
+    ring = ring_of(arena)
+    ring.set_epoch(epoch)
+    ring.begin_step(1)
+    q, pages, n_pages = request(7)
+    pages[0, 0] = 20  # there are 20 pages
+    ring.post(1, q, pages, n_pages)
+    settle()
+    producer.set_live_epoch(0)
+    ring.merge(1, *state(1))
+    assert ring.errors() == ["CPU attention refused a record"]
+    assert attendant.pages() == 0
+
+
+def test_a_damaged_head_shows_no_record_that_is_being_written(arena, attended):
+    """It appears to cover the next post's record, whose batch differs from that of the slot's previous one."""
+    producer, _ = attended
+    ring = ring_of(arena)
+    ring.set_epoch(producer.next_epoch())
+    for step in range(1, 13):
+        rows = 1 + 2 * (step // 2 % 2)
+        asked, (out, lse) = request(step, rows), state(step, rows)
+        ring.begin_step(step)
+        settle()
+        RingView(arena).control["head"] |= 1 << 38
+        ring.post(1, *asked)
+        merged = ring.merge(1, out, lse)
+        expected, _ = expected_of(arena, 1, asked, out, lse)
+        assert (merged.cpu() - expected).abs().max() < 1e-5, f"step {step}"
+    assert ring.errors() == []

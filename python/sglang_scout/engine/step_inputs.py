@@ -31,7 +31,6 @@ class Candidates(NamedTuple):
         lists: C; with one list the others are the same tensors.
         list_table, list_n_full, list_n_scored: ``[B * C, N]``, ``[B * C]``, ``[B * C]`` the same for each list.
         digest_rows: ``[B * C, N]`` rows of digests if each list has its own, page * C + list.
-        arrivals: ``[B * C]`` zeroed counters for the scoring kernels; pages are scored for one layer at a time.
     """
 
     table: torch.Tensor
@@ -42,7 +41,6 @@ class Candidates(NamedTuple):
     list_n_full: torch.Tensor
     list_n_scored: torch.Tensor
     digest_rows: torch.Tensor
-    arrivals: torch.Tensor
 
     @classmethod
     def of(
@@ -56,9 +54,8 @@ class Candidates(NamedTuple):
         n_scored = n_full if n_scored is None else n_scored
         rows, columns = table.shape
         if lists == 1:
-            arrivals = table.new_zeros(rows)
-            return cls(table, n_full, n_scored, 1, table, n_full, n_scored, table, arrivals)
-        sizes = (columns,), (), (), (columns,), ()
+            return cls(table, n_full, n_scored, 1, table, n_full, n_scored, table)
+        sizes = (columns,), (), (), (columns,)
         made = [table.new_zeros(rows * lists, *size) for size in sizes]
         return cls(table, n_full, n_scored, lists, *made)
 

@@ -318,19 +318,3 @@ class ResidencyTable:
         self._note(self.metadata.vacate(layers, slots[slots >= 0]))
         self.uses.frequency[:, ids] = 0.0
         self.uses.stamp[:, ids] = -1
-
-    def check(self) -> None:
-        """Raise AssertionError if slots are lost or duplicated, or the two directions of the map disagree."""
-        for layer in range(self.num_layers):
-            free = self.metadata.free[layer, : self.num_free[layer]]
-            states, slot_of = self.page_of[layer], self.slot_of[layer]
-            pending = self.metadata.is_pending[layer]
-            mapped, reserved = np.flatnonzero(states >= 0), (states < -1).sum()
-            is_free = len(np.unique(free)) == len(free) and (states[free] == -1).all()
-            assert is_free, f"layer {layer}: a slot is free twice, or free but mapped"
-            is_inverse = (slot_of[states[mapped]] == mapped).all()
-            assert is_inverse and (slot_of >= 0).sum() == len(mapped), f"layer {layer}: map"
-            total = len(free) + len(mapped) + reserved
-            assert total == self.num_slots, f"layer {layer}: {total} of {self.num_slots} slots"
-            is_apart = not (pending & (slot_of >= 0)).any()
-            assert is_apart and pending.sum() <= reserved, f"layer {layer}: pending"

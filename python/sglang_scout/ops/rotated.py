@@ -245,7 +245,6 @@ def score_rotated(
     table: Annotated[torch.Tensor, "B N int32"],
     n_full: Annotated[torch.Tensor, "B int32"],
     scale: float,
-    arrivals: Annotated[torch.Tensor | None, "B int32"] = None,
     coordinates: _OfLayer = None,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
@@ -258,7 +257,7 @@ def score_rotated(
     Args:
         q: after RoPE.
         planes, stats: of one layer, see `build_layer_rotated`.
-        table, n_full, scale, arrivals: as in `score_pages`.
+        table, n_full, scale: as in `score_pages`.
         coordinates: of this layer, for digests built with them.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
@@ -298,7 +297,7 @@ def _scored(log_masses, out_shape, q, planes, stats, table, n_full, scale, coord
 
 
 @score_rotated.native(sizes=_NATIVE_DIMS)
-def _score(q, planes, stats, table, n_full, scale, arrivals, coordinates):
+def _score(q, planes, stats, table, n_full, scale, coordinates):
     return _scored(False, table.shape, q, planes, stats, table, n_full, scale, coordinates)
 
 

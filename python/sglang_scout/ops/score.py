@@ -36,7 +36,6 @@ def score_pages(
     table: Annotated[torch.Tensor, "B N int32"],
     n_full: Annotated[torch.Tensor, "B int32"],
     scale: float,
-    arrivals: Annotated[torch.Tensor | None, "B int32"] = None,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
@@ -51,7 +50,6 @@ def score_pages(
         table: page ids below P; negative ones are padding.
         n_full: only the first n_full[b] columns of row b are candidates.
         scale: softmax scale, usually 1/sqrt(D).
-        arrivals: zeros, left as zeros, not shared by concurrent calls; None: allocated.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: Quest section 3.3 (bound), ScoutAttention Algorithm 1 line 5 (use); the sum over heads: ours.
@@ -66,7 +64,7 @@ def score_pages(
 
 
 @score_pages.native(sizes=native.HEAD_DIMS)
-def _native(q, kmin, kmax, table, n_full, scale, arrivals):
+def _native(q, kmin, kmax, table, n_full, scale):
     (P, H, D), (B, N) = kmin.shape, table.shape
     q, out = q.float(), q.new_empty((B, N), dtype=torch.float32)
     digests = kmin.data_ptr(), kmax.data_ptr(), native.DTYPES[kmin.dtype]

@@ -1,4 +1,5 @@
-"""Triton kernels, one file per family; importing this package does not import triton.
+"""Triton kernels, one file per family, and the functions that launch them, each with the name and the arguments of its
+op. An empty grid launches nothing. Importing this package does not import triton.
 
 On CPU tensors they run, if asked for by name, in Triton's interpreter: TRITON_INTERPRET=1 before triton is imported.
 """

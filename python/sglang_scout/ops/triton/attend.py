@@ -17,8 +17,8 @@ _SPLITS = (1, 2, 4, 8, 16)  # the last to finish merges all
 # The time of five dependent loads before the first tile, and of loading other programs' results, in tiles (some .8 us).
 _START_TILES, _MERGE_TILES = 4, 2
 _MAX_TILES = 64  # of a program, while there are fewer splits than allowed
-_MAX_ROWS = 4096  # rows and KV heads; more are not split
-_STAGES = 5  # prefetch distance: four tiles for ids, two for K and V
+MAX_ROWS = 4096  # rows and KV heads; more are not split
+_STAGES = tl.constexpr(5)  # prefetch distance: four tiles for ids, two for K and V
 _MERGED = tl.constexpr(4)  # splits merged per iteration
 _LN_2 = tl.constexpr(math.log(2.0))
 
@@ -29,8 +29,7 @@ def attend_kernel(
     scale, R, ids, splits,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_SLOTS: tl.constexpr,
     HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, IS_SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
+    CHUNK: tl.constexpr, PAGES: tl.constexpr, C: tl.constexpr, FP8: tl.constexpr,
 ):
     """The G query heads of one KV head over every splits-th column of its row of page ids (C rows per request).
 
@@ -42,6 +41,9 @@ def attend_kernel(
     q [B, HQ, D]; k, v [P, S, H, D]; pages [B*C, R]; n_pages [B*C]; listed [B, H, splits, CHUNK];
     parts [splits, B, HQ, D]; part_lse [splits, B, HQ]; arrivals [B * H] 0; out [B, HQ, D]; lse [B, HQ].
     """
+    BLOCK_S: tl.constexpr = triton.next_power_of_2(S)
+    BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(G))
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -80,7 +82,7 @@ def attend_kernel(
         tl.debug_barrier()  # all threads have finished reading the previous list
         tl.store(listed + rank - 1, page, mask=page >= 0)
         tl.debug_barrier()
-        for done in tl.range(0, count, PAGES, num_stages=STAGES):
+        for done in tl.range(0, count, PAGES, num_stages=_STAGES):
             at = done + which
             # [PAGES * BLOCK_S]
             slot = tl.load(listed + at, mask=at < count, other=0)
@@ -154,9 +156,9 @@ def merge_parts(parts, part_lse, out, lse, head, at_out, q_mask, splits, rows, D
     tl.store(lse + head, (top + tl.log2(tl.maximum(total, 1.0))) * _LN_2, mask=g)
 
 
-def programs_per_sm(dtype: torch.dtype, block_d: int) -> int:
+def programs_per_sm(dtype: torch.dtype, D: int) -> int:
     """Of `attend_kernel` with pages of this dtype, whose registers are limited accordingly."""
-    return 3 if dtype != torch.float32 and block_d <= 128 else 2
+    return 3 if dtype != torch.float32 and D <= 128 else 2
 
 
 def split_count(rows: int, tiles: int, slots: int) -> int:
@@ -169,30 +171,28 @@ def split_count(rows: int, tiles: int, slots: int) -> int:
         merge = _MERGE_TILES if splits > 1 else 0
         return waves * (_START_TILES + triton.cdiv(tiles, splits)) + merge
 
-    if rows > _MAX_ROWS:
+    if rows > MAX_ROWS:
         return 1
     fewest = min(_SPLITS[-1], triton.next_power_of_2(triton.cdiv(max(1, tiles), _MAX_TILES)))
     return min((s for s in _SPLITS if s >= fewest), key=time)
 
 
 @functools.cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """Zeros, one per row and KV head, shared by launches, which a stream serializes. The first launch makes them,
-    before any graph is captured."""
-    return torch.zeros(_MAX_ROWS, dtype=torch.int32, device=device)
+def arrivals_of(user: str, device: torch.device) -> torch.Tensor:
+    """Zeros, left as zeros, shared by launches of ``user``, which are not concurrent: a step scores one layer at a time
+    and attends in one. The first launch makes them, before any graph is captured."""
+    return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 
 
 def attend_pages(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
-    """See `ops.attend.attend_pages`."""
     (B, HQ, D), (_, S, H, _), R = q.shape, k.shape, pages.shape[1]
     out = q.new_empty(q.shape, dtype=torch.float32), q.new_empty((B, HQ), dtype=torch.float32)
     if B == 0:
         return out
-    columns = R + (last_page is not None)
-    block_s, fp8 = triton.next_power_of_2(S), stored_as(k.dtype)[1]
-    tile_pages = pages_per_tile(block_s, D * (2 if fp8 or k.dtype == torch.bfloat16 else 4))
-    block_d = triton.next_power_of_2(D)
-    per_sm = programs_per_sm(k.dtype, block_d)
+    columns, fp8 = R + (last_page is not None), stored_as(k.dtype)[1]
+    token_bytes = D * (2 if fp8 or k.dtype == torch.bfloat16 else 4)
+    tile_pages = pages_per_tile(triton.next_power_of_2(S), token_bytes)
+    per_sm = programs_per_sm(k.dtype, D)
     splits = split_count(B * H, triton.cdiv(columns, tile_pages), per_sm * processors(q.device))
     parts, part_lse = out
     if splits > 1:
@@ -201,11 +201,10 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
     chunk = max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits))))
     attend_kernel[(splits, H, B)](
         q, as_loaded(k), as_loaded(v), pages, slot_of, last_page, last_len, n_pages,
-        pages.new_empty((B, H, splits, chunk)), parts, part_lse, _arrivals(q.device), *out, scale,
+        pages.new_empty((B, H, splits, chunk)), parts, part_lse, arrivals_of("attend", q.device), *out, scale,
         R, 0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D, slot_of is not None,
-        last_page is not None, n_pages is not None, splits > 1, chunk,
-        tile_pages, block_s, max(16, triton.next_power_of_2(HQ // H)), block_d,
-        len(pages) // B, _STAGES, fp8, num_warps=4, maxnreg=64 // per_sm * 8,
+        last_page is not None, n_pages is not None, splits > 1, chunk, tile_pages, len(pages) // B, fp8,
+        num_warps=4, maxnreg=64 // per_sm * 8,
     )
     return out
 
@@ -243,11 +242,11 @@ def merge_rows(out_a, lse_a, out_b, lse_b):
 @triton.jit
 def merge_kernel(
     out_a, lse_a, out_b, lse_b, out, lse, rows,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """A block of rows. out_a, out_b, out [rows, D]; lse_a, lse_b, lse [rows]."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, triton.next_power_of_2(D))
     at = r.to(tl.int64)[:, None] * D + d[None, :]
     mask = (r < rows)[:, None] & (d < D)[None, :]
     # [BLOCK_R, BLOCK_D] and [BLOCK_R]
@@ -262,14 +261,10 @@ def merge_kernel(
 
 
 def merge_states(out_a, lse_a, out_b, lse_b):
-    """See `ops.attend.merge_states`."""
     B, HQ, D = out_a.shape
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    if out_a.numel() == 0:
-        return out, lse
-    block_d = triton.next_power_of_2(D)
-    block_r = max(1, 1024 // block_d)
+    block_r = max(1, 1024 // triton.next_power_of_2(D))
     merge_kernel[(triton.cdiv(B * HQ, block_r),)](
-        out_a, lse_a, out_b, lse_b, out, lse, B * HQ, D, block_r, block_d, num_warps=4
+        out_a, lse_a, out_b, lse_b, out, lse, B * HQ, D, block_r, num_warps=4
     )
     return out, lse

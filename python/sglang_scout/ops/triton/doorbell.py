@@ -235,7 +235,6 @@ def post_kernel(
 
 
 def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor) -> None:
-    """See `ops.doorbell.DeviceRing.post`."""
     (rows, k), at, spec = pages.shape, ring.layout, ring.spec
     width = spec.row_heads * spec.head_dim
     post_kernel[(rows,)](
@@ -345,7 +344,6 @@ def merge_answer_kernel(
 
 
 def merge(ring, layer: int, out: torch.Tensor, lse: torch.Tensor, change, dtype) -> torch.Tensor:
-    """See `ops.doorbell.DeviceRing.merge`."""
     (B, HQ, D), at = out.shape, ring.layout
     merged = torch.empty_like(out, dtype=dtype)
     block_d = triton.next_power_of_2(D)

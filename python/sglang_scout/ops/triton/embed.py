@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ..embed import largest
-from .exact import rounded, stored_as, widened
-from .pages import layer_pointer, source_row
+from .exact import rounded
+from .pages import for_each_page, page_keys, source_of
 
 _BLOCK_RANKS = tl.constexpr(16)
 # Elements that a scoring program holds at a time.
@@ -25,58 +25,46 @@ def limited(x, LARGEST: tl.constexpr):
 def means_kernel(
     addresses, ids, rows, embeddings,
     P, R,
-    HALF: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-    LARGEST: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
-    """One page, head and layer. addresses [L] of [R, 2 HALF, H, D]; ids [n]; rows: see `source_row`; embeddings
-    [L, P, H, 2, D]."""
-    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
-    layer = tl.program_id(2).to(tl.int64)
-    source = source_row(rows, page, layer)
-    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
-        k = layer_pointer(addresses, layer, KV, ALIGN)
-        s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-        mask = (s < HALF)[:, None] & (d < D)[None, :]
+    """One page, head and layer, as `pages.digest_kernel`. embeddings [L, P, H, 2, D]."""
+    k, source, row = source_of(addresses, ids, rows, P, R, KV, ALIGN)
+    if row >= 0:
+        x = limited(page_keys(k, source, S, H, D, FP8)[0], LARGEST)
+        s, d = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])
         for half in tl.static_range(2):
-            at = ((source * (2 * HALF) + half * HALF + s) * H + h)[:, None] * D + d[None, :]
-            x = widened(tl.load(k + at, mask=mask, other=0), FP8)
-            x = limited(x, LARGEST)  # [BLOCK_S, BLOCK_D]
-            mean = rounded(tl.sum(x, axis=0) / HALF, embeddings.dtype.element_ty)
-            row = (((layer * P + page) * H + h) * 2 + half) * D
-            tl.store(embeddings + row + d, mean, mask=d < D)
+            of_half = tl.where((s < S // 2) == (half == 0), x, 0.0)
+            mean = rounded(tl.sum(of_half, axis=0) / (S // 2), embeddings.dtype.element_ty)
+            tl.store(embeddings + (row * 2 + half) * D + d, mean, mask=d < D)
 
 
 @triton.jit
 def pilots_kernel(
     addresses, ids, rows, embeddings, w_k,
     P, R,
-    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr, LARGEST: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LARGEST: tl.constexpr, KV: tl.constexpr,
+    FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):
-    """One page, head and layer. addresses [L] of [R, S, H, D]; embeddings [L, P, H, E]; w_k [L, H, E, 2 D]."""
-    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
-    layer = tl.program_id(2).to(tl.int64)
-    source = source_row(rows, page, layer)
-    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
-        k = layer_pointer(addresses, layer, KV, ALIGN)
-        s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-        mask = (s < S)[:, None] & (d < D)[None, :]
-        at = ((source * S + s) * H + h)[:, None] * D + d[None, :]
-        x = widened(tl.load(k + at, mask=mask, other=0), FP8)
-        x = limited(x, LARGEST)  # [BLOCK_S, BLOCK_D]
+    """One page, head and layer, as `pages.digest_kernel`. embeddings [L, P, H, E]; w_k [L, H, E, 2 D]."""
+    k, source, row = source_of(addresses, ids, rows, P, R, KV, ALIGN)
+    if row >= 0:
+        x = limited(page_keys(k, source, S, H, D, FP8)[0], LARGEST)
+        d = tl.arange(0, x.shape[1])
         mean = tl.sum(x, axis=0) / S
         # Masked tokens are 0, which never wins over a nonzero element.
         high, low = tl.max(x, axis=0), tl.min(x, axis=0)
         extreme = tl.where(high >= -low, high, low)
+        w_k += (tl.program_id(2) * H + tl.program_id(1)) * E * (2 * D)
         for first in range(0, E, _BLOCK_RANKS):
             r = first + tl.arange(0, _BLOCK_RANKS)
-            of_row = w_k + ((layer * H + h) * E + r)[:, None] * (2 * D) + d[None, :]
+            of_row = w_k + r[:, None] * (2 * D) + d[None, :]
             here = (r < E)[:, None] & (d < D)[None, :]
             # [_BLOCK_RANKS, BLOCK_D]
             products = tl.load(of_row, mask=here, other=0.0) * mean[None, :]
             products += tl.load(of_row + D, mask=here, other=0.0) * extreme[None, :]
             e = rounded(limited(tl.sum(products, axis=1), LARGEST), embeddings.dtype.element_ty)
-            tl.store(embeddings + ((layer * P + page) * H + h) * E + r, e, mask=r < E)
+            tl.store(embeddings + row * E + r, e, mask=r < E)
 
 
 @triton.jit
@@ -113,30 +101,15 @@ def embedding_scores_kernel(
 
 
 def build_layer_means(source, ids, embeddings, rows):
-    """See `ops.embed.build_layer_means`."""
-    R, S, H, D = source.k[0].shape
-    if ids.numel():
-        blocks = triton.next_power_of_2(S // 2), triton.next_power_of_2(D)
-        means_kernel[(ids.numel(), H, len(source.k))](
-            source.addresses, ids, rows, embeddings, embeddings.shape[1], R, S // 2, H, D, *blocks,
-            largest(embeddings.dtype), *stored_as(source.k[0].dtype), source.align_bytes, num_warps=4,
-        )
+    for_each_page(means_kernel, source, ids, rows, (embeddings,), largest(embeddings.dtype))
 
 
 def build_layer_pilots(source, ids, embeddings, w_k, rows):
-    """See `ops.embed.build_layer_pilots`."""
-    R, S, H, D = source.k[0].shape
-    if ids.numel():
-        blocks = triton.next_power_of_2(S), triton.next_power_of_2(D)
-        pilots_kernel[(ids.numel(), H, len(source.k))](
-            source.addresses, ids, rows, embeddings, w_k, embeddings.shape[1], R, S, H, D,
-            embeddings.shape[-1], *blocks, largest(embeddings.dtype), *stored_as(source.k[0].dtype),
-            source.align_bytes, num_warps=4,
-        )
+    constants = embeddings.shape[-1], largest(embeddings.dtype)
+    for_each_page(pilots_kernel, source, ids, rows, (embeddings, w_k), *constants)
 
 
 def score_embeddings(q, embeddings, table, n_full):
-    """See `ops.embed.score_embeddings`."""
     (B, N), (H, W, E) = table.shape, embeddings.shape[1:]
     out = q.new_empty((B * H, N), dtype=torch.float32)
     if out.numel():

@@ -16,6 +16,16 @@ _E4M3_LARGEST = tl.constexpr(int(torch.tensor(1e3).to(torch.float8_e4m3fn).view(
 
 
 @triton.jit
+def dot_narrow(a, b, acc):
+    """acc + a b of one 16-bit type."""
+    if INTERPRETED:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
 def dot_fp32(a, b, acc):
     """acc + a b. a: [M, K] float32, bfloat16 or float16; b: [K, N], the same; acc: [M, N] float32.
 
@@ -23,25 +33,15 @@ def dot_fp32(a, b, acc):
     parts, which hold its 24 bits; other types use three TF32 products (22 bits of each). Small parts are added first.
     """
     if a.dtype == b.dtype and a.dtype != tl.float32:
-        if INTERPRETED:
-            acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-        else:
-            acc = tl.dot(a, b, acc)
+        acc = dot_narrow(a, b, acc)
     elif b.dtype == tl.bfloat16:
         a = a.to(tl.float32)
         high = a.to(tl.bfloat16)
         rest = a - high.to(tl.float32)
         mid = rest.to(tl.bfloat16)
-        low = (rest - mid.to(tl.float32)).to(tl.bfloat16)
-        if INTERPRETED:
-            b32 = b.to(tl.float32)
-            acc = tl.dot(low.to(tl.float32), b32, acc)
-            acc = tl.dot(mid.to(tl.float32), b32, acc)
-            acc = tl.dot(high.to(tl.float32), b32, acc)
-        else:
-            acc = tl.dot(low, b, acc)
-            acc = tl.dot(mid, b, acc)
-            acc = tl.dot(high, b, acc)
+        acc = dot_narrow((rest - mid.to(tl.float32)).to(tl.bfloat16), b, acc)
+        acc = dot_narrow(mid, b, acc)
+        acc = dot_narrow(high, b, acc)
     else:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
     return acc
@@ -97,10 +97,8 @@ def dot_16(a, b, acc):
     """acc + a b, where the float32 a is exactly representable in b's dtype if that is 16-bit: one exact product."""
     if b.dtype == tl.float32:
         acc = tl.dot(a, b, acc, input_precision="tf32x3")
-    elif INTERPRETED:
-        acc = tl.dot(rounded(a, b.dtype).to(tl.float32), b.to(tl.float32), acc)
     else:
-        acc = tl.dot(a.to(b.dtype), b, acc)
+        acc = dot_narrow(rounded(a, b.dtype), b, acc)
     return acc
 
 

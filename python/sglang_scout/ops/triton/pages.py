@@ -23,36 +23,42 @@ def layer_pointer(addresses, layer, dtype: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def source_row(rows, page, layer):
-    """Row of K in a layer for the page of program axis 0: from rows [L, n], or the page id itself if None."""
+def source_of(addresses, ids, rows, P, R, KV: tl.constexpr, ALIGN: tl.constexpr):
+    """Of a program for a page, head and layer: the layer's K [R, S, H, D]; the page's row there, from rows [L, n], or
+    its id if None; and its row among digests [L, P, H], -1 if an id or row is out of range."""
+    page, layer = tl.load(ids + tl.program_id(0)), tl.program_id(2).to(tl.int64)
     source = page
     if rows is not None:
         source = tl.load(rows + layer * tl.num_programs(0) + tl.program_id(0))
-    return source
+    inside = (page >= 0) & (page < P) & (source >= 0) & (source < R)
+    row = (layer * P + page) * tl.num_programs(1) + tl.program_id(1)
+    return layer_pointer(addresses, layer, KV, ALIGN), source, tl.where(inside, row, -1)
+
+
+@triton.jit
+def page_keys(k, source, S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr):
+    """The page at row ``source`` of K for the program's head, [BLOCK_S, BLOCK_D] float32, and where it has elements."""
+    s, d = tl.arange(0, triton.next_power_of_2(S)), tl.arange(0, triton.next_power_of_2(D))
+    mask = (s < S)[:, None] & (d < D)[None, :]
+    at = ((source * S + s) * H + tl.program_id(1))[:, None] * D + d[None, :]
+    return widened(tl.load(k + at, mask=mask, other=0), FP8).to(tl.float32), mask
 
 
 @triton.jit
 def digest_kernel(
     addresses, ids, rows, kmin, kmax,
     P, R,
-    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):
-    """One page, head and layer. addresses [L] of [R, S, H, D]; ids [n]; kmin, kmax [L, P, H, D]."""
-    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
-    layer = tl.program_id(2).to(tl.int64)
-    source = source_row(rows, page, layer)
-    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
-        k = layer_pointer(addresses, layer, KV, ALIGN)
-        s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-        mask = (s < S)[:, None] & (d < D)[None, :]
-        at = ((source * S + s) * H + h)[:, None] * D + d[None, :]
-        # [BLOCK_S, BLOCK_D]
-        x = widened(tl.load(k + at, mask=mask, other=0), FP8).to(tl.float32)
+    """One page, head and layer. addresses [L]; ids [n]; rows: see `source_of`; kmin, kmax [L, P, H, D]."""
+    k, source, row = source_of(addresses, ids, rows, P, R, KV, ALIGN)
+    if row >= 0:
+        x, mask = page_keys(k, source, S, H, D, FP8)
         low, high = tl.where(mask, x, float("inf")), tl.where(mask, x, float("-inf"))
-        row = ((layer * P + page) * H + h) * D + d
-        tl.store(kmin + row, tl.min(low, axis=0).to(kmin.dtype.element_ty), mask=d < D)
-        tl.store(kmax + row, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
+        d = tl.arange(0, triton.next_power_of_2(D))
+        at = row * D + d
+        tl.store(kmin + at, tl.min(low, axis=0).to(kmin.dtype.element_ty), mask=d < D)
+        tl.store(kmax + at, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
 
 
 # Compiled once for all numbers of pages.
@@ -77,11 +83,8 @@ def copy_kernel(
             src = layer_pointer(addresses, at_layer, dst_k.dtype.element_ty, ALIGN)
             # [BLOCK]
             value = tl.load(src + page * words + at, mask=at < words)
-            where = (layer * slots + slot) * words + at
-            if is_v == 0:
-                tl.store(dst_k + where, value, mask=at < words)
-            else:
-                tl.store(dst_v + where, value, mask=at < words)
+            dst = dst_v if is_v else dst_k
+            tl.store(dst + (layer * slots + slot) * words + at, value, mask=at < words)
 
 
 @triton.jit
@@ -92,34 +95,23 @@ def append_kernel(
 ):
     """One block of one row of K (program 0 of axis 2) or of V, to one pool or to both. k, v [B, WIDTH], rows k_stride
     and v_stride apart; pools [P, S, WIDTH] and [mirror_P, S, WIDTH]."""
-    b = tl.program_id(0)
+    b, is_v = tl.program_id(0), tl.program_id(2)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.load(lens + b) - 1
-    page = tl.load(ids + b).to(tl.int64)
-    # [BLOCK]
-    if tl.program_id(2) == 0:
-        value = tl.load(k + b.to(tl.int64) * k_stride + at, mask=at < WIDTH)
-    else:
-        value = tl.load(v + b.to(tl.int64) * v_stride + at, mask=at < WIDTH)
-    inside = (offset >= 0) & (offset < S)
+    new = (v if is_v else k) + b.to(tl.int64) * (v_stride if is_v else k_stride)
+    value = tl.load(new + at, mask=at < WIDTH)  # [BLOCK]
     if FP8 == 0:
-        stored = rounded(value, k_pages.dtype.element_ty)
+        value = rounded(value, k_pages.dtype.element_ty)
     else:
-        stored = fp8_bits(value, FP8)
-    mask = (at < WIDTH) & inside & (page >= 0) & (page < P)
-    where = (page * S + offset) * WIDTH + at
-    if tl.program_id(2) == 0:
-        tl.store(k_pages + where, stored, mask=mask)
-    else:
-        tl.store(v_pages + where, stored, mask=mask)
+        value = fp8_bits(value, FP8)
+    inside = (at < WIDTH) & (offset >= 0) & (offset < S)
+    page = tl.load(ids + b).to(tl.int64)
+    to = (v_pages if is_v else k_pages) + (page * S + offset) * WIDTH + at
+    tl.store(to, value, mask=inside & (page >= 0) & (page < P))
     if HAS_MIRROR:
         page = tl.load(mirror_ids + b).to(tl.int64)
-        mask = (at < WIDTH) & inside & (page >= 0) & (page < mirror_P)
-        where = (page * S + offset) * WIDTH + at
-        if tl.program_id(2) == 0:
-            tl.store(k_mirror + where, stored, mask=mask)
-        else:
-            tl.store(v_mirror + where, stored, mask=mask)
+        to = (v_mirror if is_v else k_mirror) + (page * S + offset) * WIDTH + at
+        tl.store(to, value, mask=inside & (page >= 0) & (page < mirror_P))
 
 
 @triton.jit
@@ -142,11 +134,8 @@ def stage_kernel(
         value = tl.load(
             src + page * page_words + at // words * row_words + first + at % words, mask=mask
         )
-        where = entry.to(tl.int64) * slot_words + at
-        if is_v == 0:
-            tl.store(dst_k + where, value, mask=mask)
-        else:
-            tl.store(dst_v + where, value, mask=mask)
+        dst = dst_v if is_v else dst_k
+        tl.store(dst + entry.to(tl.int64) * slot_words + at, value, mask=mask)
 
 
 @triton.jit
@@ -184,20 +173,21 @@ def pack_kernel(
     tl.store(lengths + b, length)
 
 
-def build_layer_digests(source, ids, kmin, kmax, rows):
-    """See `ops.digest.build_layer_digests`."""
+def for_each_page(kernel, source, ids, rows, to, *constants, num_warps=4):
+    """Launch a kernel like `digest_kernel`, with ``constants`` of its own after D, for every page, head and layer."""
     R, S, H, D = source.k[0].shape
-    if ids.numel() == 0:
-        return
-    blocks = triton.next_power_of_2(S), triton.next_power_of_2(D)
-    digest_kernel[(ids.numel(), H, len(source.k))](
-        source.addresses, ids, rows, kmin, kmax, kmin.shape[1], R, S, H, D, *blocks,
-        *stored_as(source.k[0].dtype), source.align_bytes, num_warps=4,
-    )
+    if ids.numel():
+        kernel[(ids.numel(), H, len(source.k))](
+            source.addresses, ids, rows, *to, to[0].shape[1], R, S, H, D, *constants,
+            *stored_as(source.k[0].dtype), source.align_bytes, num_warps=num_warps,
+        )
+
+
+def build_layer_digests(source, ids, kmin, kmax, rows):
+    for_each_page(digest_kernel, source, ids, rows, (kmin, kmax))
 
 
 def copy_layer_pages(source, ids, dst_k, dst_v):
-    """See `ops.pages.copy_layer_pages`."""
     (L, slots), n = dst_k.shape[:2], ids.shape[1]
     page_bytes = source.k[0][:1].nbytes
     if n == 0 or page_bytes == 0:
@@ -217,10 +207,7 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
 
 
 def append_tokens(k, v, lens, pool, mirror):
-    """See `ops.pages.append_tokens`."""
     B, H, D = k.shape
-    if B == 0:
-        return
     block = min(1024, triton.next_power_of_2(H * D))
     pools = *map(as_loaded, pool), *(map(as_loaded, mirror) if mirror else [None] * 3)
     append_kernel[(B, triton.cdiv(H * D, block), 2)](
@@ -231,7 +218,6 @@ def append_tokens(k, v, lens, pool, mirror):
 
 
 def stage_pages(source, layer, pages, dst_k, dst_v):
-    """See `ops.pages.stage_pages`."""
     (R, k), S = pages.shape, dst_k.shape[1]
     row_bytes, list_bytes = source.k[0][0, :1].nbytes, dst_k[:1, :1].nbytes
     if R * k * S * list_bytes == 0:
@@ -248,11 +234,8 @@ def stage_pages(source, layer, pages, dst_k, dst_v):
 
 
 def pack_pages(pages, last_page, last_len, page_tokens, slot_of, n_pages):
-    """See `ops.flash.pack_pages`."""
     B, R = pages.shape
     table, lengths = pages.new_empty((B, R + 1)), pages.new_empty(B)
-    if B == 0:
-        return table, lengths
     chunk = max(16, min(_MAX_CHUNK, triton.next_power_of_2(R + 1)))
     pack_kernel[(B,)](
         pages, last_page, last_len, slot_of, n_pages, table, lengths, R, page_tokens,

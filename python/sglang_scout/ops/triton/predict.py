@@ -27,12 +27,11 @@ def rotate_kernel(
     q, weight, cos_sin, positions, out,
     eps, HQ, row_stride,
     D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, HAS_NORM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     """RMSNorm and RoPE of one head. q [B, HQ, D], rows row_stride apart; cos_sin [positions, R]; out [B, HQ, D]. The
     partner of channel d is loaded again rather than exchanged between threads."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, triton.next_power_of_2(D))
     row = b * row_stride + h * D
     # [BLOCK_D]
     own = tl.load(q + row + d, mask=d < D, other=0.0).to(tl.float32)
@@ -63,22 +62,17 @@ def rotate_kernel(
 
 
 def add_norm(x, residual, weight, eps):
-    """See `ops.predict.add_norm`."""
     (B, C), out = x.shape, torch.empty_like(x)
-    if B:
-        norm_kernel[(B,)](
-            x, residual, weight, out, eps, C, residual is not None, triton.next_power_of_2(C), num_warps=8
-        )
+    norm_kernel[(B,)](
+        x, residual, weight, out, eps, C, residual is not None, triton.next_power_of_2(C), num_warps=8
+    )
     return out
 
 
 def rotate_heads(q, q_norm_weight, q_norm_eps, cos_sin, positions, rotary_dim, is_neox, HQ, D):
-    """See `ops.predict.rotate_heads`."""
     out = q.new_empty((len(q), HQ, D))
-    if len(q):
-        rotate_kernel[(len(q), HQ)](
-            q, q_norm_weight, cos_sin, positions, out, q_norm_eps, HQ, q.stride(0), D,
-            rotary_dim if cos_sin is not None else 0, is_neox, q_norm_weight is not None,
-            triton.next_power_of_2(D), num_warps=1,
-        )
+    rotate_kernel[(len(q), HQ)](
+        q, q_norm_weight, cos_sin, positions, out, q_norm_eps, HQ, q.stride(0), D,
+        rotary_dim if cos_sin is not None else 0, is_neox, q_norm_weight is not None, num_warps=1,
+    )
     return out

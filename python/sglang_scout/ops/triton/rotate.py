@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from ..rotated import FIRST, FLIP, LARGEST, PAGE_TOKENS, STATS_BYTES
-from .exact import dot_fp32, rounded, stored_as, widened
-from .pages import layer_pointer, source_row
+from .exact import dot_fp32, rounded, widened
+from .pages import for_each_page, layer_pointer, source_of
 
 _FIRST = tl.constexpr(FIRST)
 _LARGEST, _FLIP32 = tl.constexpr(LARGEST), tl.constexpr(FLIP - 2**32)
@@ -14,6 +14,12 @@ _TOKENS, _STATS_BYTES = tl.constexpr(PAGE_TOKENS), tl.constexpr(STATS_BYTES)
 _NORMS_AT = tl.constexpr(2 * PAGE_TOKENS + 8)  # after the mean, the scales and two steps
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _CHUNK = tl.constexpr(16)  # channels turned per iteration; a matrix' columns take registers
+
+
+@triton.constexpr_function
+def width_of(D):
+    """Elements that hold a row of D."""
+    return max(32, triton.next_power_of_2(D))
 
 
 @triton.jit
@@ -36,9 +42,9 @@ def step_of(largest, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, row, kept, D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr = 0):
+def rows_of(x, row, kept, D: tl.constexpr, FP8: tl.constexpr = 0):
     """The rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, finite, 0 beyond D."""
-    d = tl.arange(0, BLOCK_D)[None, :]
+    d = tl.arange(0, width_of(D))[None, :]
     return made_finite(tl.load(x + row[:, None] + d, mask=kept[:, None] & (d < D), other=0), FP8)
 
 
@@ -59,11 +65,11 @@ def rotated(x, D: tl.constexpr):
 
 
 @triton.jit
-def turned_rows(x, row, kept, turn, D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr = 0):
+def turned_rows(x, row, kept, turn, D: tl.constexpr, FP8: tl.constexpr = 0):
     """R x for the rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, 0 beyond D. turn: R [D, D]
     float32."""
-    i = tl.arange(0, BLOCK_D)[None, :]
-    out = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
+    i = tl.arange(0, width_of(D))[None, :]
+    out = tl.zeros([row.shape[0], i.shape[1]], tl.float32)
     for first in range(0, D, _CHUNK):
         j = first + tl.arange(0, _CHUNK)
         inside = kept[:, None] & (j < D)[None, :]
@@ -102,28 +108,27 @@ def packed(bits):
 def build_rotated_kernel(
     addresses, ids, rows, planes, means, scales, steps, turn, bits,
     P, R,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):
-    """One page, head and layer. addresses [2, L] of K and V [R, 32, H, D]; ids [n]; rows: see `source_row`; planes
+    """One page, head and layer, as `pages.digest_kernel`. addresses [2, L] of K and V; planes
     [L, P, H, 1 or 2, 16, D / 4]; means, scales, steps: the stats [L, P, H, bytes] as int8, bfloat16 and float32; turn
     [L, H, D, D], bits [L, H, 4, D]: coordinates of keys, or None."""
-    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
-    layer = tl.program_id(2).to(tl.int64)
-    source = source_row(rows, page, layer)
-    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
-        k = layer_pointer(addresses, layer, KV, ALIGN)
+    BLOCK_D: tl.constexpr = width_of(D)
+    k, source, row = source_of(addresses, ids, rows, P, R, KV, ALIGN)
+    h, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if row >= 0:
         t, d = tl.arange(0, _TOKENS), tl.arange(0, BLOCK_D)
         at = ((source * _TOKENS + t) * H + h) * D
         v = layer_pointer(addresses + tl.num_programs(2), layer, KV, ALIGN)
-        v = rows_of(v, at, t < _TOKENS, D, BLOCK_D, FP8)
+        v = rows_of(v, at, t < _TOKENS, D, FP8)
         norm = tl.sqrt_rn(tl.sum(v * v, axis=1))  # [32]
         norm_step = step_of(tl.max(norm, axis=0), 255.0)
         if turn is not None:
             turn += (layer * H + h) * D * D
             bits += (layer * H + h) * 4 * D
-            x = turned_rows(k, at, t < _TOKENS, turn, D, BLOCK_D, FP8)  # [32, BLOCK_D]
+            x = turned_rows(k, at, t < _TOKENS, turn, D, FP8)  # [32, BLOCK_D]
         else:
-            x = rotated(rows_of(k, at, t < _TOKENS, D, BLOCK_D, FP8), D)
+            x = rotated(rows_of(k, at, t < _TOKENS, D, FP8), D)
         mean = tl.sum(x, axis=0) / _TOKENS
         step = step_of(tl.max(tl.abs(mean), axis=0), 127.0)
         mean = rint(tl.div_rn(mean, tl.zeros_like(mean) + step))
@@ -134,7 +139,6 @@ def build_rotated_kernel(
             scale = tl.sqrt_rn(tl.sum(part * part, axis=1))
         else:
             scale = tl.sqrt_rn(tl.sum(x * x, axis=1) / D)  # [32]
-        row = (layer * P + page) * H + h
         BYTES: tl.constexpr = D + _STATS_BYTES
         tl.store(means + row * BYTES + d, mean.to(tl.int8), mask=d < D)
         tl.store(scales + row * (BYTES // 2) + D // 2 + t, rounded(scale, tl.bfloat16))
@@ -162,14 +166,8 @@ def build_rotated_kernel(
 
 
 def build_layer_rotated(source, ids, planes, stats, rows, coordinates):
-    """See `ops.rotated.build_layer_rotated`."""
-    R, _, H, D = source.k[0].shape
     turn, bits = (coordinates.keys, coordinates.bits) if coordinates else (None, None)
-    if ids.numel() == 0:
-        return
-    build_rotated_kernel[(ids.numel(), H, len(source.k))](
-        source.addresses, ids, rows, planes, stats.view(torch.int8), stats.view(torch.bfloat16),
-        stats.view(torch.float32), turn, bits, planes.shape[1], R, H, D,
-        triton.next_power_of_2(D), *stored_as(source.k[0].dtype), source.align_bytes,
-        num_warps=8 if coordinates else 4,
-    )
+    dtypes = torch.int8, torch.bfloat16, torch.float32
+    to = planes, *(stats.view(dtype) for dtype in dtypes), turn, bits
+    warps = 8 if coordinates else 4
+    for_each_page(build_rotated_kernel, source, ids, rows, to, num_warps=warps)

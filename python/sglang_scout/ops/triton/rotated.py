@@ -12,8 +12,8 @@ import triton.language as tl
 
 from ..rotated import FIRST, SECOND, STATS_BYTES
 from .attend import processors
-from .rotate import _NORMS_AT, of_bits, of_channels, rint, rotated, rows_of, turned_rows
-from .score import add_mass, between, parts_of, reduce_when_last, reduced_blocks
+from .rotate import _NORMS_AT, of_bits, of_channels, rint, rotated, rows_of, turned_rows, width_of
+from .score import add_mass, between, parts_of, reduce_when_last, reduced_pages, zeros
 
 _FIRST, _SECOND = tl.constexpr(FIRST), tl.constexpr(SECOND)
 _STATS_BYTES = tl.constexpr(STATS_BYTES)
@@ -21,7 +21,13 @@ _TOP = tl.constexpr(127 * 256.0)  # range of two int8 digits
 _LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
 _BLOCK_PAGES = 64  # M of one warp group's MMA
-_MASS_BLOCK_PAGES = 16  # small, as few pages are missing
+_MASS_BLOCK_PAGES = tl.constexpr(16)  # small, as few pages are missing
+
+
+@triton.constexpr_function
+def heads_of(G):
+    """Rows that hold the G query heads of a KV head."""
+    return max(8, triton.next_power_of_2(G))
 
 
 @triton.jit
@@ -34,19 +40,20 @@ def digits(x):
 
 
 @triton.jit
-def query_digits(q, row, kept, turn, bits, scale, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def query_digits(q, row, kept, turn, bits, scale, D: tl.constexpr):
     """The queries at ``q + row`` [G] in the digests' coordinates as integers, for the mean and each plane
     [2 G, BLOCK_D]; the units of these integers for mean and planes [G], and the dequantized sum of the planes' [G].
 
     A plane's are scaled by its level and 2^-r, in its operand's order: channel, or bit, 4 c + r at r BLOCK_D / 4 + c.
     """
     G: tl.constexpr = row.shape[0]
+    BLOCK_D: tl.constexpr = width_of(D)
     d = tl.arange(0, BLOCK_D)
     r, c = d // (BLOCK_D // 4), d % (BLOCK_D // 4)
     if bits is None:
-        x = rotated(rows_of(q, row, kept, D, BLOCK_D), D) * scale
+        x = rotated(rows_of(q, row, kept, D), D) * scale
     else:
-        x = turned_rows(q, row, kept, turn, D, BLOCK_D) * scale  # [G, BLOCK_D]
+        x = turned_rows(q, row, kept, turn, D) * scale  # [G, BLOCK_D]
     unit = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / _TOP
     of_mean = digits(rint(x / unit[:, None]))
     power = (1 << r).to(tl.float32)[None, :]
@@ -74,10 +81,12 @@ def query_digits(q, row, kept, turn, bits, scale, D: tl.constexpr, BLOCK_D: tl.c
 def query_digits_kernel(
     q, turn, bits, digits_to, numbers,
     scale,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr,
 ):
     """`query_digits` of a request's KV head. q [B, HQ, D]; turn [H, D, D]; bits [H, 4, D]; digits_to
     [B, HQ, 2, 1 + planes, BLOCK_D] int8; numbers [3, B, HQ] units of mean and planes, totals."""
+    BLOCK_G: tl.constexpr = heads_of(G)
+    BLOCK_D: tl.constexpr = width_of(D)
     h, b = tl.program_id(0), tl.program_id(1)
     if turn is not None:
         turn += h * D * D
@@ -86,7 +95,7 @@ def query_digits_kernel(
     first_head = (b * tl.num_programs(0) + h) * G
     i, g, d = tl.arange(0, 2 * BLOCK_G), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     of_mean, first, second, unit, of_planes, total = query_digits(
-        q, (first_head + g) * D, g < G, turn, bits, scale, D, BLOCK_D
+        q, (first_head + g) * D, g < G, turn, bits, scale, D
     )
     at = digits_to + (2 * first_head + i)[:, None] * ((1 + PLANES) * BLOCK_D) + d[None, :]
     mask = (i < 2 * G)[:, None] & (d >= 0)[None, :]
@@ -153,14 +162,14 @@ def norms(pair):
 @triton.jit
 def block_sums(
     of_mean, first, second, unit, of_planes, total, planes, means, scales, row, offered,
-    D: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, VALUES: tl.constexpr,
+    D: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr,
 ):
     """u = log sum_t exp of the logits, [BLOCK_N, BLOCK_G], for the pages and KV head whose digests are at ``row``; and,
     with VALUES, the same with each token weighted by the norm of its value."""
     BLOCK_N: tl.constexpr = row.shape[0]
     BLOCK_G: tl.constexpr = unit.shape[0]
     BYTES: tl.constexpr = D + _STATS_BYTES
-    d, w = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 16)
+    d, w = tl.arange(0, width_of(D)), tl.arange(0, width_of(D) // 16)
     # [BLOCK_N, BLOCK_D]
     at_mean = means + row[:, None] * BYTES + d[None, :]
     mean = tl.load(at_mean, mask=offered[:, None] & (d < D)[None, :], other=0)
@@ -210,9 +219,8 @@ def block_sums(
 def rotated_sums_kernel(
     digits_of, numbers, planes, means, scales, table, n_full, arrivals, sums, tops, masses, out,
     N, row_stride, parts,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     """`block_sums` of every parts-th block of pages for the G query heads of one KV head, like `score.bounds_kernel`.
     The sums are weighted by value norms, but normalized by the unweighted mass.
@@ -220,6 +228,8 @@ def rotated_sums_kernel(
     digits_of, numbers: see `query_digits_kernel`; planes [P, H, BITS, 16, D / 16] int32; means, scales: the stats
     [P, H, bytes] as int8 and int32.
     """
+    BLOCK_G: tl.constexpr = heads_of(G)
+    BLOCK_D: tl.constexpr = width_of(D)
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
     head = (b * H + h) * G + g  # row of [B * HQ]
@@ -246,7 +256,7 @@ def rotated_sums_kernel(
             # [BLOCK_N, BLOCK_G]
             u, of_values = block_sums(
                 of_mean, first, second, unit, of_planes, total, planes, means, scales,
-                page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D, True,
+                page.to(tl.int64) * H + h, page >= 0, D, BITS, True,
             )
             at_sum = sums + head.to(tl.int64)[None, :] * row_stride + n[:, None]
             tl.store(at_sum, of_values, mask=(g < G)[None, :])
@@ -254,42 +264,33 @@ def rotated_sums_kernel(
     tl.store(tops + head * parts + part, top, mask=g < G)
     tl.store(masses + head * parts + part, mass, mask=g < G)
     reduce_when_last(
-        arrivals, sums, tops, masses, table, out, b, full, N, row_stride, parts,
-        H, H * G, BLOCK_H, BLOCK_R,
+        arrivals, sums, tops, masses, table, out, b, full, N, row_stride, parts, H, H * G, BLOCK_R
     )
 
 
-def programs_per_sm(block_d: int) -> int:
+def programs_per_sm(D: int) -> int:
     """Of `rotated_sums_kernel`, whose registers are limited accordingly; a few more and an SM would hold one less."""
-    return 4 if block_d <= 128 else 2
+    return 4 if D <= 128 else 2
 
 
-def score_rotated(q, planes, stats, table, n_full, scale, arrivals, coordinates):
-    """See `ops.rotated.score_rotated`."""
+def score_rotated(q, planes, stats, table, n_full, scale, coordinates):
     out = q.new_empty(table.shape, dtype=torch.float32)
     if table.numel() == 0:
         return out
-    if arrivals is None:
-        arrivals = n_full.new_zeros(len(table))
     (B, N), (_, H, bits), (HQ, D) = table.shape, planes.shape[:3], q.shape[1:]
-    G, block_d = HQ // H, max(32, triton.next_power_of_2(D))
-    block_g = max(8, triton.next_power_of_2(G))
     turn, of_bits = coordinates[1:] if coordinates else (None, None)
-    digits_of = q.new_empty((B, HQ, 2, 1 + bits, block_d), dtype=torch.int8)
+    digits_of = q.new_empty((B, HQ, 2, 1 + bits, width_of(D)), dtype=torch.int8)
     numbers = q.new_empty((3, B, HQ), dtype=torch.float32)
     query_digits_kernel[(H, B)](
-        q, turn, of_bits, digits_of, numbers, scale * LOG2_E, G, D, block_g, block_d,
-        num_warps=4,
+        q, turn, of_bits, digits_of, numbers, scale * LOG2_E, HQ // H, D, num_warps=4
     )
-    blocks = triton.cdiv(table.shape[1], _BLOCK_PAGES)
-    per_sm = programs_per_sm(block_d)
-    parts = parts_of(B * H, blocks, per_sm * processors(table.device))
+    per_sm = programs_per_sm(D)
+    parts = parts_of(B * H, triton.cdiv(N, _BLOCK_PAGES), per_sm * processors(table.device))
     sums, tops, masses = between(q, N, parts, _BLOCK_PAGES)
     rotated_sums_kernel[(parts, H, B)](
         digits_of, numbers, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
-        table, n_full, arrivals, sums, tops, masses, out, N, sums.shape[2], parts,
-        H, G, D, bits, _BLOCK_PAGES, block_g, block_d,
-        *reduced_blocks(HQ, N), num_warps=4, maxnreg=512 // per_sm,
+        table, n_full, zeros(n_full), sums, tops, masses, out, N, sums.shape[2], parts,
+        H, HQ // H, D, bits, _BLOCK_PAGES, reduced_pages(N), num_warps=4, maxnreg=512 // per_sm,
     )
     return out
 
@@ -299,11 +300,11 @@ def mass_kernel(
     q, q_ahead, planes, means, scales, pages, n_pages, change, turn, bits,
     scale, N,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """The G query heads of one KV head. The real and the predicted queries are rows of one operand, so that every
     digest is read once. q, q_ahead [B, HQ, D]; planes, means, scales: see `rotated_sums_kernel`; pages [B * C, N];
     n_pages [B * C]; change [B, HQ]; turn, bits: see `query_digits_kernel`."""
+    BLOCK_G: tl.constexpr = heads_of(G)
     h, b = tl.program_id(0), tl.program_id(1)
     g = tl.arange(0, BLOCK_G)
     head = (b * H + h) * G + g
@@ -320,18 +321,18 @@ def mass_kernel(
             turn += h * D * D
             bits += h * 4 * D
         of_mean, first, second, unit, of_planes, total = query_digits(
-            q, row, of_group < G, turn, bits, scale, D, BLOCK_D
+            q, row, of_group < G, turn, bits, scale, D
         )
         top = tl.full([2 * BLOCK_G], float("-inf"), tl.float32)
         mass = tl.zeros([2 * BLOCK_G], tl.float32)
-        for begin in range(0, count, BLOCK_N):
-            n = begin + tl.arange(0, BLOCK_N)
+        for begin in range(0, count, _MASS_BLOCK_PAGES):
+            n = begin + tl.arange(0, _MASS_BLOCK_PAGES)
             # [BLOCK_N]
             page = tl.load(pages + of.to(tl.int64) * N + n, mask=n < count, other=-1)
             # [BLOCK_N, 2 BLOCK_G]
             u, _ = block_sums(
                 of_mean, first, second, unit, of_planes, total, planes, means, scales,
-                page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D, False,
+                page.to(tl.int64) * H + h, page >= 0, D, BITS, False,
             )
             top, mass = add_mass(top, mass, u, 0)
         both = tl.reshape(top + tl.log(mass), (2, BLOCK_G))
@@ -342,17 +343,14 @@ def mass_kernel(
 
 
 def mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, scale, coordinates):
-    """See `ops.rotated.mass_change_rotated`."""
     (B, HQ, D), (_, H, bits) = q.shape, planes.shape[:3]
     change = q.new_empty((B, HQ), dtype=torch.float32)
     if B == 0:
         return change
-    G, block_d = HQ // H, max(32, triton.next_power_of_2(D))
-    block_g = max(8, triton.next_power_of_2(G))
     turn, of_bits = coordinates[1:] if coordinates else (None, None)
     mass_kernel[(H, B)](
         q, q_ahead, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
-        pages, n_pages, change, turn, of_bits, scale * LOG2_E, pages.shape[1], H, G, D, bits,
-        len(pages) // B, _MASS_BLOCK_PAGES, block_g, block_d, num_warps=4,
+        pages, n_pages, change, turn, of_bits, scale * LOG2_E, pages.shape[1],
+        H, HQ // H, D, bits, len(pages) // B, num_warps=4,
     )
     return change

@@ -11,11 +11,13 @@ from .exact import as_loaded, dot_fp32, stored_as, widened
 def decay_kernel(
     q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw,
     alpha, scale, N, W, ids,
-    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr,
 ):
     """One page of a row's window and one KV head. q [B, HQ, D]; lse [B, HQ]; k [P, S, H, D]; pages [B, N]; maw
     [M, W, H, S]; the others [B]."""
+    BLOCK_S: tl.constexpr = max(16, triton.next_power_of_2(S))
+    BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(G))
+    BLOCK_D: tl.constexpr = max(16, min(128, triton.next_power_of_2(D)))
     w, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(state + b).to(tl.int64)
     count = tl.load(n_pages + b)
@@ -54,12 +56,12 @@ def decay_kernel(
 def salient_kernel(
     maw, state, at, threshold, out,
     N, W, H,
-    S: tl.constexpr, BLOCK_S: tl.constexpr,
+    S: tl.constexpr,
 ):
     """One page, head and layer. maw [L, N, W, H, S]; state, at [n]; threshold [L, N, H]; out [L, n, H]."""
     i, h, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = layer * N + tl.load(state + i)
-    s = tl.arange(0, BLOCK_S)
+    s = tl.arange(0, triton.next_power_of_2(S))
     average = tl.load(maw + ((row * W + tl.load(at + i)) * H + h) * S + s, mask=s < S, other=0.0)
     keeps = (average > tl.load(threshold + row * H + h)) & (s < S)
     word = tl.sum(tl.where(keeps, 1, 0) << s, axis=0)
@@ -69,25 +71,15 @@ def salient_kernel(
 def decay_mass(
     q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha, scale
 ):
-    """See `ops.salience.decay_mass`."""
     (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
-    G = q.shape[1] // H
-    if B == 0:
-        return
     decay_kernel[(W, H, B)](
         q, lse, as_loaded(k), pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha,
-        scale, N, W, slot_of.numel(), S, H, G, D,
-        max(16, triton.next_power_of_2(S)), max(16, triton.next_power_of_2(G)),
-        max(16, min(128, triton.next_power_of_2(D))), stored_as(k.dtype)[1], num_warps=4,
+        scale, N, W, slot_of.numel(), S, H, q.shape[1] // H, D, stored_as(k.dtype)[1], num_warps=4,
     )
 
 
 def salient_bits(maw, state, at, threshold):
-    """See `ops.salience.salient_bits`."""
     (L, N, W, H, S), n = maw.shape, len(state)
     out = torch.empty((L, n, H), dtype=torch.int32, device=maw.device)
-    if n:
-        salient_kernel[(n, H, L)](
-            maw, state, at, threshold, out, N, W, H, S, triton.next_power_of_2(S), num_warps=1
-        )
+    salient_kernel[(n, H, L)](maw, state, at, threshold, out, N, W, H, S, num_warps=1)
     return out

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attend import processors
+from .attend import MAX_ROWS, arrivals_of, processors
 from .exact import dot_16, finite
 
 # Pages per iteration, fewer for large heads.
@@ -31,10 +31,11 @@ def add_mass(top, mass, u, AXIS: tl.constexpr):
 @triton.jit
 def reduce_row(
     u, tops, masses, table, out, b, full, N, row_stride, parts,
-    HQ: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    HQ: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Scores of a row's pages, reduced over heads; see `ops.score`. u [B, HQ, row_stride]; tops, masses
     [B, HQ, parts]; out [B, N]."""
+    BLOCK_H: tl.constexpr = triton.next_power_of_2(HQ)
     h = tl.arange(0, BLOCK_H)
     head = b * HQ + h
     base = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -82,27 +83,26 @@ def reduce_row(
 @triton.jit
 def reduce_when_last(
     arrivals, u, tops, masses, table, out, b, full, N, row_stride, parts,
-    H: tl.constexpr, HQ: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    H: tl.constexpr, HQ: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """`reduce_row` by the last to arrive of a row's H * parts programs. arrivals [B]: 0 before and after."""
     tl.debug_barrier()  # orders the atomic of thread 0 after all stores of the program
     if tl.atomic_add(arrivals + b, 1, sem="acq_rel") == H * parts - 1:
         tl.store(arrivals + b, 0)
-        reduce_row(
-            u, tops, masses, table, out, b, full, N, row_stride, parts, HQ, BLOCK_H, BLOCK_R
-        )
+        reduce_row(u, tops, masses, table, out, b, full, N, row_stride, parts, HQ, BLOCK_R)
 
 
 @triton.jit(do_not_specialize=["parts"])  # one part would take another third of registers
 def bounds_kernel(
     q, kmin, kmax, table, n_full, arrivals, bounds, tops, masses, out,
     scale, N, row_stride, parts,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """Bounds of every parts-th block of pages for the G query heads of one KV head: u = q+ . M + q- . m. Also stores
     the part's largest bound and sum of e^(u - largest). q [B, HQ, D]; kmin, kmax [P, H, D]; table [B, N]; arrivals to
     out: see `reduce_when_last`."""
+    BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(G))
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -134,8 +134,7 @@ def bounds_kernel(
     tl.store(tops + head * parts + part, top, mask=g < G)
     tl.store(masses + head * parts + part, mass, mask=g < G)
     reduce_when_last(
-        arrivals, bounds, tops, masses, table, out, b, full, N, row_stride, parts,
-        H, H * G, BLOCK_H, BLOCK_R,
+        arrivals, bounds, tops, masses, table, out, b, full, N, row_stride, parts, H, H * G, BLOCK_R
     )
 
 
@@ -160,26 +159,28 @@ def between(
     return u, *u.new_empty((2, B, HQ, parts)).unbind()
 
 
-def reduced_blocks(HQ: int, N: int) -> tuple[int, int]:
-    """BLOCK_H and BLOCK_N of `reduce_row`."""
-    return triton.next_power_of_2(HQ), max(16, min(_REDUCED_PAGES, triton.next_power_of_2(N)))
+def zeros(n_full: torch.Tensor) -> torch.Tensor:
+    """The ``arrivals`` of `reduce_when_last`."""
+    fits = len(n_full) <= MAX_ROWS
+    return arrivals_of("score", n_full.device) if fits else torch.zeros_like(n_full)
 
 
-def score_pages(q, kmin, kmax, table, n_full, scale, arrivals):
-    """See `ops.score.score_pages`."""
-    (B, N), (_, H, D), HQ = table.shape, kmin.shape, q.shape[1]
+def reduced_pages(N: int) -> int:
+    """BLOCK_N of `reduce_row`."""
+    return max(16, min(_REDUCED_PAGES, triton.next_power_of_2(N)))
+
+
+def score_pages(q, kmin, kmax, table, n_full, scale):
+    (B, N), (_, H, D) = table.shape, kmin.shape
     out = q.new_empty((B, N), dtype=torch.float32)
     if B * N == 0:
         return out
-    if arrivals is None:
-        arrivals = n_full.new_zeros(B)
-    G, block_d = HQ // H, triton.next_power_of_2(D)
-    block_n = min(_BLOCK_PAGES, _BLOCK_VALUES // block_d, max(16, triton.next_power_of_2(N)))
+    most = min(_BLOCK_PAGES, _BLOCK_VALUES // triton.next_power_of_2(D))
+    block_n = min(most, max(16, triton.next_power_of_2(N)))
     parts = parts_of(B * H, triton.cdiv(N, block_n), PER_SM * processors(table.device))
     u, tops, masses = between(q, N, parts, block_n)
     bounds_kernel[(parts, H, B)](
-        q, kmin, kmax, table, n_full, arrivals, u, tops, masses, out, scale, N, u.shape[2], parts,
-        H, G, D, block_n, max(16, triton.next_power_of_2(G)), block_d, *reduced_blocks(HQ, N),
-        num_warps=4,
+        q, kmin, kmax, table, n_full, zeros(n_full), u, tops, masses, out, scale, N, u.shape[2], parts,
+        H, q.shape[1] // H, D, block_n, reduced_pages(N), num_warps=4,
     )
     return out

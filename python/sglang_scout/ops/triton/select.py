@@ -133,12 +133,9 @@ def select_kernel(
 
 
 def select_pages(scores, table, n_full, slot_of, k, sink_pages, recent_pages, mass, out):
-    """See `ops.select.select_pages`."""
     B, N = table.shape
     pages, missing = out if out is not None else table.new_empty((2, B, k)).unbind()
     n_missing = table.new_empty(B)
-    if B == 0:
-        return Selection(pages, missing, n_missing)
     block_n = max(16, triton.next_power_of_2(N))
     block_k = max(16, triton.next_power_of_2(k))
     select_kernel[(B,)](
