@@ -28,7 +28,7 @@ def test_what_is_written_comes_back_and_nothing_else_is_left(tmp_path, made):
 def refused(path, kind, *parts):
     with pytest.raises(ConfigError) as caught:
         load_weights(str(path), kind)
-    fix = f"; make one with scripts/train_forecast.py --kind {kind}"
+    fix = f"; make one for this model with scripts/train_forecast.py --kind {kind}"
     for part in (f"--kv-offload-config: {kind}_file = {str(path)!r}: ", *parts, fix):
         assert part in str(caught.value)
 
