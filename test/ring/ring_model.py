@@ -1,22 +1,20 @@
-"""Model of the ring's protocol as a transition system: its memory, and the steps of its threads.
+"""Model of the ring's protocol: its memory, and the programs of its threads.
 
-Every step is one access to shared memory, as made by sgl-kernel/src/producer.h and runtime.cpp, by
-the producer, by a worker thread or by the supervisor. Stores are held in the thread's store buffer
-(total store order, as on x86) until they are drained, at a fence or locked instruction, or when the
-thread dies. Sleeps have no timeout here, although they have one in the code: a lost wake-up is a
-deadlock. There is one exception, which this search found: an epoch may end, and its wake-up be sent,
-between the producer's last check of it and its sleep. So a sleeping producer re-checks the live
-epoch periodically (kSliceUs). An idle thread goes to sleep; spinning before that adds no states.
+A program is a generator. It yields one access to shared memory at a time, as made by sgl-kernel/src/producer.h and
+runtime.cpp, and returns the program that follows with its registers. Stores are held in the thread's store buffer
+(total store order, as on x86) until they are drained, at a fence or locked instruction, or when the thread dies. Sleeps
+have no timeout here, although they have one in the code: a lost wake-up is a deadlock. There is one exception, which
+this search found: an epoch may end, and its wake-up be sent, between the producer's last check of it and its sleep. So
+a sleeping producer re-checks the live epoch periodically (kSliceUs). An idle thread goes to sleep; spinning before that
+adds no states.
 
 A model may have a bug, a mutation of the protocol that the search must find (``test_ring_model.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, product
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,6 @@ class Model:
         """First of a slot's result words, one per item."""
         return CLAIM + self.nodes
 
-    @cached_property
-    def words(self) -> int:
-        return self.at(self.slots, 0)
-
     def at(self, slot: int, word: int) -> int:
         return LOG + self.log_entries + slot * (self.out + self.all_items) + word
 
@@ -60,7 +54,7 @@ class Model:
         return LOG + number % self.log_entries
 
     def memory(self) -> tuple:
-        memory = [0] * self.words
+        memory = [0] * self.at(self.slots, 0)
         memory[LIVE] = 1
         for slot in range(self.slots):
             for node in range(self.nodes):
@@ -80,317 +74,194 @@ CLOSED = 99
 HEAD, BELL, SLEEPERS, LIVE, LOG = range(5)
 HEADER, DATA, DONE, WAITERS, COUNT, CLAIM = range(6)  # words of a slot; CLAIM one per node
 
-
-def put(memory: tuple, word: int, value: object) -> tuple:
-    return memory[:word] + (value,) + memory[word + 1 :]
-
-
-def drained(memory: tuple, thread: tuple) -> Iterable[tuple]:
-    """Memory and thread after draining the oldest store of its buffer."""
-    pc, registers, buffer = thread
-    if buffer:
-        yield put(memory, *buffer[0]), (pc, registers, buffer[1:])
-
-
-class Step:
-    """A thread (pc, registers, store buffer) in its current state; the methods create its successor states.
-
-    That is (memory, thread, slots whose producer is woken, threads woken, executed); ``executed`` are the
-    (epoch, post, item) of every item computed.
-    """
-
-    __slots__ = ("m", "memory", "pc", "registers", "buffer", "executed")
-
-    def __init__(self, model: Model, memory: tuple, thread: tuple, executed: frozenset) -> None:
-        self.m, self.memory, self.executed = model, memory, executed
-        self.pc, self.registers, self.buffer = thread
-
-    def load(self, word: int):
-        for stored, value in reversed(self.buffer):
-            if stored == word:
-                return value
-        return self.memory[word]
-
-    def go(self, to: str, registers=None, memory=None, wakes=(), woken=(), more=(), executed=None):
-        """``more``: stores."""
-        thread = to, self.registers if registers is None else registers, (*self.buffer, *more)
-        memory = self.memory if memory is None else memory
-        return memory, thread, wakes, woken, self.executed if executed is None else executed
-
-    def store(self, word: int, value: object, to: str):
-        return self.go(to, more=((word, value),))
-
-    def locked(self, word: int, value: object, to: str, registers=None):
-        """Only with an empty buffer."""
-        return self.go(to, registers, put(self.memory, word, value))
+# What a program yields, with what it gets for it.
+LOAD = "load"  # a word, or several at once -> its value, or theirs
+STORE = "store"  # (word, value), ...
+ADD = "add"  # word, number; locked
+CHANGE = "change"  # word, function of its value -> the value before; locked
+FENCE = "fence"
+FUTEX = "futex"  # word, value -> whether the thread falls asleep, as the word has the value; None: whatever it has
+ASLEEP = "asleep"  # word, epoch: until the word's sleepers are woken, or if given until the epoch is over
+WAKE = "wake"  # word: of each node as many sleepers as it has items
+CHOOSE = "choose"  # values -> any of them
+COMPUTE = "compute"  # (epoch, post, item), once
+END = ("end",)
 
 
-def producer_steps(step: Step, workers: tuple):
-    """Its registers: the post, the in-flight posts as (post, epoch) with epoch 0 for local, the epoch and post of
-    the last record in each slot, and the value read or the index."""
-    if step.pc in ("live", "busy", "close", "closed", "header", "data", "open"):
-        return _fill_slot(step)
-    if step.pc in ("log", "head", "bell", "sleepers"):
-        return _publish(step, workers)
-    return _wait_for_answer(step)
+def settled(model: Model, program, registers: tuple, history: tuple) -> tuple:
+    """A thread that was given the values of ``history`` since its program began: program, registers and history after
+    the stores that come next, these stores, and what it yields then."""
+    stores = ()
+    while True:
+        running = program(model, *registers)
+        try:
+            wanted = next(running)
+            for value in history:
+                wanted = running.send(value)
+            while wanted[0] == STORE:
+                stores, history = (*stores, *wanted[1:]), (*history, None)
+                wanted = running.send(None)
+            return program, registers, history, stores, wanted
+        except StopIteration as end:
+            program, *rest = end.value
+            registers, history = tuple(rest), ()
 
 
-def _posted(step: Step, epoch: int):
-    post, flight, last, _ = step.registers
-    slot = post % step.m.slots
+def end(m: Model):
+    """Of the producer after its last answer, or of a killed thread."""
+    yield END
+
+
+def post(m: Model, number: int, flight: tuple, last: tuple):
+    """Of the producer. ``flight``: records that it has to wait for as (post, epoch), with epoch 0 for a local one;
+    ``last``: (slot, (epoch, post)) of the last record in each slot."""
+    slot, bug = number % m.slots, m.bug
+    claims = [m.at(slot, CLAIM + node) for node in range(m.nodes)]
+    if epoch := (yield LOAD, LIVE):
+        done, record = (yield LOAD, m.at(slot, DONE)), dict(last).get(slot)
+        is_busy = record is not None and record[0] == epoch and done != record
+        if is_busy and bug != "busy slot is filled":
+            epoch = 0
     if epoch:
-        others = ((s, record) for s, record in last if s != slot)
-        last = tuple(sorted((*others, (slot, (epoch, post)))))
-    flight = (*flight, (post, epoch))
-    full = len(flight) >= step.m.slots or post == step.m.records
-    return "wait" if full else "live", (post + 1, flight, last, 0)
-
-
-def _fill_slot(step: Step):
-    m, pc = step.m, step.pc
-    post, flight, last, at = step.registers
-    slot = post % m.slots
-    if pc == "live":
-        epoch = step.load(LIVE)
-        if epoch == 0:
-            yield step.go(*_posted(step, 0))
+        if bug != "slot is not closed":
+            yield STORE, *((claim, (number, CLOSED)) for claim in claims)
+            yield (FENCE,)
+        opened = [(claim, (number, 0)) for claim in claims]
+        late = opened[1:] if bug == "claims open late" else []
+        yield STORE, (m.at(slot, HEADER), (epoch, number)), (m.at(slot, DATA), number)
+        yield STORE, *opened[: len(opened) - len(late)]
+        yield STORE, (m.log_at(number), (number, slot)), (HEAD, number), *late
+        if bug == "bell without a fence":
+            yield STORE, (BELL, number)
         else:
-            yield step.go("busy", (post, flight, last, epoch))
-    elif pc == "busy":
-        record = dict(last).get(slot)
-        done = step.load(m.at(slot, DONE))
-        busy = record is not None and record[0] == at and done != record
-        if busy and m.bug != "busy slot is filled":
-            yield step.go(*_posted(step, 0))
-        else:
-            yield step.go("header" if m.bug == "slot is not closed" else "close")
-    elif pc == "close":
-        closed = tuple((m.at(slot, CLAIM + n), (post, CLOSED)) for n in range(m.nodes))
-        yield step.go("closed", more=closed)
-    elif pc == "closed":
-        if not step.buffer:
-            yield step.go("header")
-    elif pc == "header":
-        yield step.store(m.at(slot, HEADER), (at, post), "data")
-    elif pc == "data":
-        yield step.store(m.at(slot, DATA), post, "open")
-    elif pc == "open":
-        now = 1 if m.bug == "claims open late" else m.nodes
-        opened = tuple((m.at(slot, CLAIM + n), (post, 0)) for n in range(now))
-        yield step.go("log", more=opened)
+            yield ADD, BELL, 1
+        if (yield LOAD, SLEEPERS):
+            yield WAKE, BELL
+        last = tuple(sorted({**dict(last), slot: (epoch, number)}.items()))
+    flight = (*flight, (number, epoch))
+    is_full = len(flight) >= m.slots or number == m.records
+    return wait if is_full else post, number + 1, flight, last
 
 
-def _publish(step: Step, workers: tuple):
-    m, pc = step.m, step.pc
-    post, _, _, at = step.registers
-    slot = post % m.slots
-    if pc == "log":
-        yield step.store(m.log_at(post), (post, slot), "head")
-    elif pc == "head":
-        late = range(1, m.nodes) if m.bug == "claims open late" else ()
-        opened = tuple((m.at(slot, CLAIM + n), (post, 0)) for n in late)
-        yield step.go("bell", more=((HEAD, post), *opened))
-    elif pc == "bell":
-        if m.bug == "bell without a fence":
-            yield step.store(BELL, post, "sleepers")
-        elif not step.buffer:
-            yield step.locked(BELL, step.memory[BELL] + 1, "sleepers")
-    elif step.load(SLEEPERS) == 0:
-        yield step.go(*_posted(step, at))
-    else:
-        groups = []  # of each node as many as it has items
-        for node in range(m.nodes):
-            asleep = range(node, m.threads, m.nodes)
-            asleep = [i for i in asleep if workers[i][0] == "asleep"]
-            groups.append(list(combinations(asleep, min(len(asleep), m.items))))
-        for woken in product(*groups):
-            yield step.go(*_posted(step, at), woken=sum(woken, ()))
+def wait(m: Model, number: int, flight: tuple, last: tuple):
+    """Of the producer, for the first record in flight."""
+    (waited, epoch), *later = flight
+    done_word, data, waiters = (m.at(waited % m.slots, word) for word in (DONE, DATA, WAITERS))
+    following = post if number <= m.records else wait, number, tuple(later), last
+    if number > m.records and not later:
+        following = (end,)
+    if not epoch:
+        return following
+    done = yield LOAD, done_word
+    if done == (epoch, waited) or (m.bug == "any answer is taken" and done != (0, 0)):
+        out = m.at(waited % m.slots, m.out)
+        rows = yield LOAD, tuple(range(out, out + m.all_items))
+        if set(rows) != {(epoch, waited)}:
+            raise Violation(f"record {waited} is answered by {rows}")
+        return following
+    live, kept = yield LOAD, (LIVE, data)
+    if live != epoch or (m.gives_up and (yield CHOOSE, False, True)):
+        if kept != waited:  # the fallback reads the record
+            raise Violation(f"record {waited} is overwritten before its fallback")
+        return following
+    yield STORE, (waiters, 1)
+    yield (FENCE,)
+    blind = m.bug == "no second look at done"
+    if ((yield LOAD, done_word) == done or blind) and (yield LOAD, LIVE) == epoch:
+        if (yield FUTEX, done_word, None if blind else done):
+            yield ASLEEP, done_word, epoch
+    yield STORE, (waiters, 0)
+    return wait, number, flight, last
 
 
-def _finished(step: Step):
-    """The next post or wait."""
-    post, flight, last, at = step.registers
-    if post <= step.m.records:
-        return step.go("live", (post, flight[1:], last, at))
-    return step.go("wait" if flight[1:] else "over", (post, flight[1:], last, at))
-
-
-def _wait_for_answer(step: Step):
-    m, pc = step.m, step.pc
-    if pc == "over":
-        return
-    post, flight, last, at = step.registers
-    number, epoch = flight[0]
-    s = number % m.slots
-    record = epoch, number
-    if pc == "wait":
-        done = step.load(m.at(s, DONE))
-        if epoch == 0:
-            yield _finished(step)
-        elif done == record or (m.bug == "any answer is taken" and done != (0, 0)):
-            yield step.go("take")
-        else:
-            yield step.go("lost?", (post, flight, last, done))
-    elif pc == "take":
-        rows = [step.load(m.at(s, m.out + i)) for i in range(m.all_items)]
-        if rows != [record] * m.all_items:
-            raise Violation(f"record {number} is answered by {rows}")
-        yield _finished(step)
-    elif pc == "lost?":
-        lost = step.load(LIVE) != epoch
-        if lost or m.gives_up:
-            # The fallback reads the record.
-            if step.load(m.at(s, DATA)) != number:
-                raise Violation(f"record {number} is overwritten before its fallback")
-            yield _finished(step)
-        if not lost:
-            yield step.store(m.at(s, WAITERS), 1, "look")
-    elif pc == "look":
-        if not step.buffer:
-            if step.load(m.at(s, DONE)) == at or m.bug == "no second look at done":
-                yield step.go("still?")
-            else:
-                yield step.go("clear", (post, flight, last, s))
-    elif pc == "still?":
-        lost = step.load(LIVE) != epoch
-        yield step.go("clear", (post, flight, last, s)) if lost else step.go("futex")
-    elif pc == "futex":
-        same = step.memory[m.at(s, DONE)] == at or m.bug == "no second look at done"
-        yield step.go("waiting" if same else "clear", (post, flight, last, s))
-    elif pc == "waiting":
-        if step.memory[LIVE] != epoch:
-            yield step.go("clear")
-    elif pc == "clear":
-        yield step.store(m.at(at, WAITERS), 0, "wait")
-
-
-def worker_steps(step: Step, own: int, epoch: int):
-    """``own``: node of the thread. Its registers: the records it has visited; then the slot, the number of nodes whose
-    items it has seen all claimed, the item and the header's epoch and post."""
-    if step.pc in ("idle", "entry", "doze", "count", "see bell", "look", "futex", "rise"):
-        return _find_record(step)
-    if step.pc in ("claim", "read header", "see first", "refuse", "take item"):
-        return _claim_item(step, own, epoch)
-    return _compute_item(step, own)
-
-
-def _find_record(step: Step):
-    m, pc, cursor = step.m, step.pc, step.registers[0]
-    if pc == "idle":
-        head = step.load(HEAD)
-        if head == cursor:
-            yield step.go("doze" if m.bug == "head before sleepers" else "count", (cursor,))
-        else:
-            yield step.go("entry", (max(cursor, head - m.log_entries),))
-    elif pc == "entry":
-        number, slot = step.load(m.log_at(cursor + 1))
-        found = number == cursor + 1
-        yield step.go("claim", (cursor, slot, 0)) if found else step.go("idle", (cursor + 1,))
-    elif pc == "doze":  # only with a bug
-        yield step.go("count" if step.load(HEAD) == cursor else "idle")
-    elif pc == "count":
-        if not step.buffer:
-            yield step.locked(SLEEPERS, step.memory[SLEEPERS] + 1, "see bell")
-    elif pc == "see bell":
-        yield step.go("look", (cursor, step.load(BELL)))
-    elif pc == "look":
-        same = step.load(HEAD) == cursor or m.bug == "head before sleepers"
-        yield step.go("futex" if same else "rise")
-    elif pc == "futex":
-        if not step.buffer:
-            same = step.memory[BELL] == step.registers[1]
-            yield step.go("asleep" if same else "rise", (cursor,))
-    elif pc == "rise":
-        if not step.buffer:
-            yield step.locked(SLEEPERS, step.memory[SLEEPERS] - 1, "idle", (cursor,))
-
-
-def _claim_item(step: Step, own: int, epoch: int):
-    m, pc = step.m, step.pc
-    cursor, slot, turn, *rest = step.registers
-
-    def exhausted():
-        helps = turn + 1 < m.nodes and m.bug != "nobody helps"
+def idle(m: Model, own: int, epoch: int, cursor: int):
+    """Of a thread of node ``own`` that has visited ``cursor`` records."""
+    again = idle, own, epoch
+    head = yield LOAD, HEAD
+    if head != cursor:
+        cursor = max(cursor, head - m.log_entries)
+        number, slot = yield LOAD, m.log_at(cursor + 1)
         return (
-            step.go("claim", (cursor, slot, turn + 1)) if helps else step.go("idle", (cursor + 1,))
+            (visit, own, epoch, cursor, slot, 0) if number == cursor + 1 else (*again, cursor + 1)
         )
-
-    word = m.at(slot, CLAIM + (own + turn) % m.nodes)
-    if pc == "claim":
-        tag, item = step.load(word)
-        over = tag != cursor + 1 or item == CLOSED
-        yield exhausted() if over else step.go("read header", (cursor, slot, turn, item))
-    elif pc == "read header":
-        seq = step.load(m.at(slot, HEADER))
-        if seq[0] != epoch and m.bug != "epoch is not checked":
-            yield step.go("see first", (cursor, slot, turn, "stale"))
-        elif seq[1] != cursor + 1:
-            yield step.go("see first", (cursor, slot, turn, "refused"))
-        elif rest[0] >= m.items:
-            yield exhausted()
-        else:
-            yield step.go("take item", (cursor, slot, turn, rest[0], seq))
-    elif pc == "see first":
-        tag, item = step.load(m.at(slot, CLAIM))
-        over = tag != cursor + 1 or item == CLOSED
-        yield exhausted() if over else step.go("refuse", (*step.registers, item))
-    elif step.buffer:
-        return
-    elif pc == "refuse":
-        why, item = rest
-        first = m.at(slot, CLAIM)
-        if step.memory[first] != (cursor + 1, item):
-            yield step.go("claim", (cursor, slot, turn))
-        elif why == "refused":
-            raise Violation(f"record {cursor + 1} is refused")
-        else:
-            yield step.locked(first, (cursor + 1, CLOSED), "claim", (cursor, slot, turn))
-    else:  # take item
-        item, there = rest[0], step.memory[word]
-        if m.bug == "claim by load and store":
-            yield step.store(word, (cursor + 1, item + 1), "compute")
-        elif there == (cursor + 1, item):
-            yield step.locked(word, (cursor + 1, item + 1), "compute")
-        elif m.bug == "claim has no post" and there[1] == item:
-            yield step.locked(word, (there[0], item + 1), "compute")
-        else:
-            yield step.go("claim", (cursor, slot, turn))
+    hurries = m.bug == "head before sleepers"
+    if hurries and (yield LOAD, HEAD) != cursor:
+        return *again, cursor
+    yield ADD, SLEEPERS, 1
+    bell = yield LOAD, BELL
+    if hurries or (yield LOAD, HEAD) == cursor:
+        if (yield FUTEX, BELL, bell):
+            yield ASLEEP, BELL, None
+    yield ADD, SLEEPERS, -1
+    return *again, cursor
 
 
-def _compute_item(step: Step, own: int):
-    m, pc = step.m, step.pc
-    if pc in ("asleep", "dead"):
-        return
-    cursor, slot, turn, item, seq = step.registers
-    again = cursor, slot, turn
-    early = m.bug == "done before out" and item == m.all_items - 1
-    if pc in ("compute", "computed"):
-        if step.load(m.at(slot, DATA)) != seq[1]:
-            raise Violation(f"record {seq[1]} is overwritten while it is read")
-        if pc == "compute":
-            item += (own + turn) % m.nodes * m.items  # from here on its number within the record
-            if (*seq, item) in step.executed:
-                raise Violation(f"item {item} of record {seq[1]} is computed twice")
-            done = step.executed | {(*seq, item)}
-            yield step.go("computed", (*again, item, seq), executed=done)
-        else:
-            yield step.go("announce" if early else "write")
-    elif pc == "write":
-        result = ((m.at(slot, m.out + item), seq),)
-        yield step.go("claim", again, more=result) if early else step.go("count rows", more=result)
-    elif pc == "count rows":
-        if not step.buffer:
-            tag, count = step.memory[m.at(slot, COUNT)]
-            count = count + 1 if tag == seq[1] else 1
-            last = count == m.all_items or m.bug == "first finisher announces"
-            to, registers = ("announce", step.registers) if last else ("claim", again)
-            yield step.locked(m.at(slot, COUNT), (seq[1], count), to, registers)
-    elif pc == "announce":
-        yield step.store(m.at(slot, DONE), seq, "fence")
-    elif pc == "fence":
-        if not step.buffer or m.bug == "done without a fence":
-            wakes = (slot,) if step.load(m.at(slot, WAITERS)) else ()
-            if m.bug == "done before out":
-                yield step.go("write", wakes=wakes)
-            else:
-                yield step.go("claim", again, wakes=wakes)
+def visit(m: Model, own: int, epoch: int, cursor: int, slot: int, turn: int):
+    """Take an item of the record in a slot; ``turn``: number of nodes whose items have been seen all claimed."""
+    number, again = cursor + 1, (visit, own, epoch, cursor, slot, turn)
+    helps = turn + 1 < m.nodes and m.bug != "nobody helps"
+    onward = (visit, own, epoch, cursor, slot, turn + 1) if helps else (idle, own, epoch, number)
+    word, first = (m.at(slot, CLAIM + n) for n in ((own + turn) % m.nodes, 0))
+    tag, item = yield LOAD, word
+    if tag != number or item == CLOSED:
+        return onward
+    seq = yield LOAD, m.at(slot, HEADER)
+    is_stale = seq[0] != epoch and m.bug != "epoch is not checked"
+    if is_stale or seq[1] != number:
+        claim = yield LOAD, first
+        if claim[0] != number or claim[1] == CLOSED:
+            return onward
+        closed = (number, CLOSED) if is_stale else claim
+        if (yield CHANGE, first, lambda now: closed if now == claim else now) == claim:
+            if not is_stale:
+                raise Violation(f"record {number} is refused")
+        return again
+    if item >= m.items:
+        return onward
+
+    def is_free(now: tuple) -> bool:
+        return now == (number, item) or (m.bug == "claim has no post" and now[1] == item)
+
+    if m.bug == "claim by load and store":
+        yield (FENCE,)
+        yield STORE, (word, (number, item + 1))
+    elif not is_free((yield CHANGE, word, lambda now: (now[0], item + 1) if is_free(now) else now)):
+        return again
+    return compute, own, epoch, cursor, slot, turn, item, seq
+
+
+def compute(
+    m: Model, own: int, epoch: int, cursor: int, slot: int, turn: int, item: int, seq: tuple
+):
+    """Compute an item, write its result and answer the record if it is the last; ``seq``: the header's epoch and
+    post."""
+    again = visit, own, epoch, cursor, slot, turn
+    item += (own + turn) % m.nodes * m.items  # from here on its number within the record
+    overwritten = Violation(f"record {seq[1]} is overwritten while it is read")
+    if (yield LOAD, m.at(slot, DATA)) != seq[1]:
+        raise overwritten
+    yield COMPUTE, (*seq, item)
+    if (yield LOAD, m.at(slot, DATA)) != seq[1]:
+        raise overwritten
+    result = m.at(slot, m.out + item), seq
+    if m.bug == "done before out" and item == m.all_items - 1:
+        yield from _answer(m, slot, seq)
+        yield STORE, result
+        return again
+    yield STORE, result
+    tag, count = yield CHANGE, m.at(slot, COUNT), lambda now: _counted(now, seq[1])
+    if _counted((tag, count), seq[1])[1] == m.all_items or m.bug == "first finisher announces":
+        yield from _answer(m, slot, seq)
+    return again
+
+
+def _counted(count: tuple, number: int) -> tuple:
+    return number, count[1] + 1 if count[0] == number else 1
+
+
+def _answer(m: Model, slot: int, seq: tuple):
+    yield STORE, (m.at(slot, DONE), seq)
+    if m.bug != "done without a fence":
+        yield (FENCE,)
+    if (yield LOAD, m.at(slot, WAITERS)):
+        yield WAKE, m.at(slot, DONE)

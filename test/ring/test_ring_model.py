@@ -4,128 +4,171 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from functools import cache, partial
+from itertools import combinations, pairwise, product
 
 import pytest
 
-from ring_model import (
-    COUNT,
-    HEAD,
-    LIVE,
-    SLEEPERS,
-    WAITERS,
-    Model,
-    Step,
-    Violation,
-    drained,
-    producer_steps,
-    put,
-    worker_steps,
-)
+import ring_model as ring
+from ring_model import Model, Violation
+
+
+def put(memory: tuple, word: int, value: object) -> tuple:
+    return memory[:word] + (value,) + memory[word + 1 :]
+
+
+Thread = tuple  # program, registers, values that it was given, stores in its buffer
 
 
 class Search:
-    """All reachable states; raises Violation at the first bad one."""
+    """All reachable states; raises Violation at the first bad one.
+
+    A state is (memory, threads, supervisor, executed): the producer and the worker's threads; the supervisor's next
+    step, the epoch and the deaths to come; and the (epoch, post, item) of every item computed.
+    """
 
     def __init__(self, model: Model) -> None:
         self.m = model
-
-    def start(self) -> tuple:
-        """A state: (memory, producer, workers, supervisor, executed)."""
-        producer = ("live", (1, (), (), 0), ())
-        workers = tuple(("idle", (0,), ()) for _ in range(self.m.threads))
-        return self.m.memory(), producer, workers, ("up", 1, self.m.deaths), frozenset()
+        self.settled = cache(partial(ring.settled, model))
 
     def run(self) -> int:
         """Visits all states. Returns their number."""
-        first = self.start()
+        threads = self.thread(ring.post, 1, (), ()), *self.workers(1, 0)
+        first = self.m.memory(), threads, ("up", 1, self.m.deaths), frozenset()
         parents: dict[tuple, tuple | None] = {first: None}
         queue = deque([first])
         while queue:
             state = queue.popleft()
-            moves = 0
             try:
-                for label, target, voluntary in self.steps(state):
-                    moves += not voluntary
-                    if target not in parents:
-                        parents[target] = (state, label)
-                        queue.append(target)
-                if moves == 0 and state[1][0] != "over":
+                moves = list(self.steps(state))
+                if not moves and state[1][0][0] is not ring.end:
                     raise Violation("deadlock")
+                moves += self.deaths(state)
             except Violation as e:
                 steps = [str(e)]
                 while (parent := parents[state]) is not None:
                     state = parent[0]
                     steps.append(parent[1])
                 raise Violation("; ".join(reversed(steps))) from None
+            for label, target in moves:
+                if target not in parents:
+                    parents[target] = (state, label)
+                    queue.append(target)
         return len(parents)
 
+    def thread(self, program, *registers: object, history=(), buffer=()) -> Thread:
+        """Before its next access to memory that other threads can see."""
+        *thread, stores, wanted = self.settled(program, registers, history)
+        buffer += stores
+        if wanted[0] == ring.FENCE and not buffer:
+            program, registers, history = thread
+            return self.thread(program, *registers, history=(*history, None))
+        return *thread, buffer
+
+    def given(self, thread: Thread, value: object = None) -> Thread:
+        program, registers, history, buffer = thread
+        return self.thread(program, *registers, history=(*history, value), buffer=buffer)
+
+    def workers(self, epoch: int, cursor: int) -> tuple[Thread, ...]:
+        nodes = (i % self.m.nodes for i in range(self.m.threads))
+        return tuple(self.thread(ring.idle, node, epoch, cursor) for node in nodes)
+
+    def wanted(self, thread: Thread) -> tuple:
+        return self.settled(*thread[:3])[-1]
+
     def steps(self, state: tuple):
-        """(label, successor state, whether the step is optional)"""
-        memory, producer, workers, supervisor, executed = state
+        """(label, successor state) of all that must happen some time."""
+        memory, threads, supervisor, executed = state
+        for i, thread in enumerate(threads):
 
-        def after(label, results, replace):
-            for mem, thread, wakes, woken, done in results:
-                new_producer, new_workers = replace(thread)
-                if any(new_producer[0] == "waiting" and new_producer[1][3] == s for s in wakes):
-                    new_producer = ("clear", *new_producer[1:])
-                if woken:
-                    new_workers = tuple(
-                        ("rise", *w[1:]) if i in woken else w for i, w in enumerate(new_workers)
-                    )
-                yield label, (mem, new_producer, new_workers, supervisor, done), False
+            def after(value=None, memory=memory, woken=(), i=i, thread=thread):
+                """The state after a thread was given a value, and others were woken."""
+                done, new = executed, self.given(thread, value)
+                while self.wanted(new)[0] == ring.COMPUTE:
+                    _, item = self.wanted(new)
+                    if item in done:
+                        raise Violation("item {2} of record {1} is computed twice".format(*item))
+                    done, new = done | {item}, self.given(new)
+                others = list(threads)
+                for j in woken:
+                    others[j] = self.given(threads[j])
+                others[i] = new
+                return memory, tuple(others), supervisor, done
 
-        for mem, thread in drained(memory, producer):
-            yield "producer drains", (mem, thread, workers, supervisor, executed), False
-        steps = producer_steps(Step(self.m, memory, producer, executed), workers)
-        yield from after(f"producer {producer[0]}", steps, lambda t: (t, workers))
-        for i, worker in enumerate(workers):
+            *running, buffer = thread
+            label = f"{i} {thread[0].__name__}"
+            if buffer:
+                program, registers, history = running
+                rest = self.thread(program, *registers, history=history, buffer=buffer[1:])
+                drained = *threads[:i], rest, *threads[i + 1 :]
+                yield f"{label} drains", (put(memory, *buffer[0]), drained, supervisor, executed)
+            kind, *args = self.wanted(thread)
+            label += f" {kind}"
+            if kind == ring.LOAD:
+                own = dict(buffer)
+                words = args[0] if isinstance(args[0], tuple) else args
+                values = tuple(own.get(word, memory[word]) for word in words)
+                yield label, after(values[0] if words is args else values)
+            elif kind == ring.CHOOSE:
+                yield from ((label, after(value)) for value in args)
+            elif kind == ring.WAKE:
+                yield from ((label, after(woken=sum(w, ()))) for w in self.wakes(threads, *args))
+            elif kind == ring.ASLEEP and args[1] not in (None, memory[ring.LIVE]):
+                yield label, after()
+            elif not buffer and kind == ring.ADD:
+                yield label, after(memory=put(memory, args[0], memory[args[0]] + args[1]))
+            elif not buffer and kind == ring.CHANGE:
+                word, changed = args
+                yield label, after(memory[word], put(memory, word, changed(memory[word])))
+            elif not buffer and kind == ring.FUTEX:
+                yield label, after(args[1] in (None, memory[args[0]]))
+        yield from self.supervise(state)
 
-            def replace(t, i=i):
-                return producer, workers[:i] + (t,) + workers[i + 1 :]
+    def wakes(self, threads: tuple[Thread, ...], word: int):
+        """The threads that a wake-up may reach: of each node as many as it has items."""
+        groups = [[] for _ in range(self.m.nodes)]
+        for i, thread in enumerate(threads):
+            if self.wanted(thread)[:2] == (ring.ASLEEP, word):
+                groups[i % self.m.nodes].append(i)
+        return product(*(combinations(x, min(len(x), self.m.items)) for x in groups))
 
-            for mem, thread in drained(memory, worker):
-                yield f"{i} drains", (mem, *replace(thread), supervisor, executed), False
-            step = Step(self.m, memory, worker, executed)
-            steps = worker_steps(step, i % self.m.nodes, supervisor[1])
-            yield from after(f"{i} {worker[0]}", steps, replace)
-        yield from self.supervisor_steps(state)
+    def killed(self, state: tuple) -> tuple:
+        """Memory and threads after a kill: stores of killed threads drain; they take no further steps."""
+        memory, (producer, *workers), *_ = state
+        for word, value in (store for worker in workers for store in worker[3]):
+            memory = put(memory, word, value)
+        return memory, (producer, *(self.thread(ring.end) for _ in workers))
 
-    def supervisor_steps(self, state: tuple):
-        m = self.m
-        memory, producer, workers, (pc, epoch, deaths), executed = state
+    def deaths(self, state: tuple):
+        """It dies and that is detected, or it is abandoned first and killed afterwards."""
+        memory, threads, (step, epoch, deaths), executed = state
+        if step == "up" and deaths > 0:
+            after = ("retire", epoch, deaths - 1), executed
+            yield "dies", (*self.killed(state), *after)
+            yield "is given up", (memory, threads, *after)
 
-        def killed():
-            """The state after a kill: buffered stores of killed threads drain; they take no further steps."""
-            mem = memory
-            for _, _, buffer in workers:
-                for word, value in buffer:
-                    mem = put(mem, word, value)
-            return mem, producer, tuple(("dead", (0,), ()) for _ in workers)
-
-        if pc == "up":
-            if deaths > 0:
-                # It dies and that is detected, or it is abandoned first and killed afterwards.
-                after = ("retire", epoch, deaths - 1), executed
-                yield "dies", (*killed(), *after), True
-                yield "is given up", (memory, producer, workers, *after), True
-        elif pc == "retire":
-            next_pc = ("tell", epoch, deaths)
-            yield pc, (put(memory, LIVE, 0), producer, workers, next_pc, executed), False
-        elif pc == "tell":
-            waits = producer[0] == "waiting" and memory[m.at(producer[1][3], WAITERS)] != 0
-            woken = ("clear", *producer[1:]) if waits else producer
-            yield pc, (memory, woken, workers, ("kill", epoch, deaths), executed), False
-        elif pc == "kill":
-            yield pc, (*killed(), ("start", epoch, deaths), executed), False
-        elif pc == "start":
-            mem = put(memory, SLEEPERS, 0)
-            for slot in range(m.slots):  # counters are process-local
-                mem = put(mem, m.at(slot, COUNT), (0, 0))
-            fresh = tuple(("idle", (memory[HEAD],), ()) for _ in workers)
-            yield pc, (mem, producer, fresh, ("announce", epoch + 1, deaths), executed), False
-        elif pc == "announce":
-            next_pc = ("up", epoch, deaths)
-            yield pc, (put(memory, LIVE, epoch), producer, workers, next_pc, executed), False
+    def supervise(self, state: tuple):
+        memory, threads, (step, epoch, deaths), executed = state
+        following = dict(pairwise(("retire", "tell", "kill", "start", "announce", "up")))
+        if step == "up":
+            return
+        producer, *workers = threads
+        if step == "retire":
+            memory = put(memory, ring.LIVE, 0)
+        elif step == "tell":
+            if self.wanted(producer)[0] == ring.ASLEEP:
+                producer = self.given(producer)
+        elif step == "kill":
+            memory, (producer, *workers) = self.killed(state)
+        elif step == "start":
+            epoch += 1
+            workers, memory = self.workers(epoch, memory[ring.HEAD]), put(memory, ring.SLEEPERS, 0)
+            for slot in range(self.m.slots):  # counters are process-local
+                memory = put(memory, self.m.at(slot, ring.COUNT), (0, 0))
+        elif step == "announce":
+            memory = put(memory, ring.LIVE, epoch)
+        after = following[step], epoch, deaths
+        yield step, (memory, (producer, *workers), after, executed)
 
 
 MODELS = {

@@ -42,7 +42,12 @@ class Ring:
     """A producer on an arena, and worker threads for the epochs that a test starts."""
 
     def __init__(
-        self, arena: Arena, cpus: list[int], parts: int, nodes: Sequence[int], help_after_us: int
+        self,
+        arena: Arena,
+        cpus: list[int],
+        parts: int = 1,
+        nodes: Sequence[int] = (),
+        help_after_us: int = 50,
     ) -> None:
         self.arena, self.view = arena, RingView(arena)
         self.cpus, self.parts = cpus, parts
@@ -93,14 +98,8 @@ def make_ring(make_arena, cpu):
     """Of an ordinary arena unless one is given."""
     with contextlib.ExitStack() as stack:
 
-        def make(
-            arena: Arena | None = None,
-            threads: int = 1,
-            parts: int = 1,
-            nodes: Sequence[int] = (),
-            help_after_us: int = 50,
-        ) -> Ring:
-            ring = Ring(arena or make_arena(), [cpu] * threads, parts, nodes, help_after_us)
+        def make(arena: Arena | None = None, threads: int = 1, *more: object, **named) -> Ring:
+            ring = Ring(arena or make_arena(), [cpu] * threads, *more, **named)
             stack.callback(ring.die)
             return ring
 

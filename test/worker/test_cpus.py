@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.worker import numa
-from sglang_scout.worker.cpus import (
-    ATTENTION,
-    background_cpus,
-    deal_cpus,
-    plan_cpus,
-    reserve_server_cores,
-)
+from sglang_scout.worker.cpus import ATTENTION, background_cpus, deal_cpus, plan_cpus
 
 
 @contextlib.contextmanager
@@ -73,39 +67,26 @@ def test_every_rank_has_cpus_of_its_own_if_there_are_enough(cpus, homes):
         assert all(set(part) == cpus for part in dealt)
 
 
-# In those of 64 cores, the CPUs of a node are 0-31 and 64-95: n and n + 64 are threads of one core.
 @pytest.mark.parametrize(
-    ("cpus", "cores", "left"),
+    ("near", "cores", "more", "threads"),
     [
-        ([*range(32), *range(64, 96)], 64, [0, 1, 64, 65]),
-        ([*range(7), *range(64, 71)], 64, [0, 64]),
-        ([5, 6, 7, 70], 64, [5, 6, 70]),  # a cpuset with one SMT thread of most cores
-        (range(4), ALONE, [0, 1]),
-        (range(4), 1, [0, 1]),
-        (range(3), ALONE, []),
-    ],
-)
-def test_whole_cores_are_left_to_a_server(cpus, cores, left):
-    with machine(cores):
-        assert reserve_server_cores(cpus) == sorted(set(cpus) - set(left))
-
-
-@pytest.mark.parametrize(
-    ("near", "more", "threads"),
-    [
-        ([*range(32), *range(64, 96)], (), list(range(2, 32))),  # siblings stay free
+        # The first two cores, or one, are left to the server, and SMT siblings stay free: n and n + 64.
+        ([*range(32), *range(64, 96)], 64, (), list(range(2, 32))),
         # Some siblings, for 16 threads.
-        ([*range(12), *range(64, 76)], (), [*range(2, 12), *range(66, 72)]),
-        ([*range(7), *range(64, 71)], (), [*range(1, 7), *range(65, 71)]),  # 12 at most
-        ([5, 6, 7, 70], (), [7]),  # 6 is left to the server, and so is its sibling
-        ([], (), list(range(2, 64))),  # not known
+        ([*range(12), *range(64, 76)], 64, (), [*range(2, 12), *range(66, 72)]),
+        ([*range(7), *range(64, 71)], 64, (), [*range(1, 7), *range(65, 71)]),  # 12 at most
+        ([5, 6, 7, 70], 64, (), [7]),  # of a cpuset with one SMT thread of most cores
+        (range(4), ALONE, (), [2, 3]),
+        (range(4), 1, (), [2, 3]),
+        (range(3), ALONE, (), [0, 1, 2]),
+        ([], 64, (), list(range(2, 64))),  # not known
         # What is given is taken exactly, or the rank's share of it.
-        (range(32), [[0, 1, 64, 65]], [0, 1, 64, 65]),
-        (range(32), [[0, 1, 64, 65], [0, 64]], [0, 64]),
+        (range(32), 64, [[0, 1, 64, 65]], [0, 1, 64, 65]),
+        (range(32), 64, [[0, 1, 64, 65], [0, 64]], [0, 64]),
     ],
 )
-def test_attention_threads(near, more, threads):
-    with machine(64):
+def test_attention_threads(near, cores, more, threads):
+    with machine(cores):
         assert plan_cpus(range(96), near, *more).threads == threads
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +67,13 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
     """
     facts = log.facts
     if not 0.0 < threshold < 1.0:
-        why = f"--threshold {threshold}: must be between 0 and 1, for example 0.12"
-        raise ConfigError(f"profile: {why}")
+        raise ConfigError(
+            f"profile: --threshold {threshold}: must be between 0 and 1, for example 0.12"
+        )
     if facts.recall != "off":
-        why = f'the step log was recorded with "recall": "{facts.recall}"'
-        raise ConfigError(f'profile: {why}; record one with "recall": "off"')
+        raise ConfigError(
+            f'profile: the step log was recorded with "recall": "{facts.recall}"; record one with "recall": "off"'
+        )
     # The first step's selection is loaded in every mode; the curve starts after that.
     oldest = max((age for step in log.steps for age in step.ages), default=0)
     curves, samples = ratios_by_age(log, oldest + 1)
@@ -85,14 +86,12 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
             f"{facts.budget_tokens} tokens, but at least {LEAST_STEPS} are needed; send longer prompts, or "
             "generate more tokens"
         )
-    pages = [
-        pages
-        for step in log.steps
-        for age, pages in zip(step.ages, step.full_pages, strict=True)
-        if age == 0 and pages > log.budget_pages
-    ]
+    requests = (pair for step in log.steps for pair in zip(step.ages, step.full_pages, strict=True))
+    pages = [pages for age, pages in requests if age == 0 and pages > log.budget_pages]
     lengths = "-".join(str(n * facts.page_size_tokens) for n in sorted({min(pages), max(pages)}))
     weights = samples.astype(np.float64)
+    known = [step.query_cosine for step in log.steps if step.query_cosine]
+    cosines = np.ma.masked_invalid(np.array(known or [[None] * facts.layers], np.float64))
     return RecallProfile(
         version=PROFILE_VERSION,
         model=facts.model,
@@ -107,17 +106,8 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
         curves=curves.round(4).tolist(),
         made_by=f"sglang-scout {__version__}",
         selection=facts.selection,
-        query_cosine=[
-            _mean(step.query_cosine[x] for step in log.steps if step.query_cosine)
-            for x in range(facts.layers)
-        ],
+        query_cosine=cosines.mean(axis=0).round(4).tolist(),  # None where none is known
     )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Mean of the known values; None without any."""
-    known = [x for x in values if x is not None]
-    return round(sum(known) / len(known), 4) if known else None
 
 
 def as_text(profile: RecallProfile) -> str:

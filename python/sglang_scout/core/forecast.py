@@ -103,13 +103,12 @@ def load_weights(path: str, kind: Kind) -> PageWeights:
     Raises:
         ConfigError: unreadable, of another kind or version, or with arrays that do not fit the model it names.
     """
-    remake = f"make one with scripts/train_forecast.py --kind {kind}"
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         header = msgspec.json.decode(str(arrays.pop("header")), type=Header)
     except Exception as error:  # NumPy raises a dozen types for damaged or foreign files
-        raise _wrong(kind, path, f"not a readable weights file: {error}", remake) from None
+        raise _wrong(kind, path, f"not a readable weights file: {error}") from None
     if header.version != VERSION:
         what = f"has version {header.version}, but this release reads version {VERSION}"
     elif header.kind != kind:
@@ -117,14 +116,14 @@ def load_weights(path: str, kind: Kind) -> PageWeights:
     else:
         what = _misfit(arrays, header)
     if what:
-        raise _wrong(kind, path, what, remake)
+        raise _wrong(kind, path, what)
     return PageWeights(header, arrays)
 
 
 def weights_file(config: OffloadConfig) -> tuple[Kind, str] | None:
     """Kind and path of the configured file, if any."""
-    paths = ((kind, getattr(config, f"{kind}_file")) for kind in get_args(Kind))
-    return next(((kind, path) for kind, path in paths if path is not None), None)
+    paths = {kind: getattr(config, f"{kind}_file") for kind in get_args(Kind)}
+    return next((named for named in paths.items() if named[1] is not None), None)
 
 
 def trained_weights(config: OffloadConfig) -> PageWeights | None:
@@ -169,7 +168,8 @@ def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
     return ""
 
 
-def _wrong(kind: str, path: str, what: str, fix: str) -> ConfigError:
+def _wrong(kind: str, path: str, what: str) -> ConfigError:
+    fix = f"make one for this model with scripts/train_forecast.py --kind {kind}"
     return ConfigError(f"{FLAGS['config']}: {kind}_file = {path!r}: {what}; {fix}")
 
 
@@ -178,10 +178,9 @@ def check_weights(
 ) -> None:
     """Refuse the weights of another model than this server's; ``model`` is for the message."""
     kind, made_for = weights.header.kind, weights.header.identity
-    remake = f"make one for this model with scripts/train_forecast.py --kind {kind}"
     if made_for != identity:
         what = f"made for {made_for.describe()}, this server has {model!r} ({identity.describe()})"
-        raise _wrong(kind, path, what, remake)
+        raise _wrong(kind, path, what)
     if kind == "forecast" and (width := weights.arrays["w"].shape[2]) != hidden_size:
         what = f"made for a hidden size of {width}, that of {model!r} is {hidden_size}"
-        raise _wrong(kind, path, what, remake)
+        raise _wrong(kind, path, what)
