@@ -232,7 +232,8 @@ def test_what_leaves_no_room_is_named(default, given, message):
 def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages():
     def given(host_gb, ranks=1):
         group = SimpleNamespace(size=ranks)
-        return ranks_module.host_bytes(None, config_of(host_gb=host_gb), SHAPE, group, 8 << 30)
+        size = dataclasses.replace(SIZE, config=config_of(host_gb=host_gb))
+        return ranks_module.host_bytes(size, [], group, 8 << 30)
 
     assert given(3, ranks=2) == 3 * 2**29
     assert given(1024) == 1024 << 30
@@ -312,9 +313,10 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
     cpus = ranks_module.RankCpus(CpuPlan([0] * 8 * lists, [], [], ""), {0: [0] * 8 * lists})
     shape = dataclasses.replace(SHAPE, fp8=None if kv == "auto" else torch.float8_e4m3fn)
     for module, name, value in (
-        (hooks, "parse", config),
+        (ranks_module, "parse", config),
+        (ranks_module, "AttentionRanks", group),
         (hooks, "AttentionRanks", group),
-        (hooks, "model_shape", shape),
+        (ranks_module, "model_shape", shape),
         (ranks_module, "rank_cpus", cpus),
         (hooks, "available_bytes", 1 << 50),
         (hooks, "rank_weights", None),
