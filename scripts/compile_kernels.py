@@ -78,8 +78,8 @@ def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-Case = tuple[str, Callable[..., object], tuple]
-"""A name, and an op or function that launches kernels, with arguments in the shapes of a model."""
+Case = tuple[Callable[..., object], str, tuple]
+"""An op or function that launches kernels, what tells this call from others, and arguments in the shapes of a model."""
 
 MODELS = {  # H, G, D, dtype of KV, batch, pages: every size and dtype once, not every pair of them
     "Qwen3-14B": (8, 5, 128, BF16, 16, 2048),
@@ -95,8 +95,8 @@ MODELS = {  # H, G, D, dtype of KV, batch, pages: every size and dtype once, not
 def cases() -> Iterator[Case]:
     attend.processors = lambda _device: PROCESSORS
     for model in MODELS:
-        yield from choosing_and_attending(model)
-        yield from pages_of_all_layers(model)
+        for call, about, arguments in (*choosing_and_attending(model), *pages_of_all_layers(model)):
+            yield call, f"{about}, {model}", arguments
     yield from parts_of_a_step()
     yield from ring_calls()
 
@@ -110,33 +110,28 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     k, v = empty(P, S, H, D, dtype=dtype), empty(P, S, H, D, dtype=dtype)
     digests = empty(P, H, D, dtype=own), empty(P, H, D, dtype=own)
     table = empty(B, N, dtype=I32)
-    yield f"score_pages, {model}", score_pages, (q, *digests, table, row, 0.1)
+    yield score_pages, "", (q, *digests, table, row, 0.1)
     for W, E in ((2, D), (1, 32)):
-        arguments = (empty(B * H, E), empty(P, H, W, E, dtype=own), table, row)
-        yield f"score_embeddings, {W} of {E}, {model}", score_embeddings, arguments
+        embeddings = empty(P, H, W, E, dtype=own)
+        yield score_embeddings, f", {W} of {E}", (empty(B * H, E), embeddings, table, row)
     for bits, parts in rotated_parts(model, P).items():
-        by = coordinates(bits, H, D)
-        arguments = (q, *parts, table, row, 0.1, by)
-        yield f"score_rotated, {bits} bits, {model}", score_rotated, arguments
+        by, about = coordinates(bits, H, D), f", {bits} bits"
+        yield score_rotated, about, (q, *parts, table, row, 0.1, by)
         arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1, by)
-        yield f"mass_change_rotated, {bits} bits, {model}", mass_change_rotated, arguments
-    arguments = (real_q, k, v, table, row, row, 0.1, table[0], row)
-    yield f"attend_pages, {model}", attend_pages, arguments
-    yield f"pack_pages, {model}", pack_pages, (table, row, row, S, table[0], row)
+        yield mass_change_rotated, about, arguments
+    yield attend_pages, "", (real_q, k, v, table, row, row, 0.1, table[0], row)
+    yield pack_pages, "", (table, row, row, S, table[0], row)
     W = min(N, 128)
     arguments = (real_q, q[..., 0], k, table, *[row] * 7, empty(B, W, H, S), 0.1, 0.1)
-    yield f"decay_mass, {model}", decay_mass, arguments
-    averages, thresholds = empty(3, B, W, H, S), empty(3, B, H)
-    yield f"salient_bits, {model}", salient_bits, (averages, row, row, thresholds)
+    yield decay_mass, "", arguments
+    yield salient_bits, "", (empty(3, B, W, H, S), row, row, empty(3, B, H))
     if model in ("Qwen3-14B", "D=256"):
         lists, counts = empty(B * H, N, dtype=I32), empty(B * H, dtype=I32)
         arguments = (real_q, k, v, lists, row, row, 0.1, table[0], counts)
-        yield f"attend_pages, a list per head, {model}", attend_pages, arguments
+        yield attend_pages, ", a list per head", arguments
     if model == "all one":
-        arguments = (real_q, k, v, table, None, None, 0.1)
-        yield "attend_pages without a last page", attend_pages, arguments
-        arguments = (empty(1, 1), table, row, row, 1, 1, 0)
-        yield "select_pages, all one", select_pages, arguments
+        yield attend_pages, " without a last page", (real_q, k, v, table, None, None, 0.1)
+        yield select_pages, "", (empty(1, 1), table, row, row, 1, 1, 0)
 
 
 def model_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -169,26 +164,21 @@ def pages_of_all_layers(model: str) -> Iterator[Case]:
     k = empty(P, 32, H, D, dtype=dtype)
     layers, ids = LayerPages.of([k] * L, [k] * L, "meta"), empty(64, dtype=I64)
     bounds, rotated = [empty(L, P, H, D, dtype=own)] * 2, rotated_parts(model, L, P)
+    w_k = empty(L, H, 32, 2 * D)
     of_slots = {" of slots": empty(L, 64, dtype=I64)} if model == "Qwen3-14B" else {}
     for of, rows in {"": None, **of_slots}.items():
-        yield f"build_layer_digests{of}, {model}", build_layer_digests, (layers, ids, *bounds, rows)
-        arguments = (layers, ids, empty(L, P, H, 2, D, dtype=own), rows)
-        yield f"build_layer_means{of}, {model}", build_layer_means, arguments
-        w_k = empty(L, H, 32, 2 * D)
-        arguments = (layers, ids, empty(L, P, H, 1, 32, dtype=own), w_k, rows)
-        yield f"build_layer_pilots{of}, {model}", build_layer_pilots, arguments
+        yield build_layer_digests, of, (layers, ids, *bounds, rows)
+        yield build_layer_means, of, (layers, ids, empty(L, P, H, 2, D, dtype=own), rows)
+        embeddings = empty(L, P, H, 1, 32, dtype=own)
+        yield build_layer_pilots, of, (layers, ids, embeddings, w_k, rows)
         for bits, parts in rotated.items():
-            yield (
-                f"build_layer_rotated, {bits} bits{of}, {model}",
-                build_layer_rotated,
-                (layers, ids, *parts, rows, coordinates(bits, L, H, D)),
-            )
+            arguments = (layers, ids, *parts, rows, coordinates(bits, L, H, D))
+            yield build_layer_rotated, f", {bits} bits{of}", arguments
     slots = [k.new_empty(L, 9, *k.shape[1:])] * 2
-    yield f"copy_layer_pages, {model}", copy_layer_pages, (layers, empty(3, 64, dtype=I64), *slots)
+    yield copy_layer_pages, "", (layers, empty(3, 64, dtype=I64), *slots)
     for heads in (H, 1):
         slots, pages = [k.new_empty(64 * H, 32, heads, D)] * 2, empty(H, 64, dtype=I32)
-        arguments = (layers, 0, pages, *slots)
-        yield f"stage_pages, {heads} heads, {model}", stage_pages, arguments
+        yield stage_pages, f", {heads} heads", (layers, 0, pages, *slots)
 
 
 def parts_of_a_step() -> Iterator[Case]:
@@ -196,23 +186,22 @@ def parts_of_a_step() -> Iterator[Case]:
     x = empty(16, 5120, dtype=BF16)
     table, at = empty(40960, 128), empty(16, dtype=I64)
     norm, head_norm = empty(5120, dtype=BF16), empty(128, dtype=BF16)
-    yield "add_norm", add_norm, (x, x, norm, 1e-6)
-    yield "add_norm of layer 0", add_norm, (x, None, norm, 1e-6)
-    yield "rotate_heads", rotate_heads, (x, head_norm, 1e-6, table, at, 128, True, 40, 128)
+    yield add_norm, "", (x, x, norm, 1e-6)
+    yield add_norm, " of layer 0", (x, None, norm, 1e-6)
+    yield rotate_heads, "", (x, head_norm, 1e-6, table, at, 128, True, 40, 128)
     arguments = (x[:1, :128], None, 0.0, None, at[:1], 128, True, 1, 128)
-    yield "rotate_heads, one head", rotate_heads, arguments
-    yield "merge_states", merge_states, (out, lse, out, lse)
-    yield "write_stamp", write_stamp, (empty(64, dtype=I64), 3)
+    yield rotate_heads, ", one head", arguments
+    yield merge_states, "", (out, lse, out, lse)
+    yield write_stamp, "", (empty(64, dtype=I64), 3)
     for N, chosen in ((4096, 64), (1250, 64), (8192, 512), (128, 16)):
         arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
-        yield f"select_pages, {N} pages, k={chosen}", select_pages, arguments
-        yield f"select_pages by mass, {N} pages", select_pages, (*arguments, 1, 1, 0.98)
+        yield select_pages, f", {N} pages, k={chosen}", arguments
+        yield select_pages, f" by mass, {N} pages", (*arguments, 1, 1, 0.98)
     new = empty(4, 8, 128, dtype=BF16)
     for dtype in (BF16, E4M3, E5M2):
         pool = empty(4096, 32, 8, 128, dtype=dtype)
-        yield f"append_tokens, {dtype}", append_tokens, (new, new, row, (pool, pool, row))
-        mirrored = (new, new, row, *[(pool, pool, row)] * 2)
-        yield f"append_tokens with mirror, {dtype}", append_tokens, mirrored
+        yield append_tokens, f", {dtype}", (new, new, row, (pool, pool, row))
+        yield append_tokens, f" with mirror, {dtype}", (new, new, row, *[(pool, pool, row)] * 2)
 
 
 def ring_calls() -> Iterator[Case]:
@@ -221,18 +210,18 @@ def ring_calls() -> Iterator[Case]:
     place = 1 << 46, layout_of(spec)
     ring = DeviceRing(*place, spec, parts=0, split=Split(36, 8, 4), timeout_us=1000, device="meta")
     chosen_pages = empty(16, 64, dtype=I32)
-    yield "post", doorbell.post, (ring, 7, out, chosen_pages, empty(16, dtype=I32))
-    yield "wait and merge", doorbell.merge, (ring, 7, out, lse, lse, BF16)
+    yield doorbell.post, "", (ring, 7, out, chosen_pages, empty(16, dtype=I32))
+    yield doorbell.merge, "", (ring, 7, out, lse, lse, BF16)
     ring.parts = 1
     one = out[:1], chosen_pages[:1, :1], empty(1, dtype=I32)
-    yield "post of one page", doorbell.post, (ring, 1, *one)
-    yield "wait and merge of one row", doorbell.merge, (ring, 1, out[:1], lse[:1], None, F32)
+    yield doorbell.post, " of one page", (ring, 1, *one)
+    yield doorbell.merge, " of one row", (ring, 1, out[:1], lse[:1], None, F32)
     # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
     one_layer = dataclasses.replace(spec, num_layers=1, q_dtype="float32")
     split_by = {"parts": 1, "split": Split()}
     ring = DeviceRing(*place, one_layer, **split_by, timeout_us=10_000_000, device="meta")
-    yield "post without a split", doorbell.post, (ring, 0, out, chosen_pages, empty(16, dtype=I32))
-    yield "long wait and merge", doorbell.merge, (ring, 0, out.to(BF16), lse, None, BF16)
+    yield doorbell.post, " without a split", (ring, 0, out, chosen_pages, empty(16, dtype=I32))
+    yield doorbell.merge, " after a long wait", (ring, 0, out.to(BF16), lse, None, BF16)
 
 
 def kernels_of_package() -> set[str]:
@@ -245,15 +234,14 @@ def kernels_of_package() -> set[str]:
     return names
 
 
-def resources(ptx: str, arch: int) -> tuple[int, int]:
+def resources(ptx: Path, arch: int) -> tuple[int, int]:
     """Registers of a thread and spilled bytes, as the assembler reports them."""
     # With architecture-specific features, as triton does.
     target = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [get_ptxas(arch).path, "-v", f"-arch={target}", source, "-o", f"{folder}/cubin"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    binary = ptx.with_suffix(".cubin")
+    command = [get_ptxas(arch).path, "-v", f"-arch={target}", ptx, "-o", binary]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    binary.unlink()
     registers = re.search(r"Used (\d+) registers", done.stderr)
     spilled = re.findall(r"(\d+) bytes spill", done.stderr)
     return int(registers[1]) if registers else 0, sum(map(int, spilled))
@@ -266,16 +254,21 @@ def main() -> int:
     parser.add_argument(
         "--arch", type=int, default=90, choices=SHARED_KIB, help="90: H100 (default), 80: A100, ..."
     )
-    parser.add_argument("--ptx", type=Path, help="also write the PTX of each kernel to this folder")
+    parser.add_argument("--ptx", type=Path, help="keep the PTX of each kernel in this folder")
     arguments = parser.parse_args()
-    if arguments.ptx:
-        arguments.ptx.mkdir(parents=True, exist_ok=True)
     try:
         print(f"ptxas: {get_ptxas(arguments.arch).path}")
     except RuntimeError as error:
         print(f"no ptxas: {error}")
         return 77
-    triton.runtime.driver.set_active(driver(arguments.arch))
+    with tempfile.TemporaryDirectory() as scratch:
+        return compile_all(arguments.arch, arguments.ptx or Path(scratch))
+
+
+def compile_all(arch: int, folder: Path) -> int:
+    """Writes PTX to the folder; returns the exit status."""
+    folder.mkdir(parents=True, exist_ok=True)
+    triton.runtime.driver.set_active(driver(arch))
     compiled: list[tuple[str, object]] = []
 
     def instead_of_launch(kernel: JITFunction, grid: object) -> Callable[..., None]:
@@ -287,8 +280,9 @@ def main() -> int:
 
     JITFunction.__getitem__ = instead_of_launch
     rows, seen = [], set()
-    for case, call, call_arguments in cases():
+    for call, about, call_arguments in cases():
         compiled.clear()
+        case = (call.name if isinstance(call, Op) else call.__name__) + about
         if isinstance(call, Op):
             call_arguments = call.in_order(call_arguments, {})
             call = call.implementations["triton"].run
@@ -297,16 +291,16 @@ def main() -> int:
             if (name, kernel.hash) in seen:
                 continue
             seen.add((name, kernel.hash))
-            registers, spilled = resources(kernel.asm["ptx"], arguments.arch)
-            if arguments.ptx:
-                (arguments.ptx / f"{name}-{len(rows)}.ptx").write_text(kernel.asm["ptx"])
+            ptx = folder / f"{name}-{len(rows)}.ptx"
+            ptx.write_text(kernel.asm["ptx"])
+            registers, spilled = resources(ptx, arch)
             warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
             rows.append((name, spilled, shared))
             used = f"{warps:2} warps {registers:4} registers {spilled:4} B spilled"
             print(f"{name:18} {used} {shared:7} B shared  {case}", flush=True)
     missed = kernels_of_package() - {name for name, _ in seen}
-    most = SHARED_KIB[arguments.arch] << 10
-    own = arguments.arch == 90  # what the kernels were written for
+    most = SHARED_KIB[arch] << 10
+    own = arch == 90  # what the kernels were written for
     spilling = {name for name, spilled, _ in rows if own and spilled > FEW_SPILLED_BYTES}
     large = {name for name, _, shared in rows if shared > most}
     wrong = {

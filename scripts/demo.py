@@ -22,21 +22,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from packages import Unavailable
 from sglang_scout.core.errors import ConfigError
 from smollm2 import smollm2
+from texts import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "test"))  # for the server launchers
 
-from demo_questions import TEXT_TOKENS, DemoFailed, ask_about_text, converse  # noqa: E402
 from servers import placement  # noqa: E402
 from servers.group import flags  # noqa: E402
 from servers.pd_cluster import PDCluster  # noqa: E402
 from servers.server_process import ServerFailed  # noqa: E402
-from servers.sglang_http import RequestFailed  # noqa: E402
+from servers.sglang_http import RequestFailed, sse_events  # noqa: E402
 
 BEGIN = time.monotonic()
+TEXT_TOKENS = 5800
+QUESTION = "Read the text below and say in a few words what it is about."
+CHAT_TOKENS = 32
+NUMBER = "7413"
+FACT = f"The secret number of the lighthouse is {NUMBER}."
+FACT_QUESTION = "What is the secret number of the lighthouse?"
+QUESTIONS = (
+    FACT_QUESTION,
+    "What is this text about? Answer in one sentence.",
+    "Who built the ark, and why?",
+)
+
+
+class DemoFailed(RuntimeError):
+    """The demo did not meet one of its guarantees."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +167,73 @@ def make_cluster(
         ready_timeout_s=600.0 if where.decode == placement.CPU else 1200.0,
         on_ready=lambda name: say(f"the {name} server is ready"),
     )
+
+
+def text_of_tokens(model: Path, tokens: int) -> str:
+    """The first ``tokens`` tokens of a text. Without tokenizer.json a token counts as 4 characters."""
+    text = load_text("prose")
+    if not (model / "tokenizer.json").is_file():
+        return text[: 4 * tokens]
+    # No token is shorter than a byte: an upper bound of the characters needed.
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    offsets = tokenizer.encode(text[: 8 * tokens], add_special_tokens=False).offsets
+    return text[: offsets[tokens - 1][1]]
+
+
+def chat_payload(model: Path, content: str, max_tokens: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return dict(model=str(model), messages=messages, max_tokens=max_tokens, temperature=0)
+
+
+def chat(cluster: PDCluster, model: Path, content: str, max_tokens: int) -> str:
+    """One streamed chat completion, then a line on its tokens and times."""
+    payload = chat_payload(model, content, max_tokens)
+    payload |= {"stream": True, "stream_options": {"include_usage": True}}
+    begin = time.monotonic()
+    answer, finish, usage, first_s = "", None, {}, 0.0
+    print("  answer:   ", end="", flush=True)
+    for event in sse_events(cluster.url + "/v1/chat/completions", payload):
+        usage = event.get("usage") or usage
+        for choice in event.get("choices") or []:
+            first_s = first_s or time.monotonic() - begin
+            more = choice["delta"].get("content") or ""
+            print(more.replace("\n", "\n            "), end="", flush=True)
+            answer += more
+            finish = choice.get("finish_reason") or finish
+    total_s = time.monotonic() - begin
+    print()
+    if finish not in ("stop", "length") or not answer:
+        raise DemoFailed(f"the chat gave no answer (finish_reason {finish!r}, answer {answer!r})")
+    print(
+        f"            ({usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out; "
+        f"the first after {first_s:.1f} s, the last after {total_s:.1f} s)"
+    )
+    return answer
+
+
+def converse(cluster: PDCluster, model: Path) -> None:
+    """Asks about a text with a fact in its middle. Raises DemoFailed unless the fact is found."""
+    text = text_of_tokens(model, TEXT_TOKENS)
+    middle = text.index(". ", len(text) // 2) + 2
+    text = f"{text[:middle]}{FACT} {text[middle:]}"
+    print(f"  the text: {text[:72]}...\n  in its middle: {FACT}")
+    for question in QUESTIONS:
+        print(f"\n  question: {question}")
+        content = f"{text}\n\n{question}"
+        answer = chat(cluster, model, content, CHAT_TOKENS)
+        if "full" in cluster.servers:
+            # After the other one, so that it hits the text in the prefill server's radix cache.
+            payload = chat_payload(model, content, CHAT_TOKENS)
+            full = cluster.ask_pair(payload, "full", "/v1/chat/completions")
+            print(f"  full:     {full['choices'][0]['message']['content']}")
+        if question == FACT_QUESTION and NUMBER not in answer:
+            raise DemoFailed(f"wrong answer: the secret number in the text is {NUMBER}")
+
+
+def ask_about_text(cluster: PDCluster, model: Path, tokens: int) -> None:
+    """One question about a real text, for an arbitrary model."""
+    print(f"\n  question: {QUESTION} (+ text)")
+    chat(cluster, model, f"{QUESTION}\n\n{text_of_tokens(model, tokens)}", CHAT_TOKENS)
 
 
 def offload_state(cluster: PDCluster, args: argparse.Namespace) -> dict[str, Any]:

@@ -114,23 +114,22 @@ def generated() -> dict[Path, str]:
     Raises:
         ValueError: a mark without its other half; or a block that is in no page, in several, or unknown.
     """
-    names: list[str] = []
-    files = {}
+    files, found = {}, []
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text()
-        here = [block[1] for block in BLOCK.findall(text)]
-        if 2 * len(here) != len(MARK.findall(text)):
-            raise ValueError(f"{page}: a block needs `<!-- generated: NAME -->` and `<!-- end -->`")
-        if unknown := set(here).difference(BLOCKS):
-            raise ValueError(
-                f"{page}: unknown blocks {sorted(unknown)}; known: {', '.join(BLOCKS)}"
-            )
-        names += here
-        if here:
-            files[page] = BLOCK.sub(lambda m: f"{m[1]}\n{BLOCKS[m[2]]()}\n\n{m[4]}", text)
-    if wrong := [name for name in BLOCKS if names.count(name) != 1]:
-        raise ValueError(f"{DOCS}: {wrong} must be in one page, once")
-    return files
+        if marks := MARK.findall(text):
+            files[page] = text
+            here = [block[1] for block in BLOCK.findall(text)]
+            found += here
+            if 2 * len(here) != len(marks):
+                need = "a block needs `<!-- generated: NAME -->` and `<!-- end -->`"
+                raise ValueError(f"{page}: {need}")
+    if sorted(found) != sorted(BLOCKS):
+        raise ValueError(
+            f"{DOCS}: {sorted(BLOCKS)} must be in one page, once; found: {sorted(found)}"
+        )
+    new = lambda m: f"{m[1]}\n{BLOCKS[m[2]]()}\n\n{m[4]}"  # noqa: E731
+    return {page: BLOCK.sub(new, text) for page, text in files.items()}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from benchmark import gpu_table, host_probe, rows
 from benchmark.kernels import gpu_kernels
 from benchmark.kernels.gpu_pools import Pools
 from benchmark.server import gpu_server, speed
+from harness import wait_until
 from sglang_scout.ops import triton
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +66,7 @@ def test_every_kernel_has_a_case_and_equals_its_reference(monkeypatch, capsys):
     assert [case.check() for case in every if case.op == "stage_pages"] == [""] * 2
 
 
+@pytest.mark.slow  # the same kernels as above, at other sizes
 @without_a_device
 @pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
 def test_what_is_timed_equals_its_reference_at_sizes_that_the_interpreter_can_do(monkeypatch):
@@ -107,8 +108,8 @@ def test_the_check_refuses_without_a_device_and_says_what_to_do(tmp_path):
     assert "scripts/test.sh test/ops" in done.stderr and list((tmp_path / "out").iterdir()) == []
 
 
-def steps_of(tmp_path, does, call="first", **variables):
-    """The check's status and output, and its steps, with a fake Python whose steps do ``does``."""
+def python_of(tmp_path, does):
+    """A fake Python whose steps do ``does``."""
     python = tmp_path / "python"
     # "-": the device check; anything else is a step, or the table.
     python.write_text(
@@ -116,6 +117,12 @@ def steps_of(tmp_path, does, call="first", **variables):
         f'*gpu_table*) exec {sys.executable} "$@" ;; *) {does} ;; esac\n'
     )
     python.chmod(0o755)
+    return str(python)
+
+
+def steps_of(tmp_path, does, call="first", **variables):
+    """The check's status and output, and its steps, each of which does ``does``."""
+    python = python_of(tmp_path, does)
     done = run(CHECK, tmp_path / "out", call, PYTHON=python, **variables)
     lines = (tmp_path / "out" / "steps.jsonl").read_text().splitlines()
     return done, {row["step"]: row for row in map(json.loads, lines)}
@@ -180,27 +187,17 @@ def test_a_step_that_there_is_not_fails_the_check(tmp_path):
 
 
 def test_a_call_that_is_ended_ends_its_steps_and_still_prints_its_table(tmp_path):
-    python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\ncase "$*" in "- "*) cat >/dev/null ;; *gpu_table*) exec {sys.executable} "$@" ;; '
-        f"*) echo $$ >>{tmp_path}/pids; exec sleep 60 ;; esac\n"
-    )
-    python.chmod(0o755)
-    environment = os.environ | {"PYTHON": str(python), "ONLY": "servers kernels-1"}
+    python = python_of(tmp_path, f"echo $$ >>{tmp_path}/pids; exec sleep 60")
+    environment = os.environ | {"PYTHON": python, "ONLY": "servers kernels-1"}
     command = [CHECK, tmp_path / "out", "first"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as check:
         pids = tmp_path / "pids"
-        while not pids.exists() or len(pids.read_text().split()) < 2:
-            time.sleep(0.05)
+        wait_until("two begin", lambda: pids.exists() and pids.read_text().count("\n") > 1, 60)
         check.terminate()
         said = check.communicate(timeout=20)[0]
     assert check.returncode == 143 and "every figure is of this call" in said
-    deadline = time.monotonic() + 10
-    while (
-        left := [p for p in pids.read_text().split() if Path(f"/proc/{p}").exists()]
-    ) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left, "a step outlived the call"
+    begun = [Path("/proc", pid) for pid in pids.read_text().split()]
+    wait_until("no step outlives the call", lambda: not any(p.exists() for p in begun), 10)
 
 
 def test_time_limits_agree_with_each_other():
@@ -232,6 +229,9 @@ def test_both_calls_in_the_interpreter(tmp_path, call):
     kinds = {row["impl"] for row in found if row["benchmark"] == "gpu_decode"}
     assert kinds == {"full-flashinfer", "full-ours", "scout", "scout-simulated"}
     assert all(row["rehearsal"] for row in found if row["benchmark"] == "gpu_decode")
+    checks = {row["check"]: row for row in found if row["benchmark"] == "gpu_server"}
+    assert set(checks) == ({"verify", "tokens", "state"} if call == "first" else set())
+    assert call != "first" or checks["tokens"]["ties"] == 0 < checks["state"]["cpu_pages"]
     table = done.stdout.partition("every figure is of this call")[2]
     assert "SIMULATED: a host that holds 8 requests" in table and " x full" in table
 

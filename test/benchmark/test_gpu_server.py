@@ -1,4 +1,4 @@
-"""Checks and measurements of ``benchmark/server/gpu_server.py``; ``test/e2e/test_gpu_server.py`` runs it."""
+"""Checks and measurements of ``benchmark/server/gpu_server.py``, whose checks ``test_gpu_check.py`` runs."""
 
 import pytest
 

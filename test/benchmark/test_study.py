@@ -164,49 +164,50 @@ def test_predictions_and_exact_layers(decoder):
     assert (0 < window.mass).all() and (window.mass < 1).all()
 
 
-def test_bounds_choose_what_the_servers_op_chooses():
-    generator = torch.Generator().manual_seed(3)
-    H, N, S, D, W, G, k = 2, 23, 32, 64, 5, 3, 6
-    pages = torch.randn(H, N, S, D, generator=generator)
+H, G, W = 2, 3, 5
+
+
+def made(seed, N, D):
+    """Pages [H, N, S, D], the same as [N, S, H, D], queries [W, H * G, D] and by KV head [H, W * G, D], a table of all
+    pages [W, N]."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.randn(H, N, 32, D, generator=generator)
     q = torch.randn(W, H * G, D, generator=generator)
-    full = torch.tensor([23, 22, 20, 7, 6])
     grouped = q.view(W, H, G, D).transpose(0, 1).flatten(1, 2) * D**-0.5
+    table = torch.arange(N, dtype=torch.int32).expand(W, N).contiguous()
+    return pages, pages.permute(1, 2, 0, 3).contiguous(), q, grouped, table
+
+
+def test_bounds_choose_what_the_servers_op_chooses():
+    N, D, k = 23, 64, 6
+    pages, by_page, q, grouped, table = made(3, N, D)
+    full = torch.tensor([23, 22, 20, 7, 6])
     u = Digest("minmax-32", pages).scores(grouped, N, pages[:, :0]).view(H, W, G, N)
-    setting = Setting(k * S)
+    setting = Setting(k * 32)
     chosen = choose(setting, page_scores(setting, u, full), full)[0]
-    low, high = (
-        pages.amin(2).transpose(0, 1).contiguous(),
-        pages.amax(2).transpose(0, 1).contiguous(),
-    )
-    paging = torch.arange(N, dtype=torch.int32).expand(W, N).contiguous()
-    count = full.int()
-    scores = score_pages(q, low, high, paging, count, D**-0.5, impl="reference")
+    bounds = by_page.amin(1), by_page.amax(1)
+    scores = score_pages(q, *bounds, table, full.int(), D**-0.5, impl="reference")
     slots = torch.full((N,), -1, dtype=torch.int32)
-    selected = select_pages(scores, paging, count, slots, k, 1, 1).pages
+    selected = select_pages(scores, table, full.int(), slots, k, 1, 1).pages
     for row in range(W):
         assert set(chosen[row].nonzero().ravel().tolist()) == set(selected[row].tolist()) - {-1}
 
 
 @pytest.mark.parametrize("name", ["rotated-2", "calibrated"])
 def test_digests_score_as_the_servers_op(name):
-    generator = torch.Generator().manual_seed(4)
-    H, N, S, D, W, G = 2, 9, 32, 64, 3, 2
-    pages = torch.randn(H, N, S, D, generator=generator)
-    q = torch.randn(W, H * G, D, generator=generator)
-    by_page = pages.permute(1, 2, 0, 3).contiguous()  # [N, S, H, D]
+    N, D = 9, 64
+    pages, by_page, q, grouped, table = made(4, N, D)
     trained = coordinates(H, D) if name == "calibrated" else None
     shapes = planes_shape(1 if trained else 2, D), (D + STATS_BYTES,)
     parts = [torch.zeros(1, N, H, *shape, dtype=torch.uint8) for shape in shapes]
-    values = torch.randn(N, S, H, D, generator=generator) * D**-0.5
+    values = torch.randn(N, 32, H, D, generator=torch.Generator().manual_seed(5)) * D**-0.5
     layers = LayerPages.of([by_page], [values], "cpu")
     of_layers = trained and Coordinates(*(x[None] for x in trained))
     build_layer_rotated.reference(layers, torch.arange(N), *parts, None, of_layers)
-    paging = torch.arange(N, dtype=torch.int32).expand(W, N).contiguous()
     full = torch.full((W,), N, dtype=torch.int32)
     expected = score_rotated.reference(
-        q, *(x[0] for x in parts), paging, full, D**-0.5, coordinates=trained
+        q, *(x[0] for x in parts), table, full, D**-0.5, coordinates=trained
     )
-    grouped = q.view(W, H, G, D).transpose(0, 1).flatten(1, 2) * D**-0.5
     digest, norms = Digest(name, pages, trained or ()), values.norm(dim=-1).log().permute(2, 0, 1)
     u, of_values = (
         digest.scores(grouped, N, pages[:, :0], x).view(H, W, G, N) for x in (None, norms)
@@ -215,10 +216,26 @@ def test_digests_score_as_the_servers_op(name):
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["window", "pilot"])
+def test_embeddings_score_as_the_servers_op(kind):
+    N, D = 7, 16
+    pages, by_page, _, q, table = made(6, N, D)
+    pilot = torch.randn(H, 8, 2 * D), torch.randn(H, 8, G * D)
+    got = Digest(kind, pages[:, :5], pilot).scores(q, 5, pages[:, 5:])
+    if kind == "window":  # one vector for all heads of a group
+        query, embeddings = q.unflatten(1, (W, G))[:, :, 0], half_means(by_page)
+    else:
+        query = torch.einsum("hrx,hmx->hmr", pilot[1], q.reshape(H, W, G * D))
+        embeddings = torch.einsum("hrx,nhx->nhr", pilot[0], pooled(by_page))[:, :, None]
+    rows, full = query.transpose(0, 1).flatten(0, 1).contiguous(), torch.full((W,), N).int()
+    expected = score_embeddings(rows, embeddings.contiguous(), table, full, impl="reference")
+    expected = expected.view(W, H, N).transpose(0, 1)
+    torch.testing.assert_close(got.unflatten(1, (W, G))[:, :, 0], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_calibrated_bits_tell_queries_more():
     """Half of the error in the logits, or less, of the signs of rotated keys, if channels differ."""
-    H, G, D = 2, 3, 64
-    draw = torch.Generator().manual_seed(6)
+    D, draw = 64, torch.Generator().manual_seed(6)
     size = 2.0 ** torch.linspace(2, -2, D)
     mix = [torch.linalg.qr(torch.randn(H, D, D, generator=draw)).Q for _ in "qk"]
     pages = (torch.randn(H, 40, 32, D, generator=draw) * size) @ mix[0][:, None]
@@ -280,23 +297,3 @@ def test_intervals_are_of_documents_and_text_means_are_of_tokens():
     other = [*rows[:4], {**rows[0], "right": [[1, 1]]}]
     low, high = table.interval(other, table.points_lost)
     assert low < table.points_lost(other) == 40 < high
-
-
-@pytest.mark.parametrize("kind", ["window", "pilot"])
-def test_embeddings_score_as_the_servers_op(kind):
-    H, G, N, D, M = 2, 3, 7, 16, 4
-    pages, q = torch.randn(H, N, 32, D), torch.randn(H, M * G, D)
-    pilot = torch.randn(H, 8, 2 * D), torch.randn(H, 8, G * D)
-    got = Digest(kind, pages[:, :5], pilot).scores(q, 5, pages[:, 5:])
-    k = pages.permute(1, 2, 0, 3)
-    table, n_full = torch.arange(N).int().expand(M, N).contiguous(), torch.full((M,), N).int()
-    if kind == "window":  # one vector for all heads of a group
-        query = q.unflatten(1, (M, G))[:, :, 0]
-        embeddings = half_means(k)
-    else:
-        query = torch.einsum("hrx,hmx->hmr", pilot[1], q.reshape(H, M, G * D))
-        embeddings = torch.einsum("hrx,nhx->nhr", pilot[0], pooled(k))[:, :, None]
-    query = query.transpose(0, 1).flatten(0, 1).contiguous()
-    expected = score_embeddings(query, embeddings.contiguous(), table, n_full, impl="reference")
-    expected = expected.view(M, H, N).transpose(0, 1)
-    torch.testing.assert_close(got.unflatten(1, (M, G))[:, :, 0], expected, rtol=1e-4, atol=1e-4)

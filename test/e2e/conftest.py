@@ -13,6 +13,7 @@ from harness import (
     RADIX,
     SCOUT,
     SMALL_BUDGET_TOKENS,
+    TRACE_STEPS,
     PDCluster,
     random_prompts,
     stock_answers,
@@ -30,7 +31,7 @@ DEAD_PROXY |= {"no_proxy": "", "NO_PROXY": ""}
 LIMITS = ("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT")
 # Without recall and with room for everything a request's residency depends only on its own history, so its tokens are
 # deterministic, and the worker has work in every step.
-DECODE = {"recall": "off", "resident_tokens": 32768, "verify": True}
+DECODE = {"recall": "off", "resident_tokens": 32768, "verify": True, "trace_steps": TRACE_STEPS}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,13 +67,14 @@ def expected(stock_of):
 
 
 @pytest.fixture(scope="session")
-def step_log(tmp_path_factory):
-    """The log of the ``servers``' decode server."""
-    return tmp_path_factory.mktemp("log") / "steps.jsonl"
+def outputs(tmp_path_factory):
+    """The step log and the trace of the ``servers``' decode server."""
+    folder = tmp_path_factory.mktemp("outputs")
+    return {"step_log": folder / "steps.jsonl", "trace": folder / "trace.json"}
 
 
 @pytest.fixture(scope="session")
-def servers(tiny_model, step_log):
+def servers(tiny_model, outputs):
     """For files without their own: a pair with a small budget, and two further decode servers, one whose budget covers
     every prompt, one with the graph transport and retractions. The last test of test_faults.py ends them."""
     graph = flags(kv_offload_budget=SMALL_BUDGET_TOKENS, kv_offload_config=json.dumps(GRAPH))
@@ -81,8 +83,9 @@ def servers(tiny_model, step_log):
         tiny_model("qwen3"),
         server_args=SCOUT,
         decode_args=flags(
-            kv_offload_config=json.dumps(DECODE | {"step_log": str(step_log)}),
+            kv_offload_config=json.dumps(DECODE | {name: str(x) for name, x in outputs.items()}),
             max_total_tokens=32768,
+            enable_metrics=True,
         ),
         more_decodes={
             "radix": RADIX + flags(max_total_tokens=32768),

@@ -27,6 +27,7 @@ SCOUT = flags(kv_offload="scout", kv_offload_budget=128)
 GRAPH = {"transport": "graph", "verify": True, "resident_tokens": 32}
 GRAPH |= {"recall": "fixed", "recall_interval": 50}
 SMALL_BUDGET_TOKENS = 320
+TRACE_STEPS = 200
 SHORT = 10  # the first LENGTHS that fit this budget with their output
 GRAPH_ENV = {
     "TRITON_INTERPRET": "1",

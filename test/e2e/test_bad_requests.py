@@ -35,46 +35,45 @@ NEXT = random_prompts([300], seed=3)
 IDS = list(range(20, 40))
 SAMPLING = {"temperature": 0, "max_new_tokens": 4}
 
-# Invalid: a status of 400 or more is expected. Names beginning with a dot are of sampling_params.
-REFUSED: list[tuple[str, tuple[Any, ...]]] = [
-    (
-        "input_ids",
-        (["a", "b"], [1.5], [1, 2.5], [1, None], [1, [2]], [[[1]]], 5, {"a": 1}, [2**70]),
+# Invalid: a status of 400 or more is expected.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "input_ids": (
+        ["a", "b"], [1.5], [1, 2.5], [1, None], [1, [2]], [[[1]]], 5, {"a": 1}, [2**70], [10**6], [[1, 2], [-3]], [],
+        [[]], [5] * CONTEXT,
     ),
-    ("input_ids", ([10**6], [[1, 2], [-3]], [], [[]], [5] * CONTEXT)),
-    ("text", ("", 5)),
-    (".max_new_tokens", (-5, 10**12, "4", 2.5)),
-    (".temperature", (-1, math.inf, math.nan, "hot")),
-    (".top_p", (2,)),
-    (".top_k", (2**40, "a")),
-    (".min_p", (9,)),
-    (".frequency_penalty", (99,)),
-    (".repetition_penalty", (0,)),
-    (".stop", (5,)),
-    (".stop_token_ids", (["a"],)),
-    (".min_new_tokens", (100,)),
-    (".logit_bias", ({"999999": 5.0}, {"5": 1e308})),
-    (".sampling_seed", (2**80,)),
-    (".n", (3, 10**9)),
-    (".regex", ("(((",)),
-    (".json_schema", ("{bad",)),
-    (".foo", (1,)),
-    ("sampling_params", ("x",)),
-    ("session_params", ({"id": "none"},)),
-    ("top_logprobs_num", (129,)),
-    ("logprob_start_len", (-5, [0])),
-    ("bootstrap_room", ([5],)),
-    ("bootstrap_host", ([HOST], None)),
-    ("rid", ("\ud800",)),
-]
+    "text": ("", 5),
+    "sampling_params.max_new_tokens": (-5, 10**12, "4", 2.5),
+    "sampling_params.temperature": (-1, math.inf, math.nan, "hot"),
+    "sampling_params.top_p": (2,),
+    "sampling_params.top_k": (2**40, "a"),
+    "sampling_params.min_p": (9,),
+    "sampling_params.frequency_penalty": (99,),
+    "sampling_params.repetition_penalty": (0,),
+    "sampling_params.stop": (5,),
+    "sampling_params.stop_token_ids": (["a"],),
+    "sampling_params.min_new_tokens": (100,),
+    "sampling_params.logit_bias": ({"999999": 5.0}, {"5": 1e308}),
+    "sampling_params.sampling_seed": (2**80,),
+    "sampling_params.n": (3, 10**9),
+    "sampling_params.regex": ("(((",),
+    "sampling_params.json_schema": ("{bad",),
+    "sampling_params.foo": (1,),
+    "sampling_params": ("x",),
+    "session_params": ({"id": "none"},),
+    "top_logprobs_num": (129,),
+    "logprob_start_len": (-5, [0]),
+    "bootstrap_room": ([5],),
+    "bootstrap_host": ([HOST], None),
+    "rid": ("\ud800",),
+}  # fmt: skip
 NO_JSON = (b'{"input_ids": [5', b"", b"[]", b"\xff\xfe\x00", b"[" * 100_000, b"{}")
 # Has an answer, if a short one.
-ANSWERED: list[tuple[str, tuple[Any, ...]]] = [
-    (".regex", ("[0-9]{4}abc",)),
-    (".max_new_tokens", (0,)),
-    (".temperature", (1e-300, 1e30)),
-    (".stop_token_ids", ([10**12, -4],)),
-]
+ANSWERED: dict[str, tuple[Any, ...]] = {
+    "sampling_params.regex": ("[0-9]{4}abc",),
+    "sampling_params.max_new_tokens": (0,),
+    "sampling_params.temperature": (1e-300, 1e30),
+    "sampling_params.stop_token_ids": ([10**12, -4],),
+}
 
 SGLANG = Path(importlib.util.find_spec("sglang").origin).parent / "srt"  # not imported: ten seconds
 PROTOCOL, REQUESTS = "entrypoints/openai/protocol.py", "managers/io_struct.py"
@@ -246,22 +245,25 @@ def meeting(bootstrap_port: int, body: dict[str, Any]) -> dict[str, Any]:
     return places if many else {name: value[0] for name, value in places.items()}
 
 
-def send(servers: PDCluster, case: Case) -> dict[str, int | str]:
-    """Server to the status of its answer, "hung" if there was none before the client gave up, or an error.
+def status_of(url: str, data: bytes, timeout_s: float = ANSWER_S) -> int | str:
+    """The status of the answer, "hung" if there was none in time, or an error. A stream has answered with its first
+    event. The status of a failure inside an answer counts as the answer's."""
+    try:
+        status, text = exchange(url, data, timeout_s=timeout_s)
+    except TimeoutError:
+        return "hung"
+    except NO_ANSWER as error:
+        return "hung" if "timed out" in str(error) else repr(error)
+    inside = re.search(rb'"(?:status_)?code": ?(\d{3})\b', text)
+    return int(inside[1]) if inside and status == 200 else status
 
-    A stream has answered with its first event. The status of a failure inside an answer counts as the answer's.
-    """
+
+def send(servers: PDCluster, case: Case, timeout_s: float = ANSWER_S) -> dict[str, int | str]:
+    """Server to :func:`status_of`."""
     data = json.dumps(case.body(servers.bootstrap_port)).encode()
 
     def one(name: str) -> int | str:
-        try:
-            status, text = exchange(servers.server_url(name) + case.path, data, timeout_s=GIVE_UP_S)
-        except TimeoutError:
-            return "hung"
-        except NO_ANSWER as error:
-            return "hung" if "timed out" in str(error) else repr(error)
-        inside = re.search(rb'"(?:status_)?code": ?(\d{3})\b', text)
-        return int(inside[1]) if inside and status == 200 else status
+        return status_of(servers.server_url(name) + case.path, data, timeout_s)
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(case.to, pool.map(one, case.to), strict=True))
@@ -314,41 +316,18 @@ def test_requests_with_odd_fields(servers, served_after, silent_port, count, see
     for at in range(0, len(cases), IN_FLIGHT):
         group = cases[at : at + IN_FLIGHT]
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            answers = list(pool.map(functools.partial(send, servers), group))
+            answers = list(pool.map(lambda case: send(servers, case, GIVE_UP_S), group))
         # On a busy machine one may be late: it is asked again, alone.
         wrong = [case for case, a in zip(group, answers, strict=True) if wrong_answer(case, a)]
-        faults = {str(case): wrong_answer(case, send(servers, case)) for case in wrong}
+        faults = {str(case): wrong_answer(case, send(servers, case, GIVE_UP_S)) for case in wrong}
         assert not any(faults.values()), faults
         now = schedulers(servers), tokens(servers)
         assert now == (pids, expected), list(map(str, group))
 
 
-def post_to_pair(servers, body):
-    """The same request to both servers, as the router would. Returns both statuses."""
-    if isinstance(body, dict):
-        body = json.dumps(meeting(servers.bootstrap_port, body) | body).encode()
-
-    def one(name):
-        return exchange(servers.server_url(name) + "/generate", body, timeout_s=ANSWER_S)[0]
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(one, BOTH))
-
-
-def post_to_router(servers, body):
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return exchange(servers.url + "/generate", data, timeout_s=ANSWER_S)
-
-
-def requests_of(table):
-    """A request for each value of each field, with what else its meaning needs."""
-    for field, values in table:
-        for value in values:
-            body = {"sampling_params": SAMPLING, "return_logprob": "logprob" in field}
-            body |= {} if field == "text" else {"input_ids": IDS}
-            if field.startswith("."):
-                body["sampling_params"] = SAMPLING | {field[1:]: value}
-            yield body | ({} if field.startswith(".") else {field: value})
+def both(servers, **odd):
+    """The statuses of both servers for a request, by the names of its odd fields."""
+    return list(send(servers, Case("/generate", odd)).values())
 
 
 def sampling(**values):
@@ -356,41 +335,50 @@ def sampling(**values):
 
 
 def test_what_makes_no_sense_is_refused(servers, served_after):
-    for body in (*requests_of(REFUSED), *NO_JSON):
-        statuses = post_to_pair(servers, body)
-        assert all(400 <= status < 600 for status in statuses), (body, statuses)
-        # SGLang's router drops unknown fields, so there may be an answer.
-        assert 200 <= post_to_router(servers, body)[0] < 600, body
+    for field, values in REFUSED.items():
+        for value in values:
+            statuses = both(servers, **{field: value})
+            assert all(400 <= status < 600 for status in statuses), (field, value, statuses)
+            # SGLang's router drops unknown fields, so there may be an answer.
+            found = send(servers, Case("/generate", {field: value}, ("router",)))["router"]
+            assert 200 <= found < 600, (field, value)
+    for data in NO_JSON:
+        for name in (*BOTH, "router"):
+            assert 400 <= status_of(servers.server_url(name) + "/generate", data) < 600, (
+                name,
+                data,
+            )
 
 
 def test_what_is_odd_is_answered(servers, served_after):
-    for body in requests_of(ANSWERED):
-        assert post_to_pair(servers, body) == [200, 200], body
+    for field, values in ANSWERED.items():
+        for value in values:
+            assert both(servers, **{field: value}) == [200, 200], (field, value)
 
 
 def test_what_only_one_server_refuses_ends_both_halves(servers, served_after):
     """The decode server's pool is smaller; the prefill server waits for a half that fails, without a limit here."""
-    too_long = {"input_ids": [5] * (CONTEXT - 100), "sampling_params": SAMPLING}
-    assert post_to_pair(servers, too_long) == [400, 400]
-    status, message = post_to_router(servers, too_long)
+    too_long = [5] * (CONTEXT - 100)
+    assert both(servers, input_ids=too_long) == [400, 400]
+    data = json.dumps({"input_ids": too_long, "sampling_params": SAMPLING}).encode()
+    status, message = exchange(servers.url + "/generate", data, timeout_s=ANSWER_S)
     assert (status, b"--num-reserved-decode-tokens" in message) == (400, True)
 
 
 def test_a_room_in_use_is_refused(servers, served_after):
-    twice = sampling(max_new_tokens=200, ignore_eos=True) | {"bootstrap_room": 5}
+    twice = {"sampling_params": SAMPLING | {"max_new_tokens": 200, "ignore_eos": True}}
     with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda _: post_to_pair(servers, twice), range(2)))
+        answers = list(pool.map(lambda _: both(servers, **twice, bootstrap_room=5), range(2)))
     assert [sorted(of_one) for of_one in zip(*answers, strict=True)] == [[200, 400]] * 2
 
 
 def test_a_room_of_which_something_is_left_is_refused(servers, served_after):
-    place = meeting(servers.bootstrap_port, {}) | {"bootstrap_room": 7}
-    decode, data = servers.server_url("decode"), json.dumps(sampling() | place).encode()
     # The prefill server hears of it, and that the client has left.
-    with pytest.raises(OSError, match="timed out"):
-        exchange(decode + "/generate", data, timeout_s=1)
+    assert send(servers, Case("/generate", {"bootstrap_room": 7}, ("decode",)), 1) == {
+        "decode": "hung"
+    }
     wait_idle(servers)
-    assert post_to_pair(servers, sampling() | {"bootstrap_room": 7}) == [503, 503]
+    assert both(servers, bootstrap_room=7) == [503, 503]
 
 
 def stream(servers, rid, max_new_tokens):

@@ -5,10 +5,11 @@ import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
-from clients import abort_after
+from clients import InFlight, abort_after, watch
 from harness import Holdings, PDCluster, random_prompts, scheduler_pid, wait_idle, wait_until
 from servers.server_process import children_of, title_of
 from servers.sglang_http import RequestFailed, http_json
@@ -52,6 +53,20 @@ def test_a_hundred_requests_with_aborts_leave_nothing(servers):
     state = servers.kv_offload()
     assert state["resident_pages"] == 0
     assert state["cpu_pages"] > 0 and state["worker"]["refused"] == refused
+
+
+def test_after_sigterm_a_running_request_completes_and_the_server_ends(servers):
+    """More in test_process_faults.py."""
+    steps = servers.kv_offload("radix")["steps"]
+    send = partial(servers.ask_pair, which="radix")
+    running = InFlight(send, random_prompts([600]), [120])
+    wait_until("it runs", lambda: servers.kv_offload("radix")["steps"] > steps, 30)
+    watch(servers.server_url("radix"))
+    server = servers.servers["radix"]
+    server.signal(signal.SIGTERM)
+    [outcome] = running.outcomes(20)
+    assert outcome.answer and len(outcome.answer.output_ids) == 120, outcome
+    assert server.wait(20), "it still runs"
 
 
 def test_killing_the_scheduler_leaves_no_process(servers):

@@ -1,18 +1,16 @@
-"""Sparse decoding on real servers: each layer's output against a plain reference over the same pages; the command line
-tools on a step log; SIGTERM, more in test_process_faults.py."""
+"""Sparse decoding on real servers: each layer's output against a plain reference over the same pages; metrics, a trace,
+and the command line tools on a step log."""
 
 import json
-import signal
 
 import pytest
 
-from clients import InFlight, watch
-from harness import SCOUT, PDCluster, random_prompts, wait_until
+from harness import SCOUT, TRACE_STEPS, PDCluster, random_prompts
 from servers.group import flags
 from sglang_scout.cli import main
 from sglang_scout.core.profile import config_digest, load_profile
 
-STEPS = 50
+PROMPTS = random_prompts([900, 1200, 370, 1500, 640, 1111], seed=3)
 KINDS = "device layer,boundary step,ahead score,ahead post,attention wait,copies recall,worker"
 
 
@@ -34,7 +32,7 @@ def check_timeline(path):
         return {(e["args"]["step"], e["args"]["layer"]): e for e in slices.get(kind, ())}
 
     device, posted, served = map(by_layer, ("device layer", "ahead post", "worker"))
-    assert len(device) == len(slices["device layer"]) == 4 * STEPS
+    assert len(device) == len(slices["device layer"]) == 4 * TRACE_STEPS
     assert set(served) <= set(posted) <= {*served, *by_layer("attention fallback")}
     assert set(served) <= set(by_layer("attention wait")), "the wait at each merge is visible"
     # Which of them began before the previous layer ended; how many depends on the machine.
@@ -43,36 +41,35 @@ def check_timeline(path):
         if e["args"]["layer"] > 0:
             before = device[e["args"]["step"], e["args"]["layer"] - 1]
             early.append(e["ts"] < before["ts"] + before["dur"])
-    assert len(early) > STEPS / 4 and any(early)
+    assert len(early) > TRACE_STEPS / 4 and any(early)
 
 
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory):
-    return tmp_path_factory.mktemp("trace") / "trace.json"
+def test_metrics_and_trace(servers, outputs):
+    answers = servers.generate(PROMPTS, "decode", max_new_tokens=TRACE_STEPS)
+    assert [len(a.output_ids) for a in answers] == [TRACE_STEPS] * 6
+    state, sender = servers.kv_offload(), servers.kv_offload("prefill")
+    assert state["cpu_pages"] > 0 and 0 < state["cpu_compute_ratio"] < 0.9
+    assert state["digests_received"] > 0 and sender["digests_sent"] and sender["hints_made"] >= 6
+    text = servers.metrics()
+    for name in ("cpu_pages_total", "recalled_pages_total", "worker_up", "host_pages_used"):
+        assert f"sglang:kv_offload_{name}" in text, text[-2000:]
+    check_timeline(outputs["trace"])
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_model, trace):
-    """In bfloat16, with metrics and a trace."""
+@pytest.mark.slow  # two servers
+def test_bf16(tiny_model):
     config = {"verify": True, "recall": "fixed", "recall_interval": 4}
-    config |= {"trace": str(trace), "trace_steps": STEPS}
     with PDCluster(
         tiny_model("qwen3", dtype="bfloat16"),
         server_args=SCOUT,
-        decode_args=flags(kv_offload_config=json.dumps(config), enable_metrics=True),
+        decode_args=flags(kv_offload_config=json.dumps(config)),
         router=False,
         max_running_requests=8,
         max_total_tokens=32768,
         dtype="bfloat16",
-    ) as running:
-        yield running
-
-
-def test_bf16_with_metrics_and_trace(pair, trace):
-    prompts = random_prompts([900, 1200, 370, 1500, 640, 1111], seed=3)
-    answers = pair.generate(prompts, "decode", max_new_tokens=60)
-    assert [len(a.output_ids) for a in answers] == [60] * 6
-    state = pair.kv_offload()
+    ) as pair:
+        pair.generate(PROMPTS, "decode", max_new_tokens=60)
+        state = pair.kv_offload()
     assert state["verify_checks"] == 4 * state["steps"]
     assert 0 < state["verify_max_rel_error"] <= 1e-2
     assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
@@ -80,32 +77,11 @@ def test_bf16_with_metrics_and_trace(pair, trace):
     assert state["recall_bytes"] % page_bytes == 0
     # A page whose request ended during the copy counts bytes without a recall.
     assert state["recall_bytes"] >= state["recalled_pages"] * page_bytes
-    assert 0 < state["cpu_compute_ratio"] < 0.9
-    sender = pair.kv_offload("prefill")
-    assert state["digests_received"] > 0 and sender["digests_sent"] and sender["hints_made"] >= 6
-
-    text = pair.metrics()
-    for name in ("cpu_pages_total", "recalled_pages_total", "worker_up", "host_pages_used"):
-        assert f"sglang:kv_offload_{name}" in text, text[-2000:]
-
-    check_timeline(trace)
 
 
-def test_after_sigterm_a_running_request_completes_and_the_server_ends(pair):
-    steps = pair.kv_offload()["steps"]
-    running = InFlight(pair.ask_pair, random_prompts([600]), [120])
-    wait_until("it runs", lambda: pair.kv_offload()["steps"] > steps, 30)
-    watch(pair.server_url("decode"))
-    server = pair.servers["decode"]
-    server.signal(signal.SIGTERM)
-    [outcome] = running.outcomes(20)
-    assert outcome.answer and len(outcome.answer.output_ids) == 120, outcome
-    assert server.wait(20), "it still runs"
-
-
-def test_profile_and_report_of_a_step_log(servers, step_log, tmp_path, capsys):
+def test_profile_and_report_of_a_step_log(servers, outputs, tmp_path, capsys):
     """That a server accepts only its own profile: test/plugin/test_launch.py."""
-    log, output = str(step_log), str(tmp_path / "p.json")
+    log, output = str(outputs["step_log"]), str(tmp_path / "p.json")
     servers.generate(random_prompts([600, 600]), max_new_tokens=30)
     assert main(["profile", log, "--output", output, "--json"]) == 0
     profile = load_profile(output)

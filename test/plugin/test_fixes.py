@@ -209,7 +209,7 @@ def test_a_scheduler_reaches_the_other_server_directly():
 ORIGINAL = torch_native.TorchNativeAttnBackend._run_sdpa_forward_extend
 
 
-def run(function, lengths, *, causal=True, dtype=torch.float32, heads=4, kv_heads=2, **options):
+def run(function, lengths, *, dtype, heads, kv_heads=2):
     """Rows [T, HQ, D] for sequences of (cached, new) tokens in shuffled slots."""
     rng = torch.Generator().manual_seed(7)
     totals = [cached + new for cached, new in lengths]
@@ -219,35 +219,12 @@ def run(function, lengths, *, causal=True, dtype=torch.float32, heads=4, kv_head
         table[i + 1, :total] = slots[sum(totals[:i]) : sum(totals[: i + 1])]
     caches = torch.randn(2, len(slots), kv_heads, 64, generator=rng).to(dtype)
     query = torch.randn(sum(new for _, new in lengths), heads, 64, generator=rng).to(dtype)
-    as_tensor = torch.tensor
+    counts = (torch.tensor(x) for x in (totals, *zip(*lengths, strict=True)))
+    of_sequences = table, torch.arange(len(lengths)) + 1, *counts, None
+    options = {"scaling": 0.125, "enable_gqa": True, "causal": True}
     return function(
-        SimpleNamespace(),
-        query,
-        torch.full_like(query, torch.nan),
-        *caches,
-        table,
-        torch.arange(len(lengths)) + 1,
-        as_tensor(totals),
-        as_tensor([c for c, _ in lengths]),
-        as_tensor([n for _, n in lengths]),
-        scaling=0.125,
-        enable_gqa=True,
-        causal=causal,
-        **options,
+        None, query, torch.full_like(query, torch.nan), *caches, *of_sequences, **options
     )
-
-
-def ours(calls, options=None):
-    """The hook, recording the calls of SGLang's function; with ``options`` these only, and nothing is computed."""
-
-    def original(*args, **kwargs):
-        calls.append(args[7].tolist())
-        if options is None:
-            return ORIGINAL(*args, **kwargs)
-        assert all(kwargs.get(k, args[-1]) is options[k] for k in options), "all is handed on"
-        return args[2]
-
-    return functools.partial(fixes.around_extend, original)
 
 
 @pytest.mark.parametrize(
@@ -262,23 +239,12 @@ def test_the_rows_are_those_of_sglang(monkeypatch, mask_elements, heads, dtype, 
     monkeypatch.setattr(fixes, "MASK_ELEMENTS", mask_elements)
     lengths = [(0, 9), (50, 7), (64, 1), (3, 30), (31, 33), (200, 64)]
     calls: list[list[int]] = []
-    got = run(ours(calls), lengths, heads=heads, dtype=dtype)
-    expected = run(ORIGINAL, lengths, heads=heads, dtype=dtype)
+
+    def original(*args, **options):
+        calls.append(args[7].tolist())
+        return ORIGINAL(*args, **options)
+
+    hooked = functools.partial(fixes.around_extend, original)
+    got, expected = (run(f, lengths, heads=heads, dtype=dtype) for f in (hooked, ORIGINAL))
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     assert calls == [[9], [33], [64]], "mostly new tokens: the original is the faster one"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": False},
-        {"sliding_window_size": 8},
-        {"sliding_window_size": 0},
-        {"encoder_lens": torch.tensor([3, 0])},
-        {"is_cross_attn": True},
-    ],
-)
-def test_what_it_does_not_know_goes_to_sglang(options):
-    calls: list[list[int]] = []
-    got = run(ours(calls, options), [(100, 20), (7, 1)], **options)
-    assert calls == [[120, 8]] and got.isnan().all(), "nothing is written here"

@@ -86,33 +86,24 @@ NODE_0 = [*range(4), *range(8, 12)]
 
 
 @pytest.mark.parametrize(
-    ("allowed", "given", "other", "expected", "rest", "nodes", "background"),
+    ("allowed", "other", "expected", "rest", "nodes", "background"),
     [
         # The GPU's node, one core left to the server. None of it is left for background work but that core.
-        (range(16), None, None, [("5-7", THREADS), ("13-15", THREADS), ("4,12", SERVER)],
+        (range(16), None, [("5-7", THREADS), ("13-15", THREADS), ("4,12", SERVER)],
          [("0-3,8-11", "not used")], {1: 6}, [4, 12]),
-        # A cpuset with half of that node.
-        ([*range(6), *range(8, 14)], None, None, [("5", THREADS), ("13", THREADS), ("4,12", SERVER)],
-         [("0-3,8-11", "not used"), ("6-7,14-15", "not allowed")], {1: 2}, [4, 12]),
         # A cpuset with none of it.
-        (NODE_0, None, None, [("1-3", THREADS), ("9-11", THREADS), ("0,8", SERVER)],
+        (NODE_0, None, [("1-3", THREADS), ("9-11", THREADS), ("0,8", SERVER)],
          [("4-7,12-15", "not allowed")], {0: 6}, [0, 8]),
-        # Of both nodes, as given; background work beside them.
-        (range(16), (2, 3, 6, 7), None, [("2-3,6-7", THREADS)],
-         [("0-1,4-5,8-9,12-13", "the server"), ("10-11,14-15", SERVER)],
-         {0: 2, 1: 2}, [10, 11, 14, 15]),
-        # Another rank's GPU is on node 0, and on node 1.
-        (range(16), None, NODE_0, [("5-7", THREADS), ("13-15", THREADS), ("4,12", SERVER)],
-         [("0-3,8-11", "the server and other ranks")], {1: 6}, [4, 12]),
-        (range(16), None, [*range(4, 8), *range(12, 16)],
+        # Another rank's GPU is on the same node.
+        (range(16), [*range(4, 8), *range(12, 16)],
          [("7", THREADS), ("15", THREADS), ("6,14", SERVER)],
          [("0-5,8-13", "the server and other ranks")], {1: 2}, [6, 14]),
     ],
 )  # fmt: skip
 def test_a_gpu_on_the_second_of_two_nodes(
-    allowed, given, other, expected, rest, nodes, background, monkeypatch, tmp_path
+    allowed, other, expected, rest, nodes, background, monkeypatch, tmp_path
 ):
-    """From /sys and the cpuset to CPUs, table and nodes, as a decode server does it."""
+    """From /sys and the cpuset to CPUs, table and nodes; other plans: test/worker/test_cpus.py."""
     use_sys(monkeypatch, tmp_path)
     pci = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pci)
@@ -122,7 +113,7 @@ def test_a_gpu_on_the_second_of_two_nodes(
         return [own if isinstance(own, int) else [own[0], other], own]
 
     ranks = SimpleNamespace(size=1 if other is None else 2, rank=1, gather=gather)
-    runner, config = SimpleNamespace(device="cuda", gpu_id=0), OffloadConfig("scout", cpus=given)
+    runner, config = SimpleNamespace(device="cuda", gpu_id=0), OffloadConfig("scout")
     cpus = ranks_module.rank_cpus(runner, config, ranks)
     plan = cpus.plan
     assert [(use.cpus, use.used_by) for use in plan.rows] == expected + rest
@@ -232,7 +223,8 @@ def test_what_leaves_no_room_is_named(default, given, message):
 def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages():
     def given(host_gb, ranks=1):
         group = SimpleNamespace(size=ranks)
-        return ranks_module.host_bytes(None, config_of(host_gb=host_gb), SHAPE, group, 8 << 30)
+        size = dataclasses.replace(SIZE, config=config_of(host_gb=host_gb))
+        return ranks_module.host_bytes(size, [], group, 8 << 30)
 
     assert given(3, ranks=2) == 3 * 2**29
     assert given(1024) == 1024 << 30
@@ -312,9 +304,10 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
     cpus = ranks_module.RankCpus(CpuPlan([0] * 8 * lists, [], [], ""), {0: [0] * 8 * lists})
     shape = dataclasses.replace(SHAPE, fp8=None if kv == "auto" else torch.float8_e4m3fn)
     for module, name, value in (
-        (hooks, "parse", config),
+        (ranks_module, "parse", config),
+        (ranks_module, "AttentionRanks", group),
         (hooks, "AttentionRanks", group),
-        (hooks, "model_shape", shape),
+        (ranks_module, "model_shape", shape),
         (ranks_module, "rank_cpus", cpus),
         (hooks, "available_bytes", 1 << 50),
         (hooks, "rank_weights", None),

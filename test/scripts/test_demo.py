@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 import demo
-import demo_questions
 from packages import Unavailable
 
 
@@ -15,7 +14,7 @@ from packages import Unavailable
 def text(monkeypatch):
     """A text of which 4 characters make a token, in a model without tokenizer."""
     text = "Some words. " * 10_000
-    monkeypatch.setattr(demo_questions, "load_text", lambda kind: text)
+    monkeypatch.setattr(demo, "load_text", lambda kind: text)
     return text
 
 
@@ -46,17 +45,15 @@ def test_a_model_that_cannot_be_had_or_is_none(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("answer", ["It is 7413.", "I do not know."])
 def test_the_hidden_fact_must_be_found(monkeypatch, tmp_path, capsys, answer):
     asked = []
-    monkeypatch.setattr(demo_questions, "chat", lambda *words: asked.append(words[2]) or answer)
+    monkeypatch.setattr(demo, "chat", lambda *words: asked.append(words[2]) or answer)
     words = {"choices": [{"message": {"content": "what full attention says"}}]}
     cluster = SimpleNamespace(servers={"full": None}, ask_pair=lambda *_: words)
-    if demo_questions.NUMBER in answer:
-        demo_questions.converse(cluster, tmp_path)
-        assert capsys.readouterr().out.count("what full attention says") == len(
-            demo_questions.QUESTIONS
-        )
+    if demo.NUMBER in answer:
+        demo.converse(cluster, tmp_path)
+        assert capsys.readouterr().out.count("what full attention says") == len(demo.QUESTIONS)
     else:
-        with pytest.raises(demo_questions.DemoFailed, match=demo_questions.NUMBER):
-            demo_questions.converse(cluster, tmp_path)
+        with pytest.raises(demo.DemoFailed, match=demo.NUMBER):
+            demo.converse(cluster, tmp_path)
     half = len(asked[0]) // 2
-    assert half - 100 < asked[0].index(demo_questions.FACT) < half + 100
+    assert half - 100 < asked[0].index(demo.FACT) < half + 100
     assert len({question.partition("\n\n")[0] for question in asked}) == 1, "one shared prefix"

@@ -125,14 +125,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         return self._result(locations.flatten())
 
     def alloc_extend(
-        self,
-        prefix_lens: torch.Tensor,
-        prefix_lens_cpu: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor,
-        last_loc: torch.Tensor,
-        extend_num_tokens: int,
-        num_new_pages: int | None = None,
+        self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, *_: Any, **__: Any
     ) -> torch.Tensor | None:
         size = self.page_size
         opened = (seq_lens_cpu + size - 1) // size - (prefix_lens_cpu + size - 1) // size

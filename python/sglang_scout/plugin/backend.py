@@ -107,9 +107,9 @@ class ScoutAttnBackend(AttentionBackend):
             ranks=self.ranks if self.ranks.size > 1 else None,
         )
         self._probe = QueryProbe(make_projectors(layers))
-        self._tables = RequestTables(runner.req_to_token_pool, self.config.page_size_tokens)
+        self.tables = RequestTables(runner.req_to_token_pool, self.config.page_size_tokens)
         self._announced = self._begun = False
-        self._dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
+        self.dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
         self.engine.boundary.step_log = status.open_step_log(
             self.config, facts, runner.model_config
         )
@@ -151,32 +151,9 @@ class ScoutAttnBackend(AttentionBackend):
             "\n".join(lines),
         )
 
-    def arrive(self, requests: list[Any]) -> None:
-        """The KV of SGLang's new requests has arrived; they have not joined yet."""
-        hints = self.engine.digests.hints
-        for request in requests:
-            row, prompt = adapter.row_of(request), request.origin_input_ids
-            pages = self._tables.pages_of(row, len(prompt))
-            n_full = len(prompt) // self.config.page_size_tokens
-            if self._dummy_kv is not None:
-                self._dummy_kv.fill(pages, prompt)
-            hint = None if hints is None else hints.of(pages[-1], n_full)
-            self.engine.requests.arrive(request.rid, pages[:n_full], hint)
-
-    def admit(self, requests: list[Any], tokens: list[int]) -> None:
-        """SGLang's requests join the batch, new or after a retraction, with KV of ``tokens`` tokens each."""
-        size, full = self.config.page_size_tokens, [np.zeros(0, np.int64)]
-        for request, count in zip(requests, tokens, strict=True):
-            row = adapter.row_of(request)
-            full.append(self._tables.pages_of(row, count // size * size))
-            # SGLang has capped max_new_tokens by the context.
-            end = len(request.origin_input_ids) + request.sampling_params.max_new_tokens
-            self.engine.requests.admit(request.rid, row, end)
-        self.engine.pages.arrived(np.concatenate(full))
-
-    def announce_step(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        """A decode step of ``rows`` ``[B]`` will write tokens at ``positions`` ``[B]``; both are on the host."""
-        self._tables.open_pages(rows.numpy(), positions.numpy(), self.allocator.opened)
+    def announce_step(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
+        """A decode step of ``rows`` ``[B]`` will write tokens at ``positions`` ``[B]``."""
+        self.tables.open_pages(rows, positions, self.allocator.opened)
         self._announced = True
 
     def begin(self, forward_batch: Any) -> bool:
@@ -185,21 +162,9 @@ class ScoutAttnBackend(AttentionBackend):
         if not self._announced:
             return True  # SGLang warms up or captures
         seq_lens = forward_batch.seq_lens_cpu.numpy().astype("int64")
-        pages, rows = self._tables.of_step(seq_lens)
+        pages, rows = self.tables.of_step(seq_lens)
         self.engine.begin_step(pages, rows, seq_lens)
         return self.engine.can_replay
-
-    def check_results(self, copied: torch.cuda.Event | None) -> None:
-        """A step's tokens are on the host once ``copied``, or with None the stream, has completed.
-
-        Raises:
-            RuntimeError: they may be wrong.
-        """
-        if copied is not None:
-            copied.synchronize()
-        elif self.engine.resident.k.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        self.engine.end_step()
 
     def damaged_pages(self) -> npt.NDArray[np.int64]:
         """``[n, 2]`` layer and page of held host pages that some rank has found damaged."""
@@ -211,11 +176,6 @@ class ScoutAttnBackend(AttentionBackend):
             return damaged
         # Page ids are equal on all ranks, which must fail the same requests in the same step.
         return np.array(sum(self.ranks.gather(damaged.tolist()), []), np.int64).reshape(-1, 2)
-
-    def pages_of(self, request: Any) -> npt.NDArray[np.int64]:
-        """Host pages of one of SGLang's running requests."""
-        tokens = len(request.origin_input_ids) + len(request.output_ids)
-        return self._tables.pages_of(adapter.row_of(request), tokens)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before an eager step, which has begun if a replay was considered."""

@@ -15,13 +15,13 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_scout.core.config import PAGE_SIZE_TOKENS
 from sglang_scout.engine.memory import check_memory
 from sglang_scout.plugin import status
 from sglang_scout.plugin.backend import ScoutAttnBackend, current_backend
 from sglang_scout.plugin.hooks import hook
-from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.limits import BACKEND_NAME
-from sglang_scout.plugin.model import model_shape, rank_weights
+from sglang_scout.plugin.model import rank_weights
 from sglang_scout.plugin.pool import HostKVPool, build_pools, pools_target
 from sglang_scout.plugin.ranks import AttentionRanks, host_bytes, size_of
 from sglang_scout.plugin.release import adapter
@@ -49,20 +49,24 @@ def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
         Bytes for the KV pages of this rank. All ranks must get the same number of pages, as they allocate the same ids.
     """
     global _device_bytes
-    config, ranks, shape = parse(runner.server_args), AttentionRanks(), model_shape(runner)
     on_cuda = torch.device(runner.device).type == "cuda"
     # Digests and resident pages share the memory that SGLang would give to KV pages.
     _device_bytes = original(runner, *args, **kwargs) if on_cuda else None
-    return host_bytes(runner, config, shape, ranks, _device_bytes)
+    # SGLang lowers the number of requests once the page count is known.
+    size, cpus = size_of(runner, adapter.resolved(runner.server_args).max_running_requests)
+    return host_bytes(size, list(cpus.by_node), AttentionRanks(), _device_bytes)
 
 
 @hook(pools_target("_init_pools"), "around")
 def around_init_pools(original, runner, **given):
     """Put the KV pool into the arena that the CPU attention process maps; use the allocator that reports pages."""
-    config, shape, ranks = parse(runner.server_args), model_shape(runner), AttentionRanks()
     tokens, max_batch = adapter.pool_sizes(runner, **given)
-    num_pages, context = tokens // shape.page_size + 1, runner.model_config.context_len
-    size, cpus = size_of(runner, config, shape, max_batch, ranks)
+    size, cpus = size_of(runner, max_batch)
+    num_pages, context, ranks = (
+        tokens // PAGE_SIZE_TOKENS + 1,
+        size.context_tokens,
+        AttentionRanks(),
+    )
     # Every rank reads both before any allocates.
     in_pool = not pool_lacks(size.arena(num_pages), arenas=ranks.size)
     plan = check_memory(
@@ -82,14 +86,25 @@ def around_init_pools(original, runner, **given):
             context,
         )
     build = functools.partial(original, runner, **given)
-    parts = {"server_size": size, "plan": plan, "cpus": cpus, "weights": rank_weights(config)}
-    return build_pools(build, runner, functools.partial(HostKVPool, **parts), HostKVPool)[0]
+    make_pool = functools.partial(
+        HostKVPool, server_size=size, plan=plan, cpus=cpus, weights=rank_weights(size.config)
+    )
+    return build_pools(build, runner, make_pool)[0]
 
 
 @hook("disaggregation.decode.DecodeTransferQueue.pop_transferred", "after")
 def after_pop_transferred(result: list[Any], *args, **kwargs) -> list[Any]:
     """Notice that a request's KV has arrived."""
-    current_backend().arrive(result)
+    backend = current_backend()
+    hints = backend.engine.digests.hints
+    for request in result:
+        prompt = request.origin_input_ids
+        pages = backend.tables.pages_of(adapter.row_of(request), len(prompt))
+        n_full = len(prompt) // PAGE_SIZE_TOKENS
+        if backend.dummy_kv is not None:
+            backend.dummy_kv.fill(pages, prompt)
+        hint = None if hints is None else hints.of(pages[-1], n_full)
+        backend.engine.requests.arrive(request.rid, pages[:n_full], hint)
     return result
 
 
@@ -117,13 +132,20 @@ def around_get_new_prebuilt_batch(original, scheduler, *args):
 )
 def after_prepare_for_prebuilt(_, batch) -> None:
     """Notice that a request joins the batch, new or after a retraction; take the digests that arrived with its KV."""
-    current_backend().admit(batch.reqs, batch.seq_lens_cpu.tolist())
+    backend, full = current_backend(), [np.zeros(0, np.int64)]
+    for request, count in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+        row = adapter.row_of(request)
+        full.append(backend.tables.pages_of(row, count // PAGE_SIZE_TOKENS * PAGE_SIZE_TOKENS))
+        # SGLang has capped max_new_tokens by the context.
+        end = len(request.origin_input_ids) + request.sampling_params.max_new_tokens
+        backend.engine.requests.admit(request.rid, row, end)
+    backend.engine.pages.arrived(np.concatenate(full))
 
 
 @hook("managers.schedule_batch.alloc_for_decode", "after")
 def after_alloc_for_decode(result, batch, token_per_req: int):
     """Track on the host which pages a step allocates, row by row."""
-    current_backend().announce_step(batch.req_pool_indices_cpu, batch.seq_lens_cpu)
+    current_backend().announce_step(batch.req_pool_indices_cpu.numpy(), batch.seq_lens_cpu.numpy())
     return result
 
 
@@ -166,7 +188,11 @@ def no_fused_set_kv_buffer(forward_batch) -> bool:
 def around_process_batch_result(original, processor, batch, result) -> None:
     """Never return tokens of a step whose attention is incomplete, or of a request with a damaged page."""
     backend = current_backend()
-    backend.check_results(result.copy_done)
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    elif backend.engine.resident.k.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    backend.engine.end_step()  # raises if tokens may be wrong
     damaged = backend.damaged_pages()
     _fail_owners(batch.reqs, damaged)
     original(processor, batch, result)
@@ -182,7 +208,9 @@ def _fail_owners(requests: Sequence[Any], damaged: npt.NDArray[np.int64]) -> Non
     for request in requests if len(damaged) else ():
         if request.finished() or request.is_retracted:
             continue
-        own = damaged[np.isin(damaged[:, 1], current_backend().pages_of(request))]
+        tokens = len(request.origin_input_ids) + len(request.output_ids)
+        pages = current_backend().tables.pages_of(adapter.row_of(request), tokens)
+        own = damaged[np.isin(damaged[:, 1], pages)]
         if not len(own):
             continue
         layer, page = own[0].tolist()
@@ -256,5 +284,9 @@ def before_trace_slice(context, slice, *_, **__) -> None:
 @hook("managers.scheduler.Scheduler.get_internal_state", "after")
 def after_get_internal_state(result, scheduler, *args, **kwargs):
     """Add the state to `/server_info`."""
-    result.internal_state["kv_offload"] = status.decode_state_of_ranks(current_backend())
+    backend = current_backend()
+    state = status.decode_state(backend)
+    # All ranks are asked at once.
+    state["ranks"] = backend.ranks.gather({key: state[key] for key in status.OF_EACH_RANK})
+    result.internal_state["kv_offload"] = state
     return result

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import zmq
+from fastapi import HTTPException
 from sglang.srt.disaggregation.base import KVPoll
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -49,16 +50,12 @@ def around_handle_generate_request(original, scheduler, request, **more) -> None
         _check_room(scheduler, request.bootstrap_room)
         original(scheduler, request, **more)
     except Exception as error:
-        if not isinstance(error, _Refusal):
+        if not isinstance(error, HTTPException):
             logger.exception("--kv-offload: request %s was refused", request.rid)
             _forget(scheduler, request.rid)
             message = f"The server cannot take up this request ({type(error).__name__}: {error})."
-            error = _Refusal(HTTPStatus.BAD_REQUEST, message)
-        answer_error(scheduler, request, *error.args)
-
-
-class _Refusal(Exception):
-    """Status and message."""
+            error = HTTPException(HTTPStatus.BAD_REQUEST, message)
+        answer_error(scheduler, request, error.status_code, error.detail)
 
 
 def _check_size(scheduler: Any, request: Any) -> None:
@@ -71,7 +68,7 @@ def _check_size(scheduler: Any, request: Any) -> None:
         most, why = size - page - 3, "less two pages"
     most, tokens = most // page * page, len(request.input_ids or ())
     if tokens > most:
-        raise _Refusal(
+        raise HTTPException(
             HTTPStatus.BAD_REQUEST,
             f"The prompt has {tokens} tokens, but this server accepts at most {most}: its KV pool has {size}, {why}.",
         )
@@ -89,7 +86,7 @@ def _check_room(scheduler: Any, room: int | None) -> None:
     if all(req.bootstrap_room != room for req in _held(scheduler)):
         for table in (statuses, getattr(manager, "transfer_infos", {})):
             table.pop(room, None)
-    raise _Refusal(
+    raise HTTPException(
         HTTPStatus.SERVICE_UNAVAILABLE,  # SGLang's router then sends it again
         f"The other half of this request has failed, or bootstrap_room {room} was used before. Send the request again "
         "with a new room.",
@@ -383,54 +380,37 @@ def around_apply_vocab_mask(
     "around",
 )
 def around_extend(
-    original,
-    self,
-    query: torch.Tensor,
-    output: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
-    rows: torch.Tensor,
-    totals: torch.Tensor,
-    cached: torch.Tensor,
-    new: torch.Tensor,
-    encoder_lens: torch.Tensor | None = None,
-    **options,
-) -> torch.Tensor:
+    original, self, query, output, k_cache, v_cache, table, rows, *lengths, **options
+):
     """On a CPU: skip attention for tokens with cached KV, which SGLang computes and discards.
 
-    Sequences with more new tokens than cached ones use the original, which is then faster. So do encoders, cross
-    attention and sliding windows.
+    Sequences with more new tokens than cached ones use the original, which is then faster. All models that are
+    supported have causal attention without windows and no encoder.
 
     Args:
         query, output: [T, HQ, D]; the latter is filled and returned.
         k_cache, v_cache: [slots, H, D].
-        totals, cached, new: tokens of each sequence.
+        lengths: total, cached and new tokens of each sequence; more, of encoders, in some releases.
     """
-    caches, window = (k_cache, v_cache), options.get("sliding_window_size")
-    is_plain = options.get("causal") and not options.get("is_cross_attn") and encoder_lens is None
-    if not is_plain or (window is not None and window > -1):
-        lengths = (totals, cached, new, encoder_lens)
-        return original(self, query, output, *caches, table, rows, *lengths, **options)
     begin = 0
-    for i, (total, count) in enumerate(zip(totals.tolist(), new.tolist(), strict=True)):
+    for i, (total, _, count) in enumerate(zip(*(x.tolist() for x in lengths[:3]), strict=True)):
         q, out = query[begin : begin + count], output[begin : begin + count]
-        if 2 * count > total:
-            lengths = [x[i : i + 1] for x in (rows, totals, cached, new)]
-            original(self, q, out, *caches, table, *lengths, **options)
-        else:
-            slots = table[rows[i], :total]
-            k, v = (cache[slots].movedim(1, 0)[None].to(q.dtype) for cache in caches)
-            columns = torch.arange(total, device=q.device)
-            for part in columns[:count].split(max(1, MASK_ELEMENTS // total)):
-                found = scaled_dot_product_attention(
-                    q[part].movedim(1, 0)[None],
-                    k,
-                    v,
-                    attn_mask=columns <= (part + total - count)[:, None],
-                    enable_gqa=options.get("enable_gqa", False),
-                    scale=options.get("scaling"),
-                )
-                out[part] = found[0].movedim(0, 1)
         begin += count
+        if 2 * count > total:
+            of_one = [x[i : i + 1] for x in (rows, *lengths[:3])]
+            original(self, q, out, k_cache, v_cache, table, *of_one, **options)
+            continue
+        slots = table[rows[i], :total]
+        k, v = (cache[slots].movedim(1, 0)[None].to(q.dtype) for cache in (k_cache, v_cache))
+        columns = torch.arange(total, device=q.device)
+        for part in columns[:count].split(max(1, MASK_ELEMENTS // total)):
+            found = scaled_dot_product_attention(
+                q[part].movedim(1, 0)[None],
+                k,
+                v,
+                attn_mask=columns <= (part + total - count)[:, None],
+                enable_gqa=options["enable_gqa"],
+                scale=options["scaling"],
+            )
+            out[part] = found[0].movedim(0, 1)
     return output

@@ -31,69 +31,40 @@ _NIXL = (
 )
 _CHECKSUMS = "use page_checksums in --kv-offload-config, which finds KV that changes in host memory"
 
-# Why: fields of ServerArgs, some of them in some releases only, and the values that they must have.
-_REQUIRED: dict[str, dict[str, Any]] = {
-    "": {
-        "disaggregation_decode_allocation_policy": "early",
-        "disaggregation_decode_host_receive_threshold": 1.0,
-        "disaggregation_decode_retraction_backup": "cpu_tensor",
-        "enable_kv_cache_sharding": False,
-        "enable_nvidia_megakernel": False,
-        "enable_page_major_kv_layout": False,
-        "enable_pd_role_switch": False,
-        "enable_pdmux": False,
-        "enable_prefill_cp": False,
-        "enable_torch_compile": False,
-        "enable_unified_memory": False,
-    },
-    ": CPU attention needs all pages of a request in this server's memory; use --tp-size instead": {
-        "nnodes": 1,
-        "pp_size": 1,
-        "attn_cp_size": 1,
-        "dcp_size": 1,
-    },
-    ": start a server for each replica, behind one router": {
-        "dp_size": 1,
-        "attn_dp_size": 1,
-        "enable_dp_attention": False,
-    },
-    ": queries are predicted from layer inputs, so every rank needs the whole input": {
-        "enable_attn_tp_input_scattered": False,
-        "enable_layernorm_sp": False,
-        "moe_dense_tp_size": None,
-        "moe_a2a_backend": "none",
-    },
-    ": it bypasses the request checks, without which a malformed request would end the scheduler": {
-        "tokenizer_worker_num": 1,
-        "grpc_mode": False,
-        "smg_grpc_mode": False,
-    },
-    ": queries are predicted from the base model's weights, and adapters are untested because SGLang has no LoRA on a "
-    "CPU; merge the adapter into the weights": {"enable_lora": None, "lora_paths": None},
-    ": a decode step has one query per request, but drafts have several tokens, and the KV of rejected ones would have "
-    "to be removed": {"speculative_algorithm": None},
-    ": it is untested; --tp-size also divides the experts": {"ep_size": 1},
-    ": the decode server already keeps all KV in host memory; on the prefill server it needs a GPU and is untested": {
-        "enable_hierarchical_cache": False
-    },
-    ": all KV is already in host memory": {"disaggregation_decode_enable_offload_kvcache": False},
-    ": both choose which KV is attended to": {"enable_hisparse": False},
-    ": it runs the halves of a batch alternately, but the hooks expect one batch per step": {
-        "enable_two_batch_overlap": False
-    },
-    ": the hooks need SGLang's own layers": {"model_impl": "sglang"},
-    ": its schedulers do not load plugins": {"use_ray": False},
-    ": they are added to a request after its checks; let clients send them": {
-        "preferred_sampling_params": None
-    },
-    ": each server of a pair would truncate a long prompt at its own limit, so the two would disagree": {
-        "allow_auto_truncate": False
-    },
-    ": its CUDA kernels check everything that is sent, also digests and hints, which only some pages have; "
-    f"{_CHECKSUMS}": {"disaggregation_enable_kv_checksum": False},
-    ": its CUDA kernels check only SGLang's own pools on the device, and its tags would be sent in front of K, where "
-    f"K, V and digests are told apart by position; {_CHECKSUMS}": {"kv_canary": "none"},
+# Fields of ServerArgs, some of them in some releases only, that must keep SGLang's default, and why.
+_KEPT = {
+    "disaggregation_decode_allocation_policy disaggregation_decode_host_receive_threshold "
+    "disaggregation_decode_retraction_backup enable_kv_cache_sharding enable_nvidia_megakernel "
+    "enable_page_major_kv_layout enable_pd_role_switch enable_pdmux enable_prefill_cp "
+    "enable_torch_compile enable_unified_memory": "",
+    "nnodes pp_size attn_cp_size dcp_size": ": CPU attention needs all pages of a request in this server's memory; use "
+    "--tp-size instead",
+    "dp_size attn_dp_size enable_dp_attention": ": start a server for each replica, behind one router",
+    "enable_attn_tp_input_scattered enable_layernorm_sp moe_dense_tp_size moe_a2a_backend": ": queries are predicted "
+    "from layer inputs, so every rank needs the whole input",
+    "tokenizer_worker_num grpc_mode smg_grpc_mode": ": it bypasses the request checks, without which a malformed "
+    "request would end the scheduler",
+    "enable_lora lora_paths": ": queries are predicted from the base model's weights, and adapters are untested as "
+    "SGLang has no LoRA on a CPU; merge the adapter into the weights",
+    "speculative_algorithm": ": a decode step has one query per request, but drafts have several tokens, and the KV of "
+    "rejected ones would have to be removed",
+    "ep_size": ": it is untested; --tp-size also divides the experts",
+    "enable_hierarchical_cache": ": the decode server already keeps all KV in host memory; on the prefill server it "
+    "needs a GPU and is untested",
+    "disaggregation_decode_enable_offload_kvcache": ": all KV is already in host memory",
+    "enable_hisparse": ": both choose which KV is attended to",
+    "enable_two_batch_overlap": ": it runs the halves of a batch alternately, but the hooks expect one batch per step",
+    "model_impl": ": the hooks need SGLang's own layers",
+    "use_ray": ": its schedulers do not load plugins",
+    "preferred_sampling_params": ": they are added to a request after its checks; let clients send them",
+    "allow_auto_truncate": ": each server of a pair would truncate a long prompt at its own limit, so the two would "
+    "disagree",
+    "disaggregation_enable_kv_checksum": ": its CUDA kernels check everything that is sent, also digests and hints, "
+    f"which only some pages have; {_CHECKSUMS}",
+    "kv_canary": ": its CUDA kernels check only SGLang's own pools on the device, and its tags would be sent in front "
+    f"of K, where K, V and digests are told apart by position; {_CHECKSUMS}",
 }
+_AS_GOOD = ("auto", "sglang", "cpu_tensor")  # of --model-impl and of ...-retraction-backup
 _SUMMED_BY_PLACE = (
     "with --kv-offload the other requests of a batch decide which pages of a request are on the device, and so in "
     "which order its attention is summed; drop the flag, or serve without --kv-offload"
@@ -158,10 +129,10 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
     if (backend := args.disaggregation_transfer_backend) not in TRANSFER_BACKENDS:
         why = f"not supported with {policy}; choose one of {', '.join(TRANSFER_BACKENDS)}"
         _refuse(args, "disaggregation_transfer_backend", why + _NIXL * (backend == "nixl"))
-    for why, fields in _REQUIRED.items():
-        for name, required in fields.items():
-            value = getattr(args, name, required)
-            if value not in (required, "auto") and value:
+    for names, why in _KEPT.items():
+        for name in names.split():
+            value = getattr(args, name, None)
+            if value and value != adapter.default_of(name) and value not in _AS_GOOD:
                 _refuse(args, name, f"not supported with {policy}{why}; drop one of the two")
     if config.dummy_kv and backend != "fake":
         raise ConfigError(

@@ -181,12 +181,13 @@ def pools_target(name: str) -> dict[str, str]:
 
 
 def build_pools(
-    build: Callable[[], Any], builder: Any, make_pool: Any, pool_class: type
+    build: Callable[[], Any], builder: Any, make_pool: Callable[..., Any] = MHATokenToKVPool
 ) -> tuple[Any, Any, ScoutAllocator]:
     """Build SGLang's pools with our classes in place of its own, and verify that they were used.
 
     Args:
         build: SGLang's function, a method of ``builder``.
+        make_pool: a class of pools, or a partial call of one.
     Returns:
         What ``build`` returned, the KV pool, the allocator.
     """
@@ -198,6 +199,7 @@ def build_pools(
     finally:
         module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator = stock
     pool, allocator = adapter.built_pools(builder, result)
+    pool_class = getattr(make_pool, "func", make_pool)
     if not isinstance(pool, pool_class) or not isinstance(allocator, ScoutAllocator):
         raise RuntimeError(
             f"--kv-offload: SGLang built {type(pool).__name__} with {type(allocator).__name__}, "

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.device import upload
@@ -84,7 +83,7 @@ def around_init_pools(original, runner, **given):
     """Allocate a digest pool in addition to the KV pool."""
     config, build = parse(runner.server_args), functools.partial(original, runner, **given)
     if not config.prefill_digests:
-        return build_pools(build, runner, MHATokenToKVPool, MHATokenToKVPool)[0]
+        return build_pools(build, runner)[0]
     shape = model_shape(runner)
     make_pool = functools.partial(
         DigestKVPool,
@@ -93,7 +92,7 @@ def around_init_pools(original, runner, **given):
         weights=rank_weights(config),
         hints=bool(hint_bytes(config, shape.num_layers)),
     )
-    result, pool, allocator = build_pools(build, runner, make_pool, DigestKVPool)
+    result, pool, allocator = build_pools(build, runner, make_pool)
     allocator.listener = DigestListener(pool.digests)
     return result
 

@@ -19,8 +19,8 @@ from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import LEAST_PAGES, ServerSize
-from sglang_scout.engine.stores import ModelShape
-from sglang_scout.plugin.launch import PROCESS_CPUS
+from sglang_scout.plugin.launch import PROCESS_CPUS, parse
+from sglang_scout.plugin.model import model_shape
 from sglang_scout.plugin.release import adapter
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker import host_memory, numa
@@ -139,40 +139,33 @@ def _near_cpus(runner: Any) -> list[int]:
     return numa.near_cpus(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
-def size_of(
-    runner: Any, config: OffloadConfig, shape: ModelShape, max_batch: int, ranks: AttentionRanks
-) -> tuple[ServerSize, RankCpus]:
-    """What this rank's memory follows from."""
-    cpus = rank_cpus(runner, config, ranks)
+def size_of(runner: Any, max_batch: int) -> tuple[ServerSize, RankCpus]:
+    """What this rank's memory follows from, for SGLang's model ``runner`` of a loaded model."""
+    config, shape = parse(runner.server_args), model_shape(runner)
+    cpus = rank_cpus(runner, config, AttentionRanks())
     route = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route
     context, rank = runner.model_config.context_len, pilot_rank(config)
     return ServerSize(config, shape, max_batch, context, cpus.counts, route, rank), cpus
 
 
 def host_bytes(
-    runner: Any,
-    config: OffloadConfig,
-    shape: ModelShape,
-    ranks: AttentionRanks,
-    device_bytes: int | None,
+    size: ServerSize, nodes: list[int], ranks: AttentionRanks, device_bytes: int | None
 ) -> int:
     """Bytes for the KV pages of this rank: its share of ``--kv-offload-host-gb``, or of the default.
 
     Args:
-        runner: SGLang's model runner, whose pools do not exist yet.
+        nodes: NUMA nodes that the pages are divided among, if any.
         device_bytes: for digests and resident pages on a device with separate memory; None: the CPU device.
     """
-    if config.host_gb is not None:
-        total = int(config.host_gb * 2**30)
+    host_gb, page_bytes = size.config.host_gb, size.page_bytes
+    if host_gb is not None:
+        total = int(host_gb * 2**30)
     else:
-        # SGLang lowers the number once the page count is known.
-        most_requests = adapter.resolved(runner.server_args).max_running_requests
-        size, cpus = size_of(runner, config, shape, most_requests, ranks)
-        total = default_bytes(size, list(cpus.by_node), ranks, device_bytes)
+        total = default_bytes(size, nodes, ranks, device_bytes)
         logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", total / 2**30)
-    of_pages, page_bytes = total // ranks.size, 2 * shape.page_bytes * shape.num_layers
+    of_pages = total // ranks.size
     if of_pages < LEAST_PAGES * page_bytes:
-        given = "not given" if config.host_gb is None else format(config.host_gb, "g")
+        given = "not given" if host_gb is None else format(host_gb, "g")
         raise ConfigError(
             f"--kv-offload-host-gb ({given}): {total / 2**30:.6f} GiB hold {of_pages // page_bytes} of the "
             f"{LEAST_PAGES} pages of {page_bytes} bytes that each rank needs; raise it, or free memory"

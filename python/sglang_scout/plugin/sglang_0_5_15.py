@@ -53,6 +53,11 @@ def resolved(args: ServerArgs) -> ServerArgs:
     return args
 
 
+def default_of(field: str) -> Any:
+    """SGLang's default of a flag; None if this release lacks it."""
+    return getattr(ServerArgs, field, None)
+
+
 def model_config(args: ServerArgs) -> Any:
     """The configuration of the model."""
     return args.get_model_config()

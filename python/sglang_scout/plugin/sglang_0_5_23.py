@@ -56,6 +56,7 @@ def apply_defaults(args: Any) -> None:
 
 
 resolved, model_config = resolving_view, model_config_of
+default_of = {x.name: x.default for x in msgspec.structs.fields(stock.ServerArgs)}.get
 
 
 def tp_group() -> Any:

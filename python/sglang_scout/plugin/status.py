@@ -31,7 +31,7 @@ _OF_WORKER = (
     "pid state restarts cpus cpu_nodes pages remote_pages refused refused_messages local_tickets late_tickets "
     "last_error"
 ).split()
-_OF_EACH_RANK = (
+OF_EACH_RANK = (
     "resident_pages selected_pages cpu_pages cpu_compute_ratio recalled_pages gpu_wait_us fallback_pages "
     "checksum_failures digests_received digests_computed verify_checks verify_max_rel_error "
     "verify_unequal_selections worker cpus"
@@ -135,13 +135,6 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "digests_computed": digests.computed,
         "worker": {name: getattr(worker, name) for name in _OF_WORKER},
     }
-
-
-def decode_state_of_ranks(backend: ScoutAttnBackend) -> dict[str, Any]:
-    """The same, with the differences between tensor-parallel ranks in ``ranks``. All ranks must call it."""
-    state = decode_state(backend)
-    state["ranks"] = backend.ranks.gather({key: state[key] for key in _OF_EACH_RANK})
-    return state
 
 
 def prefill_state(scheduler: Any) -> dict[str, Any]:
