@@ -213,6 +213,13 @@ class MiniWorker:
         self.engine.pages.free_pages(np.array(request.pages, np.int64))
         self.free_pages.extend(request.pages)
 
+    def run(self, steps: int, *lengths: int) -> None:
+        """Requests of these lengths join, and ``steps`` steps are decoded."""
+        for length in lengths:
+            self.admit(length)
+        for _ in range(steps):
+            self.step()
+
     def step(self, extra_rows=0) -> list[torch.Tensor]:
         """One decode step over all requests. Returns each layer's output, and checks the appended token's location.
 

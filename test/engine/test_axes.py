@@ -75,10 +75,7 @@ def test_any_axes_attend_to_exactly_their_pages(
             seed=seed,
             pool_kind=digest,
         )
-    for length in lengths:
-        worker.admit(length)
-    for _ in range(5):
-        worker.step()
+    worker.run(5, *lengths)
     counters = worker.engine.counters
     assert counters.verify_checks == 5 * worker.shape.num_layers
     assert counters.verify_max_rel_error < 2e-5

@@ -18,9 +18,7 @@ FP32_TOLERANCE = 1e-5
 def test_a_late_copy_does_not_hold_the_step_and_its_pages_stay_with_the_cpu(make):
     worker = make(budget_tokens=256, max_batch=2, pages=120)
     link = with_slow_link(worker)
-    worker.admit(100 * SIZE)
-    for _ in range(6):
-        worker.step()
+    worker.run(6, 100 * SIZE)
     recall = worker.engine.recall
     assert link.forced == 0 and recall.late_pages > 0
     assert worker.engine.counters.recalled_pages == 0
@@ -56,13 +54,11 @@ def test_a_request_that_fits_is_resident_whole_and_exact_once_the_others_have_le
     policy.residency.patience_us = None
     first = worker.admit(19 * SIZE + 5)  # more than its budget of 4 pages, less than the 24 slots
     others = [worker.admit(30 * SIZE) for _ in range(3)]
-    for _ in range(10):
-        worker.step()
+    worker.run(10)
     assert (worker.table.slot_of[:, first.pages] < 0).any()
     for other in others:
         worker.finish(other)
-    for _ in range(3):
-        worker.step()
+    worker.run(3)
     worker.missing.asked.clear()
     for _ in range(10):
         worker.step()

@@ -21,14 +21,10 @@ def make(make):
 
 def test_worker_threads_answer_until_they_die_and_the_attendant_after(make):
     worker = make(budget_tokens=128, threads=True, config='{"recall": "off"}')
-    worker.admit(500)
-    worker.admit(700)
-    for _ in range(4):
-        worker.step()
+    worker.run(4, 500, 700)
     assert worker.attendant.pages() == 0
     worker.end_threads()
-    for _ in range(4):
-        worker.step()
+    worker.run(4)
     assert worker.attendant.pages() > 0
     assert worker.engine.counters.verify_max_rel_error <= TOLERANCE[torch.float32]
 

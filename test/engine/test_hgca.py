@@ -23,8 +23,7 @@ def make(make):
 )
 def test_every_step_is_that_of_the_algorithms(make, keys):
     worker = make(**keys)
-    for length in (300, 37, 191):
-        worker.admit(length)
+    worker.run(0, 300, 37, 191)
     for step in range(80):
         if step == 20:
             worker.finish(worker.requests[0])

@@ -89,8 +89,7 @@ def test_a_page_that_is_computed_on_the_cpu_is_compared(make, threads):
     """By worker threads, or the attendant if there are none."""
     worker = make(config=config("off"), threads=threads)
     requests = worker.admit(700), worker.admit(500)
-    for _ in range(4):
-        worker.step()
+    worker.run(4)
     assert not worker.host.checksums.failures
     for page in {p for r in requests for p in r.pages[: (r.length - 1) // SIZE]}:
         flip(worker, 1, page)

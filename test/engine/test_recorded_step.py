@@ -147,8 +147,7 @@ def test_a_timeline_of_replayed_steps_is_of_the_devices_clock(make, tmp_path):
     tracer = Tracer(str(path), 64)
     settings = {"budget_tokens": 128, "pages": 60, "layers": 2, "config": '{"recall": "off"}'}
     worker = make(ReplayingWorker, tracer=tracer, **settings)
-    for length in (400, 300, 470):
-        worker.admit(length)
+    worker.run(0, 400, 300, 470)
     replayed = set()
     for step in range(1, 9):
         worker.step()

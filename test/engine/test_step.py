@@ -66,10 +66,7 @@ def test_a_covering_budget_is_exact_full_attention(make, settings, layers):
 def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, settings):
     """In every dtype; test_axes.py has the policies' choices."""
     worker = make(budget_tokens=128, **settings)
-    for length in (400, 37, 513, 320):
-        worker.admit(length)
-    for _ in range(12):
-        worker.step()
+    worker.run(12, 400, 37, 513, 320)
     counters = worker.engine.counters
     assert counters.verify_checks == 12 * 3
     assert counters.verify_max_rel_error <= (
@@ -85,10 +82,7 @@ def test_a_share_of_the_mass_takes_fewer_pages(make):
         worker = make(
             budget_tokens=512, drift=3.0, config=json.dumps({"mass": mass, "recall": "off"})
         )
-        for length in (1000, 500):
-            worker.admit(length)
-        for _ in range(4):
-            worker.step()
+        worker.run(4, 1000, 500)
         for layer in range(3):
             close(worker.outputs[layer][1], worker.dense(1, layer))
         selected.append(worker.engine.counters.selected_pages)
@@ -131,9 +125,7 @@ def test_recall_lowers_the_cpu_share(make):
     ratios = []
     for keys in ('{"recall": "off"}', '{"recall": "fixed", "recall_interval": 2}'):
         worker = make(budget_tokens=160, max_batch=1, pages=120, drift=0.05, seed=3, config=keys)
-        worker.admit(96 * SIZE)
-        for _ in range(40):
-            worker.step()
+        worker.run(40, 96 * SIZE)
         ratios.append(worker.engine.counters.cpu_compute_ratio)
     assert ratios[1] < 0.6 * ratios[0]
 
@@ -251,9 +243,7 @@ def test_a_few_pages_beyond_the_budget_are_attended_to_if_a_prediction_would_rea
     worker = make(budget_tokens=4 * SIZE, max_batch=8)
     worker.engine.policy.residency.patience_us = None
     worker.engine.boundary._dense_pages = 3
-    worker.admit((4 + beyond) * SIZE + 5)
-    for _ in range(20):
-        worker.step()
+    worker.run(20, (4 + beyond) * SIZE + 5)
     assert worker.engine.is_dense == (beyond == 3)
     assert (worker.engine.counters.dense_steps > 0) == (beyond == 3)
     if beyond == 3:

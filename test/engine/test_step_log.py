@@ -66,16 +66,12 @@ def test_lines_are_what_was_counted(logged, tmp_path):
 
 def test_a_full_disk_ends_the_log_and_nothing_else(logged, caplog):
     worker = logged("/dev/full")
-    worker.admit(20 * SIZE)
-    for _ in range(4):
-        worker.step()
+    worker.run(4, 20 * SIZE)
     assert caplog.text.count("no more steps are written") == 1
 
 
 def test_a_forecast_is_no_query_to_compare_with_the_real_one(logged, tmp_path):
     worker = logged(policy="sparda", config='{"forecast_file": "w.npz"}')
-    worker.admit(20 * SIZE)
-    for _ in range(4):
-        worker.step()
+    worker.run(4, 20 * SIZE)
     steps = read_step_log(tmp_path / "steps.jsonl").steps
     assert [s.query_cosine for s in steps] == [[None] * 3] * 2

@@ -83,10 +83,7 @@ def traced(tmp_path):
         around = partial(Timed, log=log, lost_steps=lost_steps)
         worker = MiniWorker(layers=LAYERS, tracer=tracer, around_missing=around, **kwargs)
         with contextlib.closing(worker):
-            for length in (1000, 37, 1300):
-                worker.admit(length)
-            for _ in range(steps):
-                worker.step()
+            worker.run(steps, 1000, 37, 1300)
             assert log.on is (steps <= keep)
         assert log.on is False
         return load(tmp_path / "t.json")
