@@ -56,8 +56,8 @@ def test_equals_the_reference_up_to_the_rounding_of_its_result(monkeypatch):
     q, k, v = (torch.randn(*x).bfloat16() for x in ((5, 6, 16), (P, S, 2, 16), (P, S, 2, 16)))
     pages, *last, slot_of, n_pages = inputs(3)
     rest = pages, *last, 0.25
-    found, lse = flash.attend(q, k, v, *rest, None, slot_of, n_pages)
-    expected = attend_pages.reference(q, k, v, *rest, None, slot_of, n_pages)
+    found, lse = flash.attend(q, k, v, *rest, slot_of, n_pages)
+    expected = attend_pages.reference(q, k, v, *rest, slot_of, n_pages)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected[0], atol=2**-8, rtol=2**-8)
     torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
