@@ -3,6 +3,7 @@ pinned host memory. At 8 splits of 64 pages and 5 query heads per KV head, split
 
 import functools
 import math
+from collections.abc import Iterable
 
 import torch
 import triton
@@ -158,20 +159,27 @@ def programs_per_sm(dtype: torch.dtype, D: int) -> int:
     return 3 if dtype != torch.float32 and D <= 128 else 2
 
 
+def programs_per_row(
+    rows: int, tiles: int, slots: int, choices: Iterable[int], start: float, merge: int = 0
+) -> int:
+    """Programs that share the tiles of each of ``rows`` rows and KV heads, on a device that holds ``slots``: of the
+    ``choices`` the first whose last wave ends first. A program's start takes as long as ``start`` tiles, merging what
+    several found as long as ``merge``."""
+
+    def time(programs: int) -> float:
+        waves = triton.cdiv(rows * programs, slots)
+        return waves * (start + triton.cdiv(tiles, programs)) + (programs > 1) * merge
+
+    return min(choices, key=time)
+
+
 def split_count(rows: int, tiles: int, slots: int) -> int:
-    """Programs for each of ``rows`` rows and KV heads of so many tiles: those whose last wave ends first, of equal ones
-    the fewest, on a device that holds ``slots``. Wide rows, which differ in length, are split even where they fill
-    it."""
-
-    def time(splits: int) -> int:
-        waves = triton.cdiv(rows * splits, slots)
-        merge = _MERGE_TILES if splits > 1 else 0
-        return waves * (_START_TILES + triton.cdiv(tiles, splits)) + merge
-
+    """`programs_per_row` of attention. Wide rows, which differ in length, are split even where they fill the device."""
     if rows > MAX_ROWS:
         return 1
     fewest = min(_SPLITS[-1], triton.next_power_of_2(triton.cdiv(max(1, tiles), _MAX_TILES)))
-    return min((s for s in _SPLITS if s >= fewest), key=time)
+    choices = (s for s in _SPLITS if s >= fewest)
+    return programs_per_row(rows, tiles, slots, choices, _START_TILES, _MERGE_TILES)
 
 
 @functools.cache

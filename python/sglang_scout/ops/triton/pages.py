@@ -194,6 +194,10 @@ def build_layer_digests(source, ids, kmin, kmax, rows):
     for_each_page(digest_kernel, source, ids, rows, (kmin, kmax))
 
 
+def word_of(*starts: int) -> torch.dtype:
+    return torch.int32 if all(start % 4 == 0 for start in starts) else torch.uint8
+
+
 def copy_layer_pages(source, ids, dst_k, dst_v):
     (L, slots), n = dst_k.shape[:2], ids.shape[1]
     page_bytes = source.k[0][:1].nbytes
@@ -201,8 +205,7 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
         return
     if ids.device != dst_k.device:
         ids = ids.pin_memory().to(dst_k.device, non_blocking=True)
-    aligned = all(x % 4 == 0 for x in (source.align_bytes, dst_k.data_ptr(), dst_v.data_ptr()))
-    word = torch.int32 if aligned else torch.uint8
+    word = word_of(source.align_bytes, dst_k.data_ptr(), dst_v.data_ptr())
     words = page_bytes // word.itemsize
     block = min(_COPY_WORDS, triton.next_power_of_2(words))
     tasks = 2 * n * triton.cdiv(words, block)
@@ -229,8 +232,7 @@ def stage_pages(source, layer, pages, dst_k, dst_v):
     row_bytes, list_bytes = source.k[0][0, :1].nbytes, dst_k[:1, :1].nbytes
     if R * k * S * list_bytes == 0:
         return
-    starts = source.align_bytes, list_bytes, dst_k.data_ptr(), dst_v.data_ptr()
-    word = torch.int32 if all(x % 4 == 0 for x in starts) else torch.uint8
+    word = word_of(source.align_bytes, list_bytes, dst_k.data_ptr(), dst_v.data_ptr())
     row_words, words = row_bytes // word.itemsize, list_bytes // word.itemsize
     block = min(_STAGE_WORDS, triton.next_power_of_2(S * words))
     stage_kernel[(R * k, triton.cdiv(S * words, block), 2)](
