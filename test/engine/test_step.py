@@ -114,7 +114,6 @@ def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
                     worker.queries[layer][row : row + 1].contiguous(),
                     Candidates.of(full, count, 1),
                     worker.shape.scale,
-                    "mass",
                 )
                 scores[0, [0, -1]] = torch.inf
                 kept = [
