@@ -172,19 +172,17 @@ def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYP
     )
 
 
-def copies(pools: Pools, n: int, source: str, impl: str = "triton") -> Case:
+def copies(pools: Pools, n: int, source: str) -> Case:
     """Recall: K and V of n pages, distributed over the layers, from the host or within device memory."""
     layers, L = pools.layers(source), pools.num_layers
     slots = torch.arange(n)
     shape = (L, -(-n // L), S, pools.H, D)
     to = [torch.zeros(shape, dtype=DTYPE, device=pools.device) for _ in range(2)]
     drawn = (pools.ids(n, dtype=torch.int64, pages=len(layers.k[0])).cpu() for _ in range(REPEATS))
-    ids = [torch.stack([slots % L, pages, slots // L]) for pages in drawn]
-    eager = impl == "memcpy"
-    if not eager:  # on the device before capture
-        ids = [x.to(pools.device) for x in ids]
+    # On the device before capture.
+    ids = [torch.stack([slots % L, pages, slots // L]).to(pools.device) for pages in drawn]
 
-    def call(which: torch.Tensor, impl: str) -> object:
+    def call(which: torch.Tensor, impl: str = "triton") -> object:
         return copy_layer_pages(layers, which, *to, impl=impl)
 
     kv_bytes = 2 * S * pools.H * D * DTYPE.itemsize
@@ -193,11 +191,9 @@ def copies(pools: Pools, n: int, source: str, impl: str = "triton") -> Case:
         "copy_layer_pages",
         {"pages": n, "layers": L, "from": source},
         n * kv_bytes if on_bus else n * (2 * kv_bytes + 24),
-        [lambda i=i: call(i, impl) for i in ids],
-        lambda: changed(copy_layer_pages, to, lambda impl: call(ids[0], impl), impl=impl),
+        [lambda i=i: call(i) for i in ids],
+        lambda: changed(copy_layer_pages, to, lambda impl: call(ids[0], impl)),
         "bus" if on_bus else "device",
-        impl,
-        eager=eager,
     )
 
 

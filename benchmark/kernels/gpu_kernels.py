@@ -7,10 +7,9 @@
 
 Bytes are the kernel's minimum memory traffic, as stated in its file, or, if pages come from the host, the bus
 traffic; scratch is not counted. A time is that of a CUDA graph of REPEATS calls on different pages, divided by
-REPEATS, between two events, without launch overhead of Python; for copies by copy engines, which cannot be captured,
-that of the calls, with host_us of one call on the host. Before every sample a write larger than the L2 cache flushes
-it. The device's bandwidth is that of a copy of 512 MiB, measured in the same way in the same run, counting both read
-and write.
+REPEATS, between two events, without launch overhead of Python. Before every sample a write larger than the L2 cache
+flushes it. The device's bandwidth is that of a copy of 512 MiB, measured in the same way in the same run, counting both
+read and write.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import argparse
 import gc
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -51,8 +49,6 @@ def check_cases(pools: Pools) -> Iterator[Case]:
     for source in ("device", "host") if on_cuda else ("device",):
         yield from (gpu_cases.digests(pools, 3, source, kind) for kind in gpu_cases.BUILDS)
         yield gpu_cases.copies(pools, 3, source)
-    if on_cuda:
-        yield gpu_cases.copies(pools, 3, "host", "memcpy")
     yield from (gpu_cases.digests(pools, 3, "device", kind, E4M3) for kind in gpu_cases.BUILDS)
     for heads in (pools.H, 1):
         yield gpu_cases.staged(pools, 2 * pools.H // heads, 2, heads)
@@ -87,8 +83,6 @@ def step_cases(pools: Pools, served: Sequence[tuple[int, int]]) -> Iterator[Case
     n = len(pools.layers("host").k[0])
     for pages in (16, n // 2):
         yield gpu_cases.copies(pools, pages, "host")
-        if pools.device == "cuda":
-            yield gpu_cases.copies(pools, pages, "host", "memcpy")
     yield gpu_cases.digests(pools, n, "host", "2 bits")
 
 
@@ -98,14 +92,14 @@ class Timer:
     def __init__(self) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def samples_us(self, calls: list[Callable[[], object]], eager: bool = False) -> list[float]:
+    def samples_us(self, calls: list[Callable[[], object]]) -> list[float]:
         """Microseconds of one call, SAMPLES times, or fewer if they take long."""
 
         def all_calls() -> None:
             for call in calls:
                 call()
 
-        replay = all_calls if eager else device.captured(all_calls).replay
+        replay = device.captured(all_calls).replay
         samples = []
         for number in range(WARM_UP + SAMPLES):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -119,15 +113,6 @@ class Timer:
             if len(samples) >= FEWEST and sum(samples) * len(calls) > ENOUGH_US:
                 break
         return samples
-
-
-def host_us(calls: list[Callable[[], object]]) -> float:
-    """Host time of a call, in the calling thread."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for call in calls:
-        call()
-    return round((time.perf_counter() - begin) * 1e6 / len(calls), 1)
 
 
 def bandwidths(writer: rows.Writer, timer: Timer) -> dict[str, float]:
@@ -158,9 +143,7 @@ def add_row(writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Ca
     try:
         if wrong := case.check():
             raise RuntimeError(wrong)
-        found = rows.summary(timer.samples_us(case.calls, case.eager))
-        if case.eager:
-            found["host_us"] = host_us(case.calls)
+        found = rows.summary(timer.samples_us(case.calls))
     except Exception as error:
         writer.add(case.impl, "failed", f"{type(error).__name__}: {error}", **fields)
         print(f"{' '.join(name)}: FAILED {error}", flush=True)
@@ -175,7 +158,6 @@ def add_row(writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Ca
 
 
 def measure(options: argparse.Namespace) -> int:
-    torch.cuda.set_stream(torch.cuda.Stream())  # batched memcpy rejects the default one
     pools = Pools("cuda", pages=8192, layers=4, heads=8)
     shared = rows.environment("gpu_kernels", ("torch", "triton"), cuda=True)
     shared |= {"device": torch.cuda.get_device_name(), "H": pools.H, "G": G, "D": D, "S": S}

@@ -41,7 +41,6 @@ class Case:
         resource: "device" or "bus", whose bandwidth it uses.
         impl: of the op.
         absent: why it cannot run here.
-        eager: the calls cannot be captured in a graph.
     """
 
     op: str
@@ -52,7 +51,6 @@ class Case:
     resource: str = "device"
     impl: str = "triton"
     absent: str = ""
-    eager: bool = False
 
 
 class Pools:
@@ -170,12 +168,11 @@ def changed(
     mutable: list[torch.Tensor],
     call: Callable[[str], object],
     share: float = 0.0,
-    impl: str = "triton",
 ) -> str:
     """The same for ops that write into their arguments: within tolerance, or equal except for a share of the written
     elements."""
     before = [t.clone() for t in mutable]
-    call(impl)
+    call("triton")
     got = [t.clone() for t in mutable]
     for tensor, old in zip(mutable, before, strict=True):
         tensor.copy_(old)

@@ -52,10 +52,12 @@ def settle():
         torch.cuda.synchronize()
 
 
-def ring_of(arena, timeout_us=20_000_000, parts=1, **more):
-    return DeviceRing(
-        arena.address, arena.layout, arena.spec, parts=parts, timeout_us=timeout_us, device=DEVICE, **more,
-    )  # fmt: skip
+def ring_of(arena, epoch=0, step=0, timeout_us=20_000_000, parts=1, **more):
+    how = {"parts": parts, "timeout_us": timeout_us, "device": DEVICE} | more
+    ring = DeviceRing(arena.address, arena.layout, arena.spec, **how)
+    ring.set_epoch(epoch)
+    ring.begin_step(step)
+    return ring
 
 
 def request(seed, batch=3, k=K, lists=1):

@@ -56,31 +56,30 @@ def test_equals_the_reference_up_to_the_rounding_of_its_result(monkeypatch):
     q, k, v = (torch.randn(*x).bfloat16() for x in ((5, 6, 16), (P, S, 2, 16), (P, S, 2, 16)))
     pages, *last, slot_of, n_pages = inputs(3)
     rest = pages, *last, 0.25
-    found, lse = flash.attend(q, k, v, *rest, None, slot_of, n_pages)
-    expected = attend_pages.reference(q, k, v, *rest, None, slot_of, n_pages)
+    found, lse = flash.attend(q, k, v, *rest, slot_of, n_pages)
+    expected = attend_pages.reference(q, k, v, *rest, slot_of, n_pages)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected[0], atol=2**-8, rtol=2**-8)
     torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
 
 
-def test_says_why_it_cannot_run():
+def test_says_why_it_cannot_run(monkeypatch):
     q, k = torch.randn(1, 4, 16), torch.randn(3, S, 2, 16)
     pages = torch.zeros(2, 1, dtype=torch.int32)
     reasons = attend_pages.reasons(q, k, k, pages, None, None, 1.0)["flash"]
     assert reasons == ["q is on cpu; flash supports cuda", "C=2; flash supports up to 1"]
-    assert "flash supports one dtype of 16 bits" in flash.unless(q, k)
-
-
-def test_a_package_without_its_kernels_is_a_reason(monkeypatch):
-    q, k = torch.randn(1, 4, 16).bfloat16(), torch.randn(3, S, 2, 16).bfloat16()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
-    assert flash.unless(q, k) == "compute capability 8.0; flash supports 9.x"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr(flash, "library", lambda: None)
-    assert flash.unless(q, k) == ""
+    assert "flash supports one dtype of 16 bits" in flash.unless({"q": q, "k": k})
 
     def absent():
         raise ImportError("Can not import FA3")
 
-    monkeypatch.setattr(flash, "library", absent)
-    assert flash.unless(q, k) == "sgl_kernel: Can not import FA3"
+    narrow = {"q": q.bfloat16(), "k": k.bfloat16()}
+    for major, library, reason in (
+        (8, absent, "compute capability 8.0; flash supports 9.x"),
+        (9, absent, "sgl_kernel: Can not import FA3"),  # the package is there, its kernels are not
+        (9, lambda: None, ""),
+    ):
+        capability = (major, 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, x=capability: x)
+        monkeypatch.setattr(flash, "library", library)
+        assert flash.unless(narrow) == reason

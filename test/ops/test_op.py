@@ -39,7 +39,7 @@ def make_op(valid=lambda call: ""):
         lambda q, *_: q + q,
         sizes={"D": range(4, 13, 4)},
         strided_rows=("q",),
-        unless=lambda q, *_: "" if len(q) else "no rows",
+        unless=lambda call: "" if call.sizes["B"] else "no rows",
     )
     scale.register("device", lambda q, *_: q * 2, device="cuda")
     return scale

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from score_cases import DIMS, DTYPES, by, inputs, literal, masses, rotated_digests, scores
 from sglang_scout.ops import rotated
+from sglang_scout.ops.embed import LARGEST
 from sglang_scout.ops.rotated import build_layer_rotated, mass_change_rotated, rotate, score_rotated
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -27,7 +28,7 @@ def keys(seed, P, H, D, dtype=torch.float32):
 
 def check_norms(v, stats):
     """Accurate to half a step of the largest."""
-    expected = v.double().nan_to_num(0.0).clamp(-rotated.LARGEST, rotated.LARGEST).norm(dim=-1)
+    expected = v.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST).norm(dim=-1)
     found = rotated.value_norms(stats).double()
     error = (found - expected.transpose(1, 2)).abs()
     assert (error <= 0.502 / 255 * found.amax(-1, keepdim=True) + 1e-30).all()
@@ -38,7 +39,7 @@ def check_built(k, built, kind):
     """Against the formula in float64: within one quantization step, and equal bits except close to a threshold."""
     planes, stats = built
     H, D = k.shape[-2:]
-    x = k.double().nan_to_num(0.0).clamp(-rotated.LARGEST, rotated.LARGEST).transpose(1, 2)
+    x = k.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST).transpose(1, 2)
     turn = rotated._rotation(D, x.device) if kind == "rotated-2" else by(kind, H, D).keys.mT
     x = x @ turn.double()
     step = stats[..., D + 64 : D + 68].contiguous().view(torch.float32).double()

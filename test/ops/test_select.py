@@ -76,20 +76,10 @@ def test_equals_sorting_as_a_set(impl, case):
 def test_forced_pages_win_over_any_score(impl):
     table, slot_of = i32([[10, 11, 12, 13, 14, 15]]), i32([-1] * 20)
     scores = torch.tensor([[-1e38, torch.inf, 3.0, torch.nan, -torch.inf, torch.inf]])
-    # NaN ranks last; column 5 is not full.
-    for k, expected in ((2, {10, 14}), (4, {10, 11, 12, 14})):
+    # NaN ranks last, and is chosen if all fit; column 5 is not full.
+    for k, expected in ((2, {10, 14}), (4, {10, 11, 12, 14}), (6, {10, 11, 12, 13, 14, -1})):
         got = select_pages(scores, table, i32([5]), slot_of, k, 1, 1, impl=impl)
         assert set(got.pages[0].tolist()) == expected
-
-
-@IMPLS
-def test_all_pages_are_chosen_when_they_fit(impl):
-    table, slot_of = i32([[4, 3, 2, 1], [0, 5, -1, -1]]), i32([0, 0, 0, -1, -1, -1])
-    scores = torch.full((2, 4), -torch.inf)  # even then
-    got = select_pages(scores, table, i32([4, 2]), slot_of, 6, impl=impl)
-    assert [set(row) - {-1} for row in got.pages.tolist()] == [{1, 2, 3, 4}, {0, 5}]
-    assert [set(row) - {-1} for row in got.missing.tolist()] == [{3, 4}, {5}]
-    assert got.n_missing.tolist() == [2, 1]
 
 
 @IMPLS

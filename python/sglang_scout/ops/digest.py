@@ -29,10 +29,11 @@ def exact_in(call: Call, name: str) -> str:
     return "" if fits else f"{name} has dtype {digest}, expected {kv}"
 
 
-def given_rows(*arguments: object) -> str:
-    """Reason why the C++ code, which reads host pages, does not take ``rows``, the fifth: those index device slots."""
-    without = arguments[4] is None
-    return "" if without else "rows are given; native reads a page in the row of its id"
+def given_rows(call: Call) -> str:
+    """Reason why the C++ code, which reads host pages, does not take ``rows``: those index device slots."""
+    return (
+        "" if call["rows"] is None else "rows are given; native reads a page in the row of its id"
+    )
 
 
 def _valid(call: Call) -> str:

@@ -100,9 +100,9 @@ class DeviceRing:
         most = [self.spec.max_batch, self.spec.max_pages]
         if rows > most[0] or k > most[1] or rows % self.spec.lists:
             raise ValueError(f"post: pages is {list(pages.shape)}, the ring has room for {most}")
-        self._check("post", layer, "q", q, [rows // self.spec.lists, *self._heads])
-        self._check("post", layer, "pages", pages, [rows, k], torch.int32)
-        self._check("post", layer, "n_pages", n_pages, [rows], torch.int32)
+        of_lists = {"pages": (pages, [rows, k]), "n_pages": (n_pages, [rows])}
+        self._check("post", layer, torch.int32, **of_lists)
+        self._check("post", layer, q.dtype, q=(q, [rows // self.spec.lists, *self._heads]))
         from .triton.doorbell import post
 
         if rows:
@@ -126,10 +126,9 @@ class DeviceRing:
             dtype: of the result [B, HQ, D].
         """
         B, (HQ, D) = len(out), self._heads
-        self._check("merge", layer, "out", out, [B, HQ, D])
-        self._check("merge", layer, "lse", lse, [B, HQ], torch.float32)
-        if change is not None:
-            self._check("merge", layer, "change", change, [B, HQ], torch.float32)
+        changes = {} if change is None else {"change": (change, [B, HQ])}
+        self._check("merge", layer, torch.float32, lse=(lse, [B, HQ]), **changes)
+        self._check("merge", layer, out.dtype, out=(out, [B, HQ, D]))
         from .triton.doorbell import merge
 
         return merge(self, layer, out, lse, change, dtype) if B else out.to(dtype)
@@ -149,22 +148,17 @@ class DeviceRing:
         return texts(bits)
 
     def _check(
-        self,
-        op: str,
-        layer: int,
-        name: str,
-        x: torch.Tensor,
-        shape: list[int],
-        dtype: torch.dtype | None = None,
+        self, op: str, layer: int, dtype: torch.dtype, **tensors: tuple[torch.Tensor, list[int]]
     ) -> None:
         if not 0 <= layer < self.spec.num_layers:
             raise ValueError(f"{op}: layer is {layer}, expected 0..{self.spec.num_layers - 1}")
-        fits = list(x.shape) == shape and dtype in (None, x.dtype) and x.is_contiguous()
-        if not fits or x.device != self.state.device or not (x.is_cuda or triton.interpreted()):
-            raise ValueError(
-                f"{op}: {name} is {x.dtype}{list(x.shape)} with strides {x.stride()} on {x.device},"
-                f" expected {dtype or x.dtype}{shape}, contiguous, on cuda as the ring's state"
-            )
+        for name, (x, shape) in tensors.items():
+            fits = list(x.shape) == shape and x.dtype == dtype and x.is_contiguous()
+            if not fits or x.device != self.state.device or not (x.is_cuda or triton.interpreted()):
+                raise ValueError(
+                    f"{op}: {name} is {x.dtype}{list(x.shape)} with strides {x.stride()} on {x.device},"
+                    f" expected {dtype}{shape}, contiguous, on cuda as the ring's state"
+                )
 
 
 def write_stamp(stamps: torch.Tensor, index: int) -> None:

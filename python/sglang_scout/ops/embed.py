@@ -38,7 +38,7 @@ def largest(dtype: torch.dtype) -> float:
     return min(LARGEST, torch.finfo(dtype).max)
 
 
-def _limited(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def limited(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Clamped fp32, with NaN as 0."""
     most = largest(dtype)
     return x.float().nan_to_num(0.0, most, -most).clamp(-most, most)
@@ -46,13 +46,13 @@ def _limited(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def half_means(k: torch.Tensor) -> torch.Tensor:
     """[n, S, H, D] -> [n, H, 2, D] float32: the mean key of each half of a page."""
-    return _limited(k, k.dtype).unflatten(1, (2, -1)).mean(2).transpose(1, 2)
+    return limited(k, k.dtype).unflatten(1, (2, -1)).mean(2).transpose(1, 2)
 
 
 def pooled(k: torch.Tensor) -> torch.Tensor:
     """[n, S, H, D] -> [n, H, 2 D] float32: mean, then each channel's element of largest magnitude (positive if
     tied)."""
-    k = _limited(k, k.dtype)
+    k = limited(k, k.dtype)
     low, high = torch.aminmax(k, dim=1)
     return torch.cat([k.mean(1), torch.where(high >= -low, high, low)], -1)
 
@@ -104,7 +104,7 @@ def build_layer_pilots(
     for layer, k in enumerate(source_rows(source.k, ids, rows)):
         pool = pooled(k.to(embeddings.device, embeddings.dtype))
         e = torch.einsum("hrx,nhx->nhr", w_k[layer], pool)
-        e = _limited(e, embeddings.dtype).to(embeddings.dtype)
+        e = limited(e, embeddings.dtype).to(embeddings.dtype)
         embeddings[layer].index_copy_(0, ids, e[:, :, None])
 
 

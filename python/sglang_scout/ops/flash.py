@@ -14,7 +14,7 @@ import torch
 
 from . import triton
 from .layers import resident_slots
-from .op import Tolerance, op
+from .op import Call, Tolerance, op
 
 _PACKAGE = "sgl_kernel"
 SIZES = triton.HEAD_DIMS | {"C": range(1, 2)}
@@ -50,7 +50,8 @@ def pack_pages(
 pack_pages.triton("pages")
 
 
-def unless(q: torch.Tensor, k: torch.Tensor, *_: Any) -> str:
+def unless(call: Call) -> str:
+    q, k = call["q"], call["k"]
     if q.dtype != k.dtype or k.dtype not in (torch.bfloat16, torch.float16):
         return f"queries are {q.dtype}, pages {k.dtype}; flash supports one dtype of 16 bits"
     if (found := torch.cuda.get_device_capability(q.device))[0] != 9:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -159,7 +158,7 @@ class Implementation:
         sizes: allowed sizes of axes, by name.
         strided_rows: tensors that need only contiguous rows; all others must be fully contiguous.
         on_host: tensors that may be in any host memory.
-        unless: of the arguments, any other reason not to run, or "". Called each time.
+        unless: any other reason not to run such a call, or "".
     """
 
     name: str
@@ -168,7 +167,7 @@ class Implementation:
     sizes: Mapping[str, range] = field(default_factory=dict)
     strided_rows: tuple[str, ...] = ()
     on_host: tuple[str, ...] = ()
-    unless: Callable[..., str] = lambda *_: ""
+    unless: Callable[[Call], str] = lambda _call: ""
 
     def reaches(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether it can access a tensor's memory. Kernels access pinned host memory too."""
@@ -193,7 +192,7 @@ class Implementation:
             part = tensor[0] if name in self.strided_rows and len(tensor) else tensor
             if not part.is_contiguous():
                 found.append(f"{name} is not contiguous, strides {tensor.stride()}")
-        return found
+        return found or [reason for reason in [self.unless(call)] if reason]
 
 
 def _facts(value: Any) -> Any:
@@ -236,7 +235,7 @@ class Op(Generic[P, R]):
         self.optional = {name for name, h in annotated if type(None) in get_args(h.__origin__)}
         self._defaults = [p.default for p in parameters.values()]
         self._valid = valid
-        self._able: dict[Any, list[Implementation]] = {}
+        self._able: dict[Any, Implementation] = {}
         Op.every.append(self)
 
     def register(self, name: str, run: Callable[..., Any], **limits: Any) -> None:
@@ -279,10 +278,7 @@ class Op(Generic[P, R]):
     def reasons(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
         """Every implementation's reasons not to run on these inputs; empty if it can."""
         call = self.check(*args, **kwargs)
-        return {
-            name: i.reasons(call) or [reason for reason in [i.unless(*call.values)] if reason]
-            for name, i in self.implementations.items()
-        }
+        return {name: i.reasons(call) for name, i in self.implementations.items()}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run with the first able implementation of the tensors' device, or with the one named by ``impl``.
@@ -298,44 +294,34 @@ class Op(Generic[P, R]):
             if len(self._able) == _MOST_REMEMBERED:
                 self._able.clear()
             able = self._able[key] = self._find(impl, self.check(*values))
-        for implementation in able:
-            if not implementation.unless(*values):
-                if implementation.name not in self.ran:
-                    self._note(implementation.name, values if impl == AUTO else [])
-                result: R = implementation.run(*values)
-                return result
-        if impl in self.names():
-            why = "; ".join(self.reasons(*values)[impl])
-        else:
-            why = f"unknown name; known are auto, {', '.join(self.names())}"
-        tensors = self.check(*values).tensors
-        inputs = ", ".join(f"{name} {x.dtype}{list(x.shape)} {x.device}" for name, x in tensors)
-        raise ImplementationError(
-            f"{self.name}: implementation {impl!r} cannot run: {why}. Inputs: {inputs}"
-        )
+        self.ran.setdefault(able.name)
+        result: R = able.run(*values)
+        return result
 
-    def _find(self, impl: Any, call: Call) -> list[Implementation]:
-        """Those that can run on such tensors."""
+    def _find(self, impl: Any, call: Call) -> Implementation:
+        """What runs such calls; the first time it is logged, with the reasons of those before it."""
         gpus = {str(x.device) for _, x in call.tensors if x.is_cuda}
         if len(gpus) > 1:
             call.fail(f"tensors are on {' and '.join(sorted(gpus))}, expected one device")
-        device = "cuda" if gpus else "cpu"
-        found = [
-            i
-            for i in self.implementations.values()
-            if (i.device == device if impl == AUTO else i.name == impl) and not i.reasons(call)
-        ]
-        if impl in (AUTO, REFERENCE):
-            found.append(Implementation(REFERENCE, self.reference))
-        return found
-
-    def _note(self, name: str, values: list[Any]) -> None:
-        """Log what runs, and why those before it do not."""
-        self.ran[name] = None
-        reasons = self.reasons(*values) if values else {}
-        before = itertools.takewhile(lambda other: other != name, reasons)
-        refused = "; ".join(f"{other}: {reason}" for other in before for reason in reasons[other])
-        logger.info("op %s runs as %s%s", self.name, name, refused and f" ({refused})")
+        device, refused = "cuda" if gpus else "cpu", dict[str, list[str]]()
+        for name, implementation in self.implementations.items():
+            if impl in (AUTO, name):
+                refused[name] = implementation.reasons(call)
+                if not refused[name] and (impl == name or implementation.device == device):
+                    break
+        else:
+            if impl not in (AUTO, REFERENCE):
+                unknown = [f"unknown name; known are auto, {', '.join(self.names())}"]
+                inputs = (f"{name} {x.dtype}{list(x.shape)} {x.device}" for name, x in call.tensors)
+                raise ImplementationError(
+                    f"{self.name}: implementation {impl!r} cannot run: "
+                    f"{'; '.join(refused.get(impl, unknown))}. Inputs: {', '.join(inputs)}"
+                )
+            implementation = Implementation(REFERENCE, self.reference)
+        if implementation.name not in self.ran:
+            why = "; ".join(f"{name}: {each}" for name, x in refused.items() for each in x)
+            logger.info("op %s runs as %s%s", self.name, implementation.name, why and f" ({why})")
+        return implementation
 
 
 def op(

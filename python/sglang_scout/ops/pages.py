@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 import torch
 
-from . import memcpy, native, triton
+from . import native, triton
 from .layers import KV_DTYPE_NAMES, LayerPages
 from .op import Call, Tolerance, op
 
@@ -64,7 +64,7 @@ def copy_layer_pages(
 ) -> None:
     """Copy K and V of pages of any layers: page ids[1, i] of layer ids[0, i] goes to slot ids[2, i].
 
-    One launch, or one call to the copy engines, for all layers.
+    One launch for all layers.
 
     Args:
         source: on any device, of other memory than the targets.
@@ -105,15 +105,13 @@ def _copy_rows(
 
 @copy_layer_pages.native()
 def _copy_layer_pages(source, ids, dst_k, dst_v):
-    ids = ids[:, ids[1] >= 0]
-    memcpy.check(source, ids, dst_k)
-    page_bytes = dst_k[:1, :1].nbytes
-    _copy_rows(*ids, page_bytes, (source.k, dst_k), (source.v, dst_v))
+    layers, pages, slots = ids[:, ids[1] >= 0]
+    of_layers, of_slots = (layers, len(source.k)), (slots, dst_k.shape[1])
+    of_pages = pages, len(source.k[0])
+    native.check_ids("copy_layer_pages", layers=of_layers, pages=of_pages, slots=of_slots)
+    _copy_rows(layers, pages, slots, dst_k[:1, :1].nbytes, (source.k, dst_k), (source.v, dst_v))
 
 
-copy_layer_pages.register(
-    "memcpy", memcpy.copy, device="cuda", on_host=("ids",), unless=memcpy.unless
-)
 copy_layer_pages.triton("pages", on_host=("ids",))
 
 
@@ -156,8 +154,8 @@ def stage_pages(
         dst[rows * k + columns] = by_list[page, :, which].to(dst.device)
 
 
-def _by_head(source: LayerPages, _layer: int, _pages: torch.Tensor, dst_k: torch.Tensor, *_) -> str:
-    return "native copies whole pages" if dst_k.shape[2] != source.k[0].shape[2] else ""
+def _by_head(call: Call) -> str:
+    return "native copies whole pages" if call.sizes["h"] != call.sizes["H"] else ""
 
 
 @stage_pages.native(unless=_by_head)

@@ -24,6 +24,8 @@ Also stored is the norm of each token's value: what a page's tokens add to the o
 
     sum_t w_t |v_t|              |v_t| in uint8, with one step per page and KV head
 
+Elements of K and V are clamped and NaN becomes 0, as by `embed.limited`: digests and scores are finite.
+
 Layout of a page and KV head, in two tensors:
     planes  [bits, 16, D / 4]  each byte holds four channels of token t (low nibble) and token 16 + t (high nibble)
     stats   [D + 112]          m in int8 [D]; s in bfloat16 [32]; the steps of m and of |v| in float32; |v| in uint8
@@ -40,15 +42,13 @@ import torch
 from ..core.page_bytes import ROTATED_STATS_BYTES as STATS_BYTES
 from . import native, triton
 from .digest import given_rows, same_rows
+from .embed import limited
 from .layers import KV_DTYPE_NAMES, LayerPages, source_rows
 from .op import Call, Tolerance, op
 from .score import reduce_heads
 
 PAGE_TOKENS = 32
 FIRST, SECOND = 0.98160, 0.52880
-LARGEST = 2.0**50
-"""Elements of K and V are clamped to this and NaN becomes 0: digests and scores are finite."""
-
 FLIP = 0x9E3779B1
 """Channel d is negated where bit 31 of (d + 1) times this is set."""
 
@@ -148,10 +148,6 @@ def value_norms(stats: torch.Tensor) -> torch.Tensor:
     return stats[..., end - 32 : end].float() * step
 
 
-def _finite(x: torch.Tensor) -> torch.Tensor:
-    return x.nan_to_num(0.0, LARGEST, -LARGEST).clamp(-LARGEST, LARGEST)
-
-
 def _steps(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``x`` [..., n] quantized to whole steps, and the step [..., 1]: the largest magnitude is ``levels`` steps."""
     step = (x.abs().amax(-1, keepdim=True) / levels).clamp(min=torch.finfo(torch.float32).tiny)
@@ -191,7 +187,7 @@ def build_layer_rotated(
     of_keys, of_values = (source_rows(x, ids, rows) for x in (source.k, source.v))
     for layer, parts in enumerate(zip(of_keys, of_values, strict=True)):
         # [n, H, 32, D]
-        k, v = (_finite(x.to(planes.device).float()).transpose(1, 2) for x in parts)
+        k, v = (limited(x.to(planes.device)).transpose(1, 2) for x in parts)
         of_layer = coordinates and Coordinates(*(part[layer] for part in coordinates))
         x = rotate(k, of_layer and of_layer.keys)
         mean, step = _steps(x.mean(2), 127)

@@ -3,12 +3,14 @@ pinned host memory. At 8 splits of 64 pages and 5 query heads per KV head, split
 
 import functools
 import math
+from collections.abc import Iterable
 
 import torch
 import triton
 import triton.language as tl
 
 from .exact import as_loaded, dot_fp32, finite, rounded, stored_as, widened
+from .pages import listed_slots
 
 _TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K and of V each
 # Page ids per iteration, which costs two dependent loads and a dozen barriers, for 64 ids as for 256.
@@ -27,8 +29,7 @@ _LN_2 = tl.constexpr(math.log(2.0))
 def attend_kernel(
     q, k, v, pages, slot_of, last_page, last_len, n_pages, listed, parts, part_lse, arrivals, out, lse,
     scale, R, ids, splits,
-    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, IS_SPLIT: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, IS_SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, PAGES: tl.constexpr, C: tl.constexpr, FP8: tl.constexpr,
 ):
     """The G query heads of one KV head over every splits-th column of its row of page ids (C rows per request).
@@ -59,22 +60,19 @@ def attend_kernel(
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     listed += ((b * H + h) * splits + split) * CHUNK
     own = R
-    if HAS_COUNT:
+    if n_pages is not None:
         own = tl.minimum(tl.load(n_pages + of), R)
     columns = own
     tail = -1
     tail_len = 0
-    if HAS_LAST:
+    if last_page is not None:
         columns = own + 1
         tail = tl.load(last_page + b)
         tail_len = tl.minimum(tl.load(last_len + b), S)
     for first in range(split, columns, splits * CHUNK):
         column = first + splits * tl.arange(0, CHUNK)
-        # [CHUNK]
-        page = tl.load(pages + of.to(tl.int64) * R + column, mask=column < own, other=-1)
-        if HAS_SLOTS:
-            page = tl.load(slot_of + page, mask=(page >= 0) & (page < ids), other=-1)
-        if HAS_LAST:
+        page = listed_slots(pages, of.to(tl.int64) * R, column, own, slot_of, ids)  # [CHUNK]
+        if last_page is not None:
             page = tl.where(column == own, tail, page)
         rank = tl.cumsum((page >= 0).to(tl.int32), axis=0)  # 1 for the first page
         count = tl.max(rank, axis=0)
@@ -161,20 +159,27 @@ def programs_per_sm(dtype: torch.dtype, D: int) -> int:
     return 3 if dtype != torch.float32 and D <= 128 else 2
 
 
+def programs_per_row(
+    rows: int, tiles: int, slots: int, choices: Iterable[int], start: float, merge: int = 0
+) -> int:
+    """Programs that share the tiles of each of ``rows`` rows and KV heads, on a device that holds ``slots``: of the
+    ``choices`` the first whose last wave ends first. A program's start takes as long as ``start`` tiles, merging what
+    several found as long as ``merge``."""
+
+    def time(programs: int) -> float:
+        waves = triton.cdiv(rows * programs, slots)
+        return waves * (start + triton.cdiv(tiles, programs)) + (programs > 1) * merge
+
+    return min(choices, key=time)
+
+
 def split_count(rows: int, tiles: int, slots: int) -> int:
-    """Programs for each of ``rows`` rows and KV heads of so many tiles: those whose last wave ends first, of equal ones
-    the fewest, on a device that holds ``slots``. Wide rows, which differ in length, are split even where they fill
-    it."""
-
-    def time(splits: int) -> int:
-        waves = triton.cdiv(rows * splits, slots)
-        merge = _MERGE_TILES if splits > 1 else 0
-        return waves * (_START_TILES + triton.cdiv(tiles, splits)) + merge
-
+    """`programs_per_row` of attention. Wide rows, which differ in length, are split even where they fill the device."""
     if rows > MAX_ROWS:
         return 1
     fewest = min(_SPLITS[-1], triton.next_power_of_2(triton.cdiv(max(1, tiles), _MAX_TILES)))
-    return min((s for s in _SPLITS if s >= fewest), key=time)
+    choices = (s for s in _SPLITS if s >= fewest)
+    return programs_per_row(rows, tiles, slots, choices, _START_TILES, _MERGE_TILES)
 
 
 @functools.cache
@@ -202,9 +207,8 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
     attend_kernel[(splits, H, B)](
         q, as_loaded(k), as_loaded(v), pages, slot_of, last_page, last_len, n_pages,
         pages.new_empty((B, H, splits, chunk)), parts, part_lse, arrivals_of("attend", q.device), *out, scale,
-        R, 0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D, slot_of is not None,
-        last_page is not None, n_pages is not None, splits > 1, chunk, tile_pages, len(pages) // B, fp8,
-        num_warps=4, maxnreg=64 // per_sm * 8,
+        R, 0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D,
+        splits > 1, chunk, tile_pages, len(pages) // B, fp8, num_warps=4, maxnreg=64 // per_sm * 8,
     )
     return out
 

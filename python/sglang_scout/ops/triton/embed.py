@@ -6,19 +6,12 @@ import triton
 import triton.language as tl
 
 from ..embed import largest
-from .exact import rounded
+from .exact import limited, rounded
 from .pages import for_each_page, page_keys, source_of
 
 _BLOCK_RANKS = tl.constexpr(16)
 # Elements that a scoring program holds at a time.
 _BLOCK_VALUES, _BLOCK_PAGES = 4096, 64
-
-
-@triton.jit
-def limited(x, LARGEST: tl.constexpr):
-    """Clamped fp32, with NaN as 0."""
-    x = x.to(tl.float32)
-    return tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0)
 
 
 @triton.jit

@@ -75,6 +75,13 @@ def widened(x, FP8: tl.constexpr):
 
 
 @triton.jit
+def limited(x, LARGEST: tl.constexpr):
+    """Clamped fp32, with NaN as 0."""
+    x = x.to(tl.float32)
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0)
+
+
+@triton.jit
 def fp8_bits(x, FP8: tl.constexpr):
     """x rounded to nearest-even fp8; values out of range as in torch."""
     BIAS: tl.constexpr = 7 if FP8 == 3 else 15

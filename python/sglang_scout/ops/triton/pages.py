@@ -61,6 +61,16 @@ def digest_kernel(
         tl.store(kmax + at, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
 
 
+@triton.jit
+def listed_slots(pages, row, column, own, slot_of, ids):
+    """Ids at the columns below ``own`` of the list that begins at ``row``, or their slots; -1: none. slot_of [ids] or
+    None."""
+    page = tl.load(pages + row + column, mask=column < own, other=-1)
+    if slot_of is not None:
+        page = tl.load(slot_of + page, mask=(page >= 0) & (page < ids), other=-1)
+    return page
+
+
 # Compiled once for all numbers of pages.
 @triton.jit(do_not_specialize=["n"])
 def copy_kernel(
@@ -91,7 +101,7 @@ def copy_kernel(
 def append_kernel(
     k, v, lens, k_pages, v_pages, ids, k_mirror, v_mirror, mirror_ids,
     k_stride, v_stride, P, mirror_P, S,
-    WIDTH: tl.constexpr, HAS_MIRROR: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
 ):
     """One block of one row of K (program 0 of axis 2) or of V, to one pool or to both. k, v [B, WIDTH], rows k_stride
     and v_stride apart; pools [P, S, WIDTH] and [mirror_P, S, WIDTH]."""
@@ -108,7 +118,7 @@ def append_kernel(
     page = tl.load(ids + b).to(tl.int64)
     to = (v_pages if is_v else k_pages) + (page * S + offset) * WIDTH + at
     tl.store(to, value, mask=inside & (page >= 0) & (page < P))
-    if HAS_MIRROR:
+    if k_mirror is not None:
         page = tl.load(mirror_ids + b).to(tl.int64)
         to = (v_mirror if is_v else k_mirror) + (page * S + offset) * WIDTH + at
         tl.store(to, value, mask=inside & (page >= 0) & (page < mirror_P))
@@ -142,26 +152,23 @@ def stage_kernel(
 def pack_kernel(
     pages, last_page, last_len, slot_of, n_pages, table, lengths,
     R, S, ids,
-    HAS_SLOTS: tl.constexpr, HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """pages [B, R]; slot_of [ids]; table [B, R + 1]; the others [B]."""
+    """pages [B, R]; slot_of [ids]; table [B, R + 1]; the others [B]; slot_of, last_page, n_pages or None."""
     b = tl.program_id(0)
     row = table + b.to(tl.int64) * (R + 1)
     own = R
-    if HAS_COUNT:
+    if n_pages is not None:
         own = tl.minimum(tl.load(n_pages + b), R)
     count = 0
     for first in range(0, own, CHUNK):
         column = first + tl.arange(0, CHUNK)
-        # [CHUNK]
-        page = tl.load(pages + b.to(tl.int64) * R + column, mask=column < own, other=-1)
-        if HAS_SLOTS:
-            page = tl.load(slot_of + page, mask=(page >= 0) & (page < ids), other=-1)
+        page = listed_slots(pages, b.to(tl.int64) * R, column, own, slot_of, ids)  # [CHUNK]
         rank = tl.cumsum((page >= 0).to(tl.int32), axis=0)  # 1 for the first page
         tl.store(row + count + rank - 1, page, mask=page >= 0)
         count += tl.max(rank, axis=0)
     length = count * S
-    if HAS_LAST:
+    if last_page is not None:
         tail = tl.load(last_page + b)
         if tail >= 0:
             tl.store(row + count, tail)
@@ -187,6 +194,10 @@ def build_layer_digests(source, ids, kmin, kmax, rows):
     for_each_page(digest_kernel, source, ids, rows, (kmin, kmax))
 
 
+def word_of(*starts: int) -> torch.dtype:
+    return torch.int32 if all(start % 4 == 0 for start in starts) else torch.uint8
+
+
 def copy_layer_pages(source, ids, dst_k, dst_v):
     (L, slots), n = dst_k.shape[:2], ids.shape[1]
     page_bytes = source.k[0][:1].nbytes
@@ -194,8 +205,7 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
         return
     if ids.device != dst_k.device:
         ids = ids.pin_memory().to(dst_k.device, non_blocking=True)
-    aligned = all(x % 4 == 0 for x in (source.align_bytes, dst_k.data_ptr(), dst_v.data_ptr()))
-    word = torch.int32 if aligned else torch.uint8
+    word = word_of(source.align_bytes, dst_k.data_ptr(), dst_v.data_ptr())
     words = page_bytes // word.itemsize
     block = min(_COPY_WORDS, triton.next_power_of_2(words))
     tasks = 2 * n * triton.cdiv(words, block)
@@ -212,7 +222,7 @@ def append_tokens(k, v, lens, pool, mirror):
     pools = *map(as_loaded, pool), *(map(as_loaded, mirror) if mirror else [None] * 3)
     append_kernel[(B, triton.cdiv(H * D, block), 2)](
         k, v, lens, *pools, k.stride(0), v.stride(0), pool[0].shape[0],
-        mirror[0].shape[0] if mirror else 0, pool[0].shape[1], H * D, mirror is not None, block,
+        mirror[0].shape[0] if mirror else 0, pool[0].shape[1], H * D, block,
         stored_as(pool[0].dtype)[1], num_warps=4,
     )
 
@@ -222,8 +232,7 @@ def stage_pages(source, layer, pages, dst_k, dst_v):
     row_bytes, list_bytes = source.k[0][0, :1].nbytes, dst_k[:1, :1].nbytes
     if R * k * S * list_bytes == 0:
         return
-    starts = source.align_bytes, list_bytes, dst_k.data_ptr(), dst_v.data_ptr()
-    word = torch.int32 if all(x % 4 == 0 for x in starts) else torch.uint8
+    word = word_of(source.align_bytes, list_bytes, dst_k.data_ptr(), dst_v.data_ptr())
     row_words, words = row_bytes // word.itemsize, list_bytes // word.itemsize
     block = min(_STAGE_WORDS, triton.next_power_of_2(S * words))
     stage_kernel[(R * k, triton.cdiv(S * words, block), 2)](
@@ -239,7 +248,6 @@ def pack_pages(pages, last_page, last_len, page_tokens, slot_of, n_pages):
     chunk = max(16, min(_MAX_CHUNK, triton.next_power_of_2(R + 1)))
     pack_kernel[(B,)](
         pages, last_page, last_len, slot_of, n_pages, table, lengths, R, page_tokens,
-        0 if slot_of is None else slot_of.numel(), slot_of is not None, last_page is not None,
-        n_pages is not None, chunk, num_warps=4,
+        0 if slot_of is None else slot_of.numel(), chunk, num_warps=4,
     )
     return table, lengths

@@ -8,13 +8,13 @@ from .exact import rounded
 
 
 @triton.jit
-def norm_kernel(x, residual, weight, out, eps, C, ADDS: tl.constexpr, BLOCK: tl.constexpr):
-    """RMSNorm of one row of the sum. x, residual, out [B, C]; weight [C]."""
+def norm_kernel(x, residual, weight, out, eps, C, BLOCK: tl.constexpr):
+    """RMSNorm of one row of the sum. x, residual (or None), out [B, C]; weight [C]."""
     b = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     # [BLOCK]
     value = tl.load(x + b * C + c, mask=c < C, other=0.0).to(tl.float32)
-    if ADDS:
+    if residual is not None:
         value += tl.load(residual + b * C + c, mask=c < C, other=0.0).to(tl.float32)
         value = rounded(value, x.dtype.element_ty).to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(value * value, axis=0) / C + eps)
@@ -26,7 +26,7 @@ def norm_kernel(x, residual, weight, out, eps, C, ADDS: tl.constexpr, BLOCK: tl.
 def rotate_kernel(
     q, weight, cos_sin, positions, out,
     eps, HQ, row_stride,
-    D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, HAS_NORM: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr,
 ):
     """RMSNorm and RoPE of one head. q [B, HQ, D], rows row_stride apart; cos_sin [positions, R]; out [B, HQ, D]. The
     partner of channel d is loaded again rather than exchanged between threads."""
@@ -35,11 +35,11 @@ def rotate_kernel(
     row = b * row_stride + h * D
     # [BLOCK_D]
     own = tl.load(q + row + d, mask=d < D, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if weight is not None:
         scale = 1 / tl.sqrt(tl.sum(own * own, axis=0) / D + eps)
         own = own * scale * tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
         own = rounded(own, q.dtype.element_ty).to(tl.float32)
-    if R > 0:
+    if cos_sin is not None:
         half: tl.constexpr = R // 2
         if NEOX:
             first, angle = d < half, d % half
@@ -50,7 +50,7 @@ def rotate_kernel(
         turns = d < R
         # [BLOCK_D], rotated channels only
         other = tl.load(q + row + partner, mask=turns, other=0.0).to(tl.float32)
-        if HAS_NORM:
+        if weight is not None:
             other = other * scale * tl.load(weight + partner, mask=turns, other=0.0).to(tl.float32)
             other = rounded(other, q.dtype.element_ty).to(tl.float32)
         at = cos_sin + tl.load(positions + b) * R + angle
@@ -63,9 +63,7 @@ def rotate_kernel(
 
 def add_norm(x, residual, weight, eps):
     (B, C), out = x.shape, torch.empty_like(x)
-    norm_kernel[(B,)](
-        x, residual, weight, out, eps, C, residual is not None, triton.next_power_of_2(C), num_warps=8
-    )
+    norm_kernel[(B,)](x, residual, weight, out, eps, C, triton.next_power_of_2(C), num_warps=8)
     return out
 
 
@@ -73,6 +71,6 @@ def rotate_heads(q, q_norm_weight, q_norm_eps, cos_sin, positions, rotary_dim, i
     out = q.new_empty((len(q), HQ, D))
     rotate_kernel[(len(q), HQ)](
         q, q_norm_weight, cos_sin, positions, out, q_norm_eps, HQ, q.stride(0), D,
-        rotary_dim if cos_sin is not None else 0, is_neox, q_norm_weight is not None, num_warps=1,
+        rotary_dim, is_neox, num_warps=1,
     )
     return out

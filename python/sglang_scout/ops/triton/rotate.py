@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..rotated import FIRST, FLIP, LARGEST, PAGE_TOKENS, STATS_BYTES
-from .exact import dot_fp32, rounded, widened
+from ..embed import LARGEST
+from ..rotated import FIRST, FLIP, PAGE_TOKENS, STATS_BYTES
+from .exact import dot_fp32, limited, rounded, widened
 from .pages import for_each_page, layer_pointer, source_of
 
 _FIRST = tl.constexpr(FIRST)
@@ -29,13 +30,6 @@ def rint(x):
 
 
 @triton.jit
-def made_finite(x, FP8: tl.constexpr):
-    """Clamped float32, with NaN as 0."""
-    x = widened(x, FP8).to(tl.float32)
-    return tl.where(x == x, tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST), 0.0)
-
-
-@triton.jit
 def step_of(largest, LEVELS: tl.constexpr):
     """Quantization step for which ``largest`` is LEVELS steps; never 0."""
     return tl.maximum(tl.div_rn(largest, LEVELS), _TINY)
@@ -45,7 +39,8 @@ def step_of(largest, LEVELS: tl.constexpr):
 def rows_of(x, row, kept, D: tl.constexpr, FP8: tl.constexpr = 0):
     """The rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, finite, 0 beyond D."""
     d = tl.arange(0, width_of(D))[None, :]
-    return made_finite(tl.load(x + row[:, None] + d, mask=kept[:, None] & (d < D), other=0), FP8)
+    x = tl.load(x + row[:, None] + d, mask=kept[:, None] & (d < D), other=0)
+    return limited(widened(x, FP8), _LARGEST)
 
 
 @triton.jit
@@ -74,7 +69,8 @@ def turned_rows(x, row, kept, turn, D: tl.constexpr, FP8: tl.constexpr = 0):
         j = first + tl.arange(0, _CHUNK)
         inside = kept[:, None] & (j < D)[None, :]
         # [M, CHUNK]
-        part = made_finite(tl.load(x + row[:, None] + j[None, :], mask=inside, other=0), FP8)
+        part = tl.load(x + row[:, None] + j[None, :], mask=inside, other=0)
+        part = limited(widened(part, FP8), _LARGEST)
         # [CHUNK, BLOCK_D]
         j = j[:, None]
         column = tl.load(turn + i * D + j, mask=(i < D) & (j < D), other=0.0)

@@ -13,7 +13,7 @@ import triton.language as tl
 from ..rotated import FIRST, SECOND, STATS_BYTES
 from .attend import processors
 from .rotate import _NORMS_AT, of_bits, of_channels, rint, rotated, rows_of, turned_rows, width_of
-from .score import add_mass, between, parts_of, reduce_when_last, reduced_pages, zeros
+from .score import add_mass, parts_of, reduce_when_last, reduced_pages, reduction
 
 _FIRST, _SECOND = tl.constexpr(FIRST), tl.constexpr(SECOND)
 _STATS_BYTES = tl.constexpr(STATS_BYTES)
@@ -274,9 +274,8 @@ def programs_per_sm(D: int) -> int:
 
 
 def score_rotated(q, planes, stats, table, n_full, scale, coordinates):
-    out = q.new_empty(table.shape, dtype=torch.float32)
     if table.numel() == 0:
-        return out
+        return q.new_empty(table.shape, dtype=torch.float32)
     (B, N), (_, H, bits), (HQ, D) = table.shape, planes.shape[:3], q.shape[1:]
     turn, of_bits = coordinates[1:] if coordinates else (None, None)
     digits_of = q.new_empty((B, HQ, 2, 1 + bits, width_of(D)), dtype=torch.int8)
@@ -286,13 +285,13 @@ def score_rotated(q, planes, stats, table, n_full, scale, coordinates):
     )
     per_sm = programs_per_sm(D)
     parts = parts_of(B * H, triton.cdiv(N, _BLOCK_PAGES), per_sm * processors(table.device))
-    sums, tops, masses = between(q, N, parts, _BLOCK_PAGES)
+    buffers = reduction(q, table, parts, _BLOCK_PAGES)
     rotated_sums_kernel[(parts, H, B)](
         digits_of, numbers, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
-        table, n_full, zeros(n_full), sums, tops, masses, out, N, sums.shape[2], parts,
+        table, n_full, *buffers, N, buffers[1].shape[2], parts,
         H, HQ // H, D, bits, _BLOCK_PAGES, reduced_pages(N), num_warps=4, maxnreg=512 // per_sm,
     )
-    return out
+    return buffers[-1]
 
 
 @triton.jit

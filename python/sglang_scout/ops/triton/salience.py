@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from .exact import as_loaded, dot_fp32, stored_as, widened
+from .pages import listed_slots
 
 
 @triton.jit
@@ -22,8 +23,7 @@ def decay_kernel(
     row = tl.load(state + b).to(tl.int64)
     count = tl.load(n_pages + b)
     is_last = w == count
-    page = tl.load(pages + b.to(tl.int64) * N + w, mask=(w < count) & (w < N), other=-1)
-    slot = tl.load(slot_of + page, mask=(page >= 0) & (page < ids), other=-1)
+    slot = listed_slots(pages, b.to(tl.int64) * N, w, tl.minimum(count, N), slot_of, ids)
     slot = tl.where(is_last, tl.load(last_page + b), slot).to(tl.int64)
     if (row >= 0) & (slot >= 0):
         length = tl.where(is_last, tl.load(last_len + b), S)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attend import MAX_ROWS, arrivals_of, processors
+from .attend import MAX_ROWS, arrivals_of, processors, programs_per_row
 from .exact import dot_16, finite
 
 # Pages per iteration, fewer for large heads.
@@ -139,30 +139,18 @@ def bounds_kernel(
 
 
 def parts_of(rows: int, blocks: int, slots: int) -> int:
-    """How many programs share the blocks of each of ``rows`` rows and KV heads, on a device that runs ``slots`` at
-    once: that with the least waves of programs times blocks of each. A program's start and end, some 2 us, count as
-    half a block."""
-
-    def half_blocks(parts: int) -> int:
-        return triton.cdiv(rows * parts, slots) * (2 * triton.cdiv(blocks, parts) + 1)
-
-    return min(range(1, blocks + 1), key=half_blocks)
+    """`programs_per_row` of scoring. A program's start and end, some 2 us, count as half a block."""
+    return programs_per_row(rows, blocks, slots, range(1, blocks + 1), 0.5)
 
 
-def between(
-    q: torch.Tensor, N: int, parts: int, block_pages: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Buffers: u of each head and page, and for each part the maximum and the sum of e^(u - maximum)."""
-    B, HQ, _ = q.shape
+def reduction(q: torch.Tensor, table: torch.Tensor, parts: int, block_pages: int) -> list[torch.Tensor]:
+    """The arguments of `reduce_when_last` from ``arrivals`` to ``out``, without ``table``: u of each head and page, and
+    of each part the maximum and the sum of e^(u - maximum)."""
+    (B, N), HQ = table.shape, q.shape[1]
+    arrivals = arrivals_of("score", q.device) if B <= MAX_ROWS else table.new_zeros(B)
     row_stride = block_pages * triton.cdiv(N, block_pages)
     u = q.new_empty((B, HQ, row_stride), dtype=torch.float32)
-    return u, *u.new_empty((2, B, HQ, parts)).unbind()
-
-
-def zeros(n_full: torch.Tensor) -> torch.Tensor:
-    """The ``arrivals`` of `reduce_when_last`."""
-    fits = len(n_full) <= MAX_ROWS
-    return arrivals_of("score", n_full.device) if fits else torch.zeros_like(n_full)
+    return [arrivals, u, *u.new_empty((2, B, HQ, parts)).unbind(), u.new_empty((B, N))]
 
 
 def reduced_pages(N: int) -> int:
@@ -172,15 +160,14 @@ def reduced_pages(N: int) -> int:
 
 def score_pages(q, kmin, kmax, table, n_full, scale):
     (B, N), (_, H, D) = table.shape, kmin.shape
-    out = q.new_empty((B, N), dtype=torch.float32)
     if B * N == 0:
-        return out
+        return q.new_empty((B, N), dtype=torch.float32)
     most = min(_BLOCK_PAGES, _BLOCK_VALUES // triton.next_power_of_2(D))
     block_n = min(most, max(16, triton.next_power_of_2(N)))
     parts = parts_of(B * H, triton.cdiv(N, block_n), PER_SM * processors(table.device))
-    u, tops, masses = between(q, N, parts, block_n)
+    buffers = reduction(q, table, parts, block_n)
     bounds_kernel[(parts, H, B)](
-        q, kmin, kmax, table, n_full, zeros(n_full), u, tops, masses, out, scale, N, u.shape[2], parts,
+        q, kmin, kmax, table, n_full, *buffers, scale, N, buffers[1].shape[2], parts,
         H, q.shape[1] // H, D, block_n, reduced_pages(N), num_warps=4,
     )
-    return out
+    return buffers[-1]
