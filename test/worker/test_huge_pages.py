@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+from fake_sys import use_sys
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import arena as arena_module
-from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.arena_fits import pool, pool_lacks
 from sglang_scout.worker.ring import layout_of
@@ -30,13 +31,13 @@ def machine(tmp_path, monkeypatch):
 
     def make(*free):
         monkeypatch.setattr(host_memory, "_SYS_MM", tmp_path / "mm")
-        monkeypatch.setattr(numa, "SYS", tmp_path)
-        for node, pages in {None: sum(free), **dict(enumerate(free))}.items():
+        use_sys(monkeypatch, tmp_path, {})
+        nodes = [(node, pages, pages + 3) for node, pages in enumerate(free)]
+        for node, free_pages, all_pages in [(None, sum(free), sum(free) + 3 * len(free)), *nodes]:
             folder = host_memory.pool_folder(node)
             folder.mkdir(parents=True)
-            used = 3 * len(free) if node is None else 3
-            for name, count in (("free", pages), ("nr", pages + used)):
-                (folder / f"{name}_hugepages").write_text(f"{count}\n")
+            (folder / "free_hugepages").write_text(f"{free_pages}\n")
+            (folder / "nr_hugepages").write_text(f"{all_pages}\n")
         monkeypatch.setattr(host_memory, "_mbind", lambda *call: 0)
         monkeypatch.setattr(arena_module, "_MFD_HUGE_2MB", 0)
         monkeypatch.setattr(os, "MFD_HUGETLB", 0)
@@ -64,11 +65,11 @@ def test_nothing_stays_open_of_an_arena_that_fails_late(machine, monkeypatch):
     machine(10_000)
     monkeypatch.setattr(arena_module, "write_header", fail)
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(2):
+    for pages in (10_000, 0):
+        monkeypatch.setattr(host_memory, "free_pool_bytes", lambda node=None, n=pages: n * HUGE)
         with pytest.raises(MemoryError, match="of the test"):
             Arena.create(small_spec())
         gc.collect()
-        monkeypatch.setattr(host_memory, "free_pool_bytes", lambda node=None: 0)
         assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -43,25 +43,17 @@ def test_worker_without_cpu_has_longer(make_arena, cpu, monkeypatch):
         assert (status.state, status.pid, status.restarts) == ("ready", pid, 1)
 
 
-@pytest.mark.parametrize(
-    ("command", "wants"),
-    [
-        (["-c", "print('spins', flush=True)\nwhile True: pass"], True),
-        (["-c", "import time; print('waits', flush=True); time.sleep(600)"], False),
-    ],
-)
-def test_whose_thread_is_busy(command, wants):
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE)
-    try:
+@pytest.mark.parametrize(("does", "wants"), [("while True: pass", True), ("input()", False)])
+def test_whose_thread_is_busy(does, wants):
+    program = [sys.executable, "-c", f"print(flush=True)\n{does}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(program, **pipes) as process:
         process.stdout.readline()
         stub = SimpleNamespace(pid=process.pid)
         until(lambda: WorkerProcess.wants_cpu(stub) == wants, f"{wants}")
         found = [WorkerProcess.wants_cpu(stub) for _ in range(50) if time.sleep(0.002) is None]
-        assert sum(found) > 40 if wants else sum(found) < 10, found
-    finally:
         process.kill()
-        process.wait()
-        process.stdout.close()
+    assert sum(found) > 40 if wants else sum(found) < 10, found
     assert not WorkerProcess.wants_cpu(stub), "it has ended"
 
 
