@@ -88,13 +88,6 @@ def test_variables_without_which_a_server_ends(monkeypatch, tmp_path):
     assert machine.check_environment().state == "ok", "a GPU's server does without"
 
 
-def test_another_processor_cannot_serve(monkeypatch):
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    check = doctor.outcome(lambda: doctor.check_worker([0]))
-    assert check.state == "failed" and check.found.startswith("this machine is aarch64: the ring")
-    assert check.fix == "serve on x86_64"
-
-
 @pytest.mark.parametrize(
     ("policy", "keys", "state", "parts"),
     [

@@ -117,10 +117,9 @@ class Channel:
         endpoint, token = os.environ.pop(_ENDPOINT_ENV), os.environ.pop(_TOKEN_ENV)
         socket = context.socket(zmq.ROUTER)
         channel = cls(socket, endpoint, token, m.FromServer, server_pid)
-        # libzmq looks up the names of users that it refuses, in its only thread; a name service may be slow. Only glibc
-        # has this function, and in a class Python would mangle its name.
-        with contextlib.suppress(AttributeError):
-            getattr(ctypes.CDLL(None), "__nss_configure_lookup")(b"passwd", b"files")
+        # libzmq looks up the names of users that it refuses, in its only thread; a name service may be slow. In a class
+        # Python would mangle the function's name.
+        getattr(ctypes.CDLL(None), "__nss_configure_lookup")(b"passwd", b"files")
         socket.setsockopt(zmq.IPC_FILTER_PID, server_pid)
         socket.bind(endpoint)
         return channel

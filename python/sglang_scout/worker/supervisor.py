@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import threading
 import time
 
 from sglang_scout import _native
-from sglang_scout.core.errors import ConfigError, WorkerError
+from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import ZmqContext, open_context
@@ -23,15 +22,6 @@ from sglang_scout.worker.process import WorkerProcess
 logger = logging.getLogger(__name__)
 
 _STOPPED = ""  # exit reason of a worker that was told to stop
-
-
-def check_machine() -> None:
-    """Raises ConfigError on a CPU architecture on which the ring has not been verified."""
-    if (machine := platform.machine()) != "x86_64":
-        raise ConfigError(
-            f"this machine is {machine}: the ring to the CPU attention process is modelled and tested only for the "
-            "memory order of x86-64, and with a weaker one a record might be seen before its data; serve on x86_64"
-        )
 
 
 class Supervisor:
@@ -64,9 +54,7 @@ class Supervisor:
 
         Raises:
             WorkerError: it did not become ready, with its own reason; nothing is left running.
-            ConfigError: this machine is not supported.
         """
-        check_machine()
         with self._lock:
             self._context = open_context()
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
