@@ -117,8 +117,7 @@ def test_what_a_policy_needs(monkeypatch, tmp_path, policy, keys, state, parts):
 def test_sglang_s_release_and_the_library_of_the_driver(monkeypatch, found, error, state, parts):
     done = subprocess.CompletedProcess([], bool(error), "", error)
     monkeypatch.setattr(doctor, "version", lambda name: found)
-    monkeypatch.setattr(doctor, "python", lambda *words: done)
-    check = doctor.check_sglang()
+    check = doctor.check_sglang(lambda: done)
     assert check.state == state
     assert all(part in f"{check.found} {check.fix}" for part in parts), check
 
