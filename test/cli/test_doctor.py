@@ -156,7 +156,7 @@ def test_a_wrong_answer_is_noticed(wrong, monkeypatch):
         return out, lse
 
     monkeypatch.setattr(worker_check, "attend_plainly", spoiled)
-    check = doctor.check_worker(sorted(os.sched_getaffinity(0))[:1])
+    check = worker_check.check_worker(sorted(os.sched_getaffinity(0))[:1])
     assert check.state == "failed" and "exceeds the tolerance" in check.found
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from subprocess import CompletedProcess
 
@@ -152,12 +153,6 @@ def check_mooncake() -> Check:
     return check
 
 
-def check_worker(cpus: list[int]) -> Check:
-    from sglang_scout.cli import worker_check  # imports the native module
-
-    return worker_check.check_worker(cpus)
-
-
 def check_policy(name: str, keys: str) -> Check:
     """What a policy needs with these keys of ``--kv-offload-config``."""
     from sglang_scout.cli.sizes import server_config  # imports torch
@@ -200,7 +195,9 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
         "mooncake": check_mooncake,
         "router": lambda: _importable("sglang_router", "sglang-router"),
         "queries": lambda: check_queries(query_check),
-        "CPU attention": lambda: check_worker(given or sorted(os.sched_getaffinity(0))),
+        "CPU attention": lambda: import_module("sglang_scout.cli.worker_check").check_worker(
+            given or sorted(os.sched_getaffinity(0))
+        ),
     }
     if args.kv_offload is not None:
         found["policy"] = lambda: check_policy(args.kv_offload, args.kv_offload_config)
