@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import mmap
 import os
 from dataclasses import replace
 
@@ -125,14 +124,3 @@ def test_a_page_that_would_be_missing_later_is_missed_now(
         assert (arena.backing == "hugetlb") == backing
         assert len(os.listdir("/proc/self/fd")) == before + 2  # its own, and the mapping's
     assert (os.strerror(error) in caplog.text) == (not backing)
-
-
-@pytest.mark.usefixtures("populates")
-def test_all_of_a_range_is_taken_by_several_threads(monkeypatch):
-    monkeypatch.setattr(host_memory, "PIECE_BYTES", 8 * mmap.PAGESIZE)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    with Arena.create(small_spec(num_pages=2000)) as arena:
-        assert os.fstat(arena.fd).st_blocks * 512 < arena.nbytes
-        assert host_memory.populate_together(arena.address, arena.nbytes) == 0
-        assert os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes
-        assert host_memory.populate_together(2**46, arena.nbytes) == errno.ENOMEM
