@@ -91,20 +91,17 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
     weights = samples.astype(np.float64)
     known = [step.query_cosine for step in log.steps if step.query_cosine]
     cosines = np.ma.masked_invalid(np.array(known or [[None] * facts.layers], np.float64))
+    kept = "model page_size_tokens budget_tokens identity selection".split()
     return RecallProfile(
         version=PROFILE_VERSION,
-        model=facts.model,
-        page_size_tokens=facts.page_size_tokens,
-        budget_tokens=facts.budget_tokens,
         threshold=threshold,
         intervals=[choose_interval(curve, weights, threshold) for curve in curves],
         num_layers=facts.layers,
         workload=f"{len(pages)} requests of {lengths} tokens, {steps} steps",
-        identity=facts.identity,
         samples=samples.tolist(),
         curves=curves.round(4).tolist(),
         made_by=f"sglang-scout {__version__}",
-        selection=facts.selection,
+        **{name: getattr(facts, name) for name in kept},
         query_cosine=cosines.mean(axis=0).round(4).tolist(),  # None where none is known
     )
 

@@ -175,17 +175,9 @@ class WorkerClient:
             raise ValueError(f"post: pages has {pages.ndim} axes, expected [B*C, k]")
         _check("post", "pages", pages, _I32, (rows, pages.shape[1]))
         _check("post", "n_pages", n_pages, _I32, (rows,))
-        number = self._producer.post(
-            layer,
-            step,
-            rows,
-            _address(q),
-            _address(pages),
-            pages.shape[1],
-            _address(n_pages),
-            0,  # split by the rule
-            len(q) * self._q_bytes,
-        )
+        record = _address(q), _address(pages), pages.shape[1], _address(n_pages)
+        splits = 0  # by the rule
+        number = self._producer.post(layer, step, rows, *record, splits, len(q) * self._q_bytes)
         return Ticket(layer, step, len(q), number)
 
     def wait(self, ticket: Ticket, out: np.ndarray, lse: np.ndarray) -> Reply:
@@ -205,20 +197,14 @@ class WorkerClient:
         """
         _check("wait", "out", out, _F32, (ticket.requests, *self._q_shape))
         _check("wait", "lse", lse, _F32, (ticket.requests, self._spec.num_q_heads))
+        times_us = int(self._config.wait_timeout_s * 1e6), self._config.spin_us
+        answer = _address(out), _address(lse), ticket.requests * self._q_bytes
         try:
-            waited_us, fallback_pages = self._producer.wait(
-                ticket.number,
-                ticket.layer,
-                ticket.step,
-                int(self._config.wait_timeout_s * 1e6),
-                self._config.spin_us,
-                _address(out),
-                _address(lse),
-                ticket.requests * self._q_bytes,
+            return Reply(
+                *self._producer.wait(ticket.number, ticket.layer, ticket.step, *times_us, *answer)
             )
         except ValueError as e:
             raise WorkerError(str(e)) from None
-        return Reply(waited_us, fallback_pages)
 
     def record_events(self, on: bool) -> None:
         """Turns tracing of the worker's threads on or off, at once, in this worker and later ones; earlier events are
@@ -235,9 +221,8 @@ class WorkerClient:
         """
         taken, lost_total = [], 0
         for thread, cpu in enumerate(self._cpus):
-            self._next_event[thread], count, lost = self._producer.read_events(
-                thread, self._next_event[thread], _address(self._event_buffer)
-            )
+            read = thread, self._next_event[thread], _address(self._event_buffer)
+            self._next_event[thread], count, lost = self._producer.read_events(*read)
             lost_total += lost
             if count:
                 taken.append(ThreadEvents(thread, cpu, self._event_buffer[:count].copy()))
