@@ -49,15 +49,9 @@ class Server:
         dtype, fp8 = getattr(torch, model.dtype), None if kv == model.dtype else getattr(torch, kv)
         page_size = self.config.page_size_tokens
         shape = ModelShape(model.num_layers, *heads, page_size, dtype, scale=1.0, fp8=fp8)
-        return ServerSize(
-            self.config,
-            shape,
-            requests,
-            self.context_tokens,
-            node_cpus=[max(requests * self.lists, MOST_THREADS_PER_GROUP)],
-            route=self.policy.route,
-            pilot_rank=self.pilot_rank,
-        )
+        node_cpus = [max(requests * self.lists, MOST_THREADS_PER_GROUP)]
+        sizes = requests, self.context_tokens, node_cpus
+        return ServerSize(self.config, shape, *sizes, self.policy.route, self.pilot_rank)
 
     @property
     def lists(self) -> int:

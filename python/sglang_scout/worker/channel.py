@@ -82,15 +82,10 @@ class Channel:
     """
 
     def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        endpoint: str,
-        token: str,
-        receives: UnionType,
-        peer_pid: int,
+        self, socket: zmq.Socket[bytes], endpoint: str, token: str, kind: UnionType, peer_pid: int
     ) -> None:
         self.endpoint, self.peer_pid, self.refused = endpoint, peer_pid, 0
-        self._socket, self._token, self._receives = socket, token.encode(), receives
+        self._socket, self._token, self._kind = socket, token.encode(), kind
         self._is_router = socket.type == zmq.ROUTER
         self._address: list[bytes] = []
         self._log_s = 0.0  # not before
@@ -169,7 +164,7 @@ class Channel:
         address, rest = parts[: self._is_router], parts[self._is_router :]
         if len(rest) != 2 or rest[0] != self._token:
             raise WorkerError("it lacks the token of this start")
-        message = m.decode(rest[1], self._receives)
+        message = m.decode(rest[1], self._kind)
         self._address = address
         return message
 
