@@ -312,21 +312,18 @@ _FLAG_TYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
-    """The object in ``text``, or in the file if ``text`` is ``@FILE``; a ConfigError names ``flag`` and the value."""
+def load_json(text: str) -> dict[str, Any]:
+    """The object in ``text``, or in the file if ``text`` is ``@FILE``; a ConfigError names the flag and the value."""
+    given, what = f"{FLAGS['config']} {text[:60]!r}", "cannot read the file"
     example = "write for example '{\"recall_interval\": 8}' or @FILE"
     try:
         source = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {text!r}: cannot read the file: {error}; {example}") from None
-    try:
+        what = "not valid JSON"
         value = json.loads(source, object_pairs_hook=_without_repeats)
-    except (RecursionError, ValueError) as error:  # also: too deep, or a number of too many digits
-        raise ConfigError(f"{flag} {text[:60]!r}: not valid JSON ({error}); {example}") from None
+    except (OSError, RecursionError, ValueError) as error:  # also: a number of too many digits
+        raise ConfigError(f"{given}: {what}: {error}; {example}") from None
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"{flag} {text!r}: expected a JSON object, got {type(value).__name__}; {example}"
-        )
+        raise ConfigError(f"{given}: expected a JSON object, got {type(value).__name__}; {example}")
     return value
 
 
