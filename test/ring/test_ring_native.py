@@ -17,20 +17,16 @@ FLAGS = {"address": "address,undefined", "thread": "thread"}
 
 def sanitizer(name: str) -> str:
     """The name, if the machine can build and run with it; otherwise the test is skipped."""
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if compiler is None or shutil.which("cmake") is None:
+    compiler, program = os.environ.get("CXX", "c++"), BUILD / f"probe-{name}"
+    if not (shutil.which(compiler) and shutil.which("cmake")):
         pytest.skip("no C++ compiler or no cmake on PATH")
-    folder = BUILD / "probe"
-    folder.mkdir(parents=True, exist_ok=True)
-    source, program = folder / "probe.cpp", folder / name
-    source.write_text("#include <thread>\nint main() { std::thread([] {}).join(); }\n")
-    command = [compiler, f"-fsanitize={FLAGS[name]}", "-pthread", source, "-o", program]
-    built = subprocess.run(command, capture_output=True, text=True)
-    if built.returncode != 0:
-        pytest.skip(f"{compiler} cannot build with -fsanitize={FLAGS[name]}: {built.stderr[-200:]}")
-    ran = subprocess.run([program], capture_output=True, text=True)
-    if ran.returncode != 0:
-        pytest.skip(f"programs with -fsanitize={FLAGS[name]} do not run here: {ran.stderr[-200:]}")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    source, flag = "#include <thread>\nint main() { std::thread([] {}).join(); }", FLAGS[name]
+    build = [compiler, f"-fsanitize={flag}", "-pthread", "-x", "c++", "-", "-o", program]
+    for command in (build, [program]):
+        done = subprocess.run(command, input=source, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"cannot run {command[0]} for -fsanitize={flag}: {done.stderr[-200:]}")
     return name
 
 

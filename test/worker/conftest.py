@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 
@@ -41,14 +41,7 @@ def make_arena() -> Iterator[Callable[..., Arena]]:
 class Ring:
     """A producer on an arena, and worker threads for the epochs that a test starts."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        cpus: list[int],
-        parts: int = 1,
-        nodes: Sequence[int] = (),
-        help_after_us: int = 50,
-    ) -> None:
+    def __init__(self, arena: Arena, cpus: list[int], parts=1, nodes=(), help_after_us=50) -> None:
         self.arena, self.view = arena, RingView(arena)
         self.cpus, self.parts = cpus, parts
         self.nodes, self.help_after_us = nodes, help_after_us

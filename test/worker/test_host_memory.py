@@ -44,25 +44,17 @@ def machine(tmp_path, monkeypatch):
 
 
 def group(folder, used, version=2, cache=0, **limits):
-    """Files of a cgroup, in GiB; a limit may be a word."""
+    """Files of a cgroup, in GiB; without a limit if none is given."""
     names = ("usage_in_bytes", "total_inactive_file"), ("current", "inactive_file")
     name, stat = names[version - 1]
     files = {name: used * GIB, "stat": f"anon 1\n{stat} {cache * GIB}\n"}
-    files |= {k: v if isinstance(v, str) else v * GIB for k, v in limits.items()}
+    files |= {"max": "max", "high": "max"} | {k: v * GIB for k, v in limits.items()}
     return {f"{folder}/memory.{k}": v for k, v in files.items()}
 
 
 V2 = [("/", "cg", "cgroup2", "rw,nsdelegate")]
-
-
-@pytest.mark.parametrize("kind", ["max", "high"])
-@pytest.mark.parametrize("where", ["cg/slurm", "cg/slurm/job", "cg/slurm/job/step"])
-def test_a_limit_of_any_group_above_counts(machine, where, kind):
-    files = {}
-    for folder in ("cg/slurm", "cg/slurm/job", "cg/slurm/job/step"):
-        limits = {"max": "max", "high": "max"} | ({kind: 12} if folder == where else {})
-        files |= group(folder, 5, cache=2, **limits)
-    assert machine(files, "0::/slurm/job/step\n", V2) == 12 - (5 - 2)
+FOLDERS = "cg/a", "cg/a/b", "cg/a/b/c"
+FREE = {k: v for folder in FOLDERS for k, v in group(folder, 5, cache=2).items()}
 
 
 @pytest.mark.parametrize(
@@ -70,8 +62,14 @@ def test_a_limit_of_any_group_above_counts(machine, where, kind):
     [
         ({}, "/", 64),
         ({}, "/../gone", 64),  # as in a namespace that the process was moved out of
-        (group("cg/a", 3, max="max", high="max"), "/a", 64),
-        (group("cg/a", 30, max=40, high="max") | group("cg/a/b", 1, max=20, high=18), "/a/b", 10),
+        (FREE, "/a/b/c", 64),
+        # The limit of any group above counts.
+        *(
+            (FREE | group(folder, 5, cache=2, **{kind: 12}), "/a/b/c", 12 - (5 - 2))
+            for kind in ("max", "high")
+            for folder in FOLDERS
+        ),
+        (group("cg/a", 30, max=40) | group("cg/a/b", 1, max=20, high=18), "/a/b", 10),
         (group("cg/a", 50, max=40, high=45), "/a", 0),  # above its limit already
     ],
 )
@@ -86,9 +84,8 @@ def test_version_1_and_a_container_that_sees_the_host_s_paths(machine):
     assert machine(files, cgroup, mounts) == 5
     below = files | group("m/inner", 1, 1, limit_in_bytes=3)
     assert machine(below, cgroup.replace("abc", "abc/inner"), mounts) == 2
-    whole = group("h/docker", 9, 1, limit_in_bytes=10) | group(
-        "h/docker/abc", 1, 1, limit_in_bytes=8
-    )
+    inner = group("h/docker/abc", 1, 1, limit_in_bytes=8)
+    whole = group("h/docker", 9, 1, limit_in_bytes=10) | inner
     mounts = [("/", "h", "cgroup", "rw,memory"), ("/", "h", "cgroup", "rw,pids")]
     assert machine(whole, cgroup, mounts) == 1
 
@@ -114,7 +111,7 @@ def test_a_machine_that_grows_has_what_is_present_but_not_yet_in_its_total(machi
     assert host_memory.bytes_now() == 64 * GIB
     assert machine(zones(65)) == 64, "a kernel keeps 1 GiB of 65 to itself"
     assert machine(zones(128), overcommit=2) == 30
-    assert machine(zones(128) | group("cg/a", 3, max=80, high="max"), "0::/a\n", V2) == 77
+    assert machine(zones(128) | group("cg/a", 3, max=80), "0::/a\n", V2) == 77
 
 
 def test_a_node_grows_by_its_own(machine, tmp_path, monkeypatch):
@@ -130,7 +127,7 @@ def test_a_node_grows_by_its_own(machine, tmp_path, monkeypatch):
 
 def test_what_the_user_promises_is_taken(machine, monkeypatch):
     monkeypatch.setenv(host_memory.OVERRIDE, "96.5")
-    assert machine(group("cg/a", 3, max=12, high="max"), "0::/a\n", V2) == 96.5
+    assert machine(group("cg/a", 3, max=12), "0::/a\n", V2) == 96.5
     for wrong in ("x", "0", "-5", "nan", "inf", "1e7"):
         monkeypatch.setenv(host_memory.OVERRIDE, wrong)
         with pytest.raises(ConfigError, match=f"SGLANG_SCOUT_HOST_MEMORY_GB={wrong}: must be the"):

@@ -8,6 +8,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ring_view import CLOSED_ITEM, RingView
 from sglang_scout import _native
@@ -54,6 +56,10 @@ def test_the_worker_s_answer_is_the_oracle_s_and_bitwise_the_caller_s(
     assert ring.producer.totals()["local_tickets"] == arena.spec.num_layers, "the callers'"
 
 
+def runs_of(split: Split, pages: list[int]) -> int:
+    return _native.split_runs(*split, sum(n > 0 for n in pages), sum(pages), max(pages))
+
+
 @pytest.mark.parametrize("counts", [[8], [1, 0, 8], [8] * 64])
 @pytest.mark.parametrize("split", [Split(12, 4, 1), Split(6, 3, 4), Split(3, 4, 2), Split(1, 1, 5)])
 def test_the_producer_splits_by_the_rule(make_arena, make_ring, counts, split):
@@ -65,17 +71,43 @@ def test_the_producer_splits_by_the_rule(make_arena, make_ring, counts, split):
     ring.producer.set_split(*split)
     ring.parts = 0
     assert ring.serve(0, 0, (q, pages, n_pages))[2] == 0
-    batch = sum(n > 0 for n in counts), sum(counts), max(counts)
-    assert int(ring.view.record(0)["parts"]) == _native.split_runs(*split, *batch)
+    assert int(ring.view.record(0)["parts"]) == runs_of(split, counts)
+
+
+@pytest.mark.parametrize(
+    ("pages", "runs"),
+    [
+        ([64], 8),  # one sequence: up to `most` threads
+        ([3], 1),  # runs of at least two pages
+        ([64] * 5, 7),  # 36 threads: seven each, one left over
+        ([64] * 10, 7),  # two rounds of nine pages; three runs each would be one round of 21
+        ([64] * 36, 1),
+        ([64] * 37, 8),  # one each would leave the last to a single thread
+        ([8, 64, 0, 0, 8], 8),
+        ([6] * 600 + [64], 1),  # it is done when the others are
+        ([0, 0], 1),
+    ],
+)
+def test_what_keeps_36_threads_busy(pages, runs):
+    assert runs_of(Split(), pages) == 1, "one thread splits nothing"
+    assert runs_of(Split(threads=36, most=8, least_pages=2), pages) == runs
+
+
+@given(
+    st.lists(st.integers(0, 4096), min_size=1, max_size=64),
+    st.builds(Split, st.integers(1, 256), st.integers(1, 16), st.integers(1, 600)),
+)
+def test_runs_are_within_bounds_and_no_shorter_than_worth_it(pages, split):
+    runs = runs_of(split, pages)
+    assert 1 <= runs <= split.most
+    if runs > 1:
+        assert max(pages) >= runs * split.least_pages
+        assert runs * sum(n > 0 for n in pages) <= _native.RUNS_PER_THREAD * split.threads
 
 
 def test_ids_behind_the_last_token_are_refused(make_arena, make_ring):
-    spec = (arena := make_arena(num_kv_heads=1, context_pages=20)).spec
-    end, ring, q = (
-        spec.num_pages + 20 * spec.page_size,
-        make_ring(arena),
-        np.zeros((1, 4, 16), "f4"),
-    )
+    ring, q = make_ring(make_arena(num_kv_heads=1, context_pages=20)), np.zeros((1, 4, 16), "f4")
+    end = ring.arena.spec.num_pages + 20 * ring.arena.spec.page_size
     ring.post(0, 0, q, np.full((1, 1), end - 1, np.int32), np.ones(1, np.int32))
     with pytest.raises(ValueError, match=f"page id {end} of row 0 is outside"):
         ring.post(0, 1, q, np.full((1, 1), end, np.int32), np.ones(1, np.int32))

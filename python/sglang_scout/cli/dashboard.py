@@ -97,7 +97,7 @@ def view(before: State, now: State, seconds: float) -> dict[str, Any]:
     if now["steps"] < before["steps"]:
         nothing = {"cpu_compute_ratio_by_layer": [], "worker": {"pages": 0}}
         before = dict.fromkeys(before, 0) | nothing
-    layers = len(now["cpu_compute_ratio_by_layer"])
+    layers, cpus = len(now["cpu_compute_ratio_by_layer"]), now["worker"]["cpus"]
 
     def rate(key: str, unit: float = 1.0) -> float:
         return (now[key] - before[key]) / seconds / unit
@@ -105,10 +105,10 @@ def view(before: State, now: State, seconds: float) -> dict[str, Any]:
     steps = now["steps"] - before["steps"]
     budget_pages = now["budget_tokens"] // now["page_size"]
     shown = {key: now["worker"][key] for key in ("state", "restarts", "last_error")}
-    cpus = now["worker"]["cpus"]
     # A new worker starts at 0.
     worker_pages = max(0, now["worker"]["pages"] - before["worker"]["pages"])
-    worker_bytes = worker_pages * _page_bytes(now, layers)
+    host_pages = next(row for row in now["plan"] if row["what"] == "host pages")
+    worker_bytes = worker_pages * host_pages["bytes"] / host_pages["count"] / layers
     budget = now["budget_pages"] - before["budget_pages"]
     return {
         "policy": now["policy"],
@@ -140,9 +140,3 @@ def _recent_ratios(before: State, now: State, layers: int) -> list[float | None]
         max(0.0, (b * last - a * first) / (last - first))
         for a, b in zip(earlier, now["cpu_compute_ratio_by_layer"], strict=True)
     ]
-
-
-def _page_bytes(state: State, layers: int) -> float:
-    """K and V of a page in one layer."""
-    row = next(row for row in state["plan"] if row["what"] == "host pages")
-    return row["bytes"] / row["count"] / layers

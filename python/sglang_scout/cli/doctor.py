@@ -9,7 +9,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from subprocess import CompletedProcess
 
 from sglang_scout.cli import machine_checks as machine
 from sglang_scout.cli.machine_checks import FAILED, WARNING, Check, python, reason
@@ -55,7 +58,13 @@ def check_python() -> Check:
     return Check(found, fix if sys.version_info >= (3, 13) else "", values)
 
 
-def check_sglang() -> Check:
+def run_query_check() -> CompletedProcess[str]:
+    """SGLang on a tiny model, on the CPU even if there is a GPU."""
+    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    return python("-m", "sglang_scout.plugin.query_check", **on_cpu)
+
+
+def check_sglang(query_check: Callable[[], CompletedProcess[str]]) -> Check:
     supported = list(ADAPTERS)
     fix = f"pip install sglang=={supported[0]}; supported are only {' and '.join(supported)}"
     try:
@@ -65,7 +74,7 @@ def check_sglang() -> Check:
     values = {"version": found, "supported": supported}
     if found not in supported:
         return Check(f"{found}, expected {' or '.join(supported)}", fix, values, failed=True)
-    done = python("-c", "import torch, sgl_kernel")
+    done = query_check()
     if "libcuda.so.1" in done.stderr and found != "0.5.15.post1":  # which works without them
         fix = "without a GPU: run scripts/no_driver.sh VENV, then . scripts/cpu_env.sh; with a GPU: install its driver"
         found += f"; its kernels do not load: {reason(done)}"
@@ -73,10 +82,9 @@ def check_sglang() -> Check:
     return Check(found, values=values)
 
 
-def check_queries() -> Check:
-    """Whether SGLang's layers get the inputs that queries are predicted from. On the CPU, even if there is a GPU."""
-    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = python("-m", "sglang_scout.plugin.query_check", **on_cpu)
+def check_queries(query_check: Callable[[], CompletedProcess[str]]) -> Check:
+    """Whether SGLang's layers get the inputs that queries are predicted from."""
+    done = query_check()
     if done.returncode != 0:
         fix = "see the sglang check above; a decode server compares them again in its first steps"
         return Check(f"could not compare predicted queries: {reason(done)}", fix)
@@ -145,12 +153,6 @@ def check_mooncake() -> Check:
     return check
 
 
-def check_worker(cpus: list[int]) -> Check:
-    from sglang_scout.cli import worker_check  # imports the native module
-
-    return worker_check.check_worker(cpus)
-
-
 def check_policy(name: str, keys: str) -> Check:
     """What a policy needs with these keys of ``--kv-offload-config``."""
     from sglang_scout.cli.sizes import server_config  # imports torch
@@ -177,10 +179,11 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
     Raises:
         ConfigError: ``args.cpus`` is not a list of CPUs of this process.
     """
+    query_check = cache(run_query_check)  # it takes seconds
     given = None if args.cpus is None else list(parse_cpu_list(args.cpus, flag="--cpus"))
     found: dict[str, Callable[[], Check]] = {
         "python": check_python,
-        "sglang": check_sglang,
+        "sglang": lambda: check_sglang(query_check),
         "plugin": check_plugin,
         "native module": check_native,
         "cpus": lambda: machine.check_cpus(given),
@@ -191,8 +194,10 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
         "locked memory": machine.check_locked_memory,
         "mooncake": check_mooncake,
         "router": lambda: _importable("sglang_router", "sglang-router"),
-        "queries": check_queries,
-        "CPU attention": lambda: check_worker(given or sorted(os.sched_getaffinity(0))),
+        "queries": lambda: check_queries(query_check),
+        "CPU attention": lambda: import_module("sglang_scout.cli.worker_check").check_worker(
+            given or sorted(os.sched_getaffinity(0))
+        ),
     }
     if args.kv_offload is not None:
         found["policy"] = lambda: check_policy(args.kv_offload, args.kv_offload_config)

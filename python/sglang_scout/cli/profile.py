@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -92,20 +91,17 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
     weights = samples.astype(np.float64)
     known = [step.query_cosine for step in log.steps if step.query_cosine]
     cosines = np.ma.masked_invalid(np.array(known or [[None] * facts.layers], np.float64))
+    kept = "model page_size_tokens budget_tokens identity selection".split()
     return RecallProfile(
         version=PROFILE_VERSION,
-        model=facts.model,
-        page_size_tokens=facts.page_size_tokens,
-        budget_tokens=facts.budget_tokens,
         threshold=threshold,
         intervals=[choose_interval(curve, weights, threshold) for curve in curves],
         num_layers=facts.layers,
         workload=f"{len(pages)} requests of {lengths} tokens, {steps} steps",
-        identity=facts.identity,
         samples=samples.tolist(),
         curves=curves.round(4).tolist(),
         made_by=f"sglang-scout {__version__}",
-        selection=facts.selection,
+        **{name: getattr(facts, name) for name in kept},
         query_cosine=cosines.mean(axis=0).round(4).tolist(),  # None where none is known
     )
 
@@ -154,29 +150,27 @@ def draw(profile: RecallProfile, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), width_ratios=(4, 3), layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 4.6), width_ratios=(4, 3), layout="constrained"
+    )
     try:
         colors = plt.get_cmap("viridis")(np.linspace(0.0, 0.9, profile.num_layers))
-        _draw_curves(axes[0], profile, colors)
-        axes[1].bar(range(profile.num_layers), profile.intervals, color=colors)
-        axes[1].set_title(f"Recall intervals: mean {np.mean(profile.intervals):.1f}")
-        axes[1].set_xlabel("layer")
-        axes[1].set_ylabel("steps")
+        steps = range(1, len(profile.samples) + 1)
+        for color, curve in zip(colors, profile.curves, strict=True):
+            left.plot(steps, curve, color=color, linewidth=0.6)
+        left.plot(steps, np.mean(profile.curves, axis=0), color="black", label="mean of the layers")
+        left.axhline(profile.threshold, color="#e15759", linestyle="--", label="threshold")
+        left.set_title(f"Without recall: mean {np.mean(profile.curves):.3f}")
+        left.set_xlabel("steps after a request's pages were loaded")
+        left.set_ylabel("CPU compute ratio")
+        left.set_ylim(bottom=0)
+        left.legend(fontsize="small")
+        right.bar(range(profile.num_layers), profile.intervals, color=colors)
+        right.set_title(f"Recall intervals: mean {np.mean(profile.intervals):.1f}")
+        right.set_xlabel("layer")
+        right.set_ylabel("steps")
         head = f"{profile.model}, budget {profile.budget_tokens} tokens: {profile.workload}"
         figure.suptitle(head, fontsize="medium")
         figure.savefig(target, dpi=130)
     finally:
         plt.close(figure)
-
-
-def _draw_curves(axes: Any, profile: RecallProfile, colors: Any) -> None:
-    steps = np.arange(1, len(profile.samples) + 1)
-    for color, curve in zip(colors, profile.curves, strict=True):
-        axes.plot(steps, curve, color=color, linewidth=0.6)
-    axes.plot(steps, np.mean(profile.curves, axis=0), color="black", label="mean of the layers")
-    axes.axhline(profile.threshold, color="#e15759", linestyle="--", label="threshold")
-    axes.set_title(f"Without recall: mean {np.mean(profile.curves):.3f}")
-    axes.set_xlabel("steps after a request's pages were loaded")
-    axes.set_ylabel("CPU compute ratio")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -24,27 +24,7 @@ CAUSES = {
     "rest_us": "rest of the step",
     "between_us": "between steps",
 }
-"""Breakdown of a step's time by field of :class:`Report`; the fields add up to ``period_us``."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """Means over ``steps`` steps that are followed by another."""
-
-    policy: str
-    recall: str
-    steps: int
-    requests: float
-    period_us: float  # from the start of a step to that of the next
-    cpu_wait_us: float
-    recall_wait_us: float
-    rest_us: float
-    between_us: float
-    # CPU compute ratio of requests beyond the budget, without their first steps.
-    ratio_by_layer: list[float]
-    cpu_wait_us_by_layer: list[float]  # in which the device waited for missing pages
-    recalled_pages: float
-    recall_bytes: float
+"""Breakdown of a step's time by key of the report; they add up to ``period_us``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the report. Returns 0."""
     found = report_of(read_step_log(args.step_log))
-    print(json.dumps(asdict(found)) if args.json else as_text(found))
+    print(json.dumps(found) if args.json else as_text(found))
     return 0
 
 
-def report_of(log: StepLogFile) -> Report:
-    """The report of a step log.
+def report_of(log: StepLogFile) -> dict[str, Any]:
+    """Means over the steps of a log that are followed by another.
 
     Raises:
         ConfigError: no step is followed by another one of the same requests.
@@ -79,35 +59,37 @@ def report_of(log: StepLogFile) -> Report:
     ratios, rows = ratios_by_age(log, oldest + 1)
     ratios, rows = ratios[:, COLD_STEPS:], rows[COLD_STEPS:]
     ratio = (ratios * rows).sum(axis=1) / max(1, rows.sum())
-    return Report(
-        policy=log.facts.policy,
-        recall=log.facts.recall,
-        steps=len(steps),
-        requests=float(np.mean([len(step.ages) for step in steps])),
-        period_us=float(period.mean()),
-        cpu_wait_us=float(waited.sum(axis=1).mean()),
-        recall_wait_us=float(recall_wait.mean()),
-        rest_us=float((inside - waited.sum(axis=1) - recall_wait).mean()),
-        between_us=float((period - inside).mean()),
-        ratio_by_layer=ratio.round(4).tolist(),
-        cpu_wait_us_by_layer=waited.mean(axis=0).round(1).tolist(),
-        recalled_pages=float(np.mean([step.recalled_pages for step in steps])),
-        recall_bytes=float(np.mean([step.recall_bytes for step in steps])),
-    )
+    return {
+        "policy": log.facts.policy,
+        "recall": log.facts.recall,
+        "steps": len(steps),
+        "requests": float(np.mean([len(step.ages) for step in steps])),
+        # From the start of a step to that of the next.
+        "period_us": float(period.mean()),
+        "cpu_wait_us": float(waited.sum(axis=1).mean()),
+        "recall_wait_us": float(recall_wait.mean()),
+        "rest_us": float((inside - waited.sum(axis=1) - recall_wait).mean()),
+        "between_us": float((period - inside).mean()),
+        # CPU compute ratio of requests beyond the budget, without their first steps.
+        "ratio_by_layer": ratio.round(4).tolist(),
+        # In which the device waited for missing pages.
+        "cpu_wait_us_by_layer": waited.mean(axis=0).round(1).tolist(),
+        "recalled_pages": float(np.mean([step.recalled_pages for step in steps])),
+        "recall_bytes": float(np.mean([step.recall_bytes for step in steps])),
+    }
 
 
-def as_text(found: Report) -> str:
-    """The report as text."""
+def as_text(found: dict[str, Any]) -> str:
     shares: list[tuple[str, ...]] = [("decode step", "us", "share")]
     for name, text in {**CAUSES, "period_us": "total"}.items():
-        us = getattr(found, name)
-        shares.append((text, f"{us:.0f}", f"{100 * us / found.period_us:.1f} %"))
+        us = found[name]
+        shares.append((text, f"{us:.0f}", f"{100 * us / found['period_us']:.1f} %"))
     layers: list[tuple[str, ...]] = [("layer", "CPU compute ratio", "wait, us")]
-    for layer, ratio in enumerate(found.ratio_by_layer):
-        layers.append((str(layer), f"{ratio:.3f}", f"{found.cpu_wait_us_by_layer[layer]:.0f}"))
-    layers.append(("mean", f"{np.mean(found.ratio_by_layer):.3f}", ""))
-    of_requests = f"{found.steps} steps of {found.requests:.1f} requests on average"
-    head = f"{of_requests}; policy {found.policy}, recall {found.recall}"
-    last = f"Recalled per step: {found.recalled_pages:.1f} pages, {gb(found.recall_bytes)}."
+    for layer, ratio in enumerate(found["ratio_by_layer"]):
+        layers.append((str(layer), f"{ratio:.3f}", f"{found['cpu_wait_us_by_layer'][layer]:.0f}"))
+    layers.append(("mean", f"{np.mean(found['ratio_by_layer']):.3f}", ""))
+    of_requests = f"{found['steps']} steps of {found['requests']:.1f} requests on average"
+    head = f"{of_requests}; policy {found['policy']}, recall {found['recall']}"
+    last = f"Recalled per step: {found['recalled_pages']:.1f} pages, {gb(found['recall_bytes'])}."
     tables = columns(shares, right=(1, 2)), columns(layers, right=(0, 1, 2))
     return "\n\n".join([head, *tables, last])

@@ -49,15 +49,9 @@ class Server:
         dtype, fp8 = getattr(torch, model.dtype), None if kv == model.dtype else getattr(torch, kv)
         page_size = self.config.page_size_tokens
         shape = ModelShape(model.num_layers, *heads, page_size, dtype, scale=1.0, fp8=fp8)
-        return ServerSize(
-            self.config,
-            shape,
-            requests,
-            self.context_tokens,
-            node_cpus=[max(requests * self.lists, MOST_THREADS_PER_GROUP)],
-            route=self.policy.route,
-            pilot_rank=self.pilot_rank,
-        )
+        node_cpus = [max(requests * self.lists, MOST_THREADS_PER_GROUP)]
+        sizes = requests, self.context_tokens, node_cpus
+        return ServerSize(self.config, shape, *sizes, self.policy.route, self.pilot_rank)
 
     @property
     def lists(self) -> int:
@@ -168,11 +162,15 @@ def make_plan(
     Raises:
         ConfigError: a wrong argument, or a model that cannot be read; names flag, value and fix.
     """
-    _check_range("--context-tokens", context_tokens, MAX_TOKENS)
-    _check_range("--requests", requests, MAX_BATCH)
-    _check_range("--host-gb", host_gib, MAX_GIB)
-    _check_range("--gpu-gb", gpu_gib, MAX_GIB)
-    _check_range("--mem-fraction-static", mem_fraction, 1)
+    for flag, value, most in (
+        ("--context-tokens", context_tokens, MAX_TOKENS),
+        ("--requests", requests, MAX_BATCH),
+        ("--host-gb", host_gib, MAX_GIB),
+        ("--gpu-gb", gpu_gib, MAX_GIB),
+        ("--mem-fraction-static", mem_fraction, 1),
+    ):
+        if value is not None and not 0 < value <= most:
+            raise ConfigError(f"plan: {flag} {value}: must be greater than 0 and at most {most}")
     settings = server_config(policy, config, budget_tokens)
     model = read_model(model_path, dtype, kv_cache_dtype)
     made = make_policy(Context(settings, model.num_layers, page_bytes=1))
@@ -200,8 +198,3 @@ def make_plan(
             "budget, --context-tokens or --requests, or choose another model"
         ) from None
     return Plan(server, host_bytes, gpu_kv_bytes, offload, stock, requests, memory)
-
-
-def _check_range(flag: str, value: float | None, most: int) -> None:
-    if value is not None and not 0 < value <= most:
-        raise ConfigError(f"plan: {flag} {value}: must be greater than 0 and at most {most}")

@@ -106,6 +106,7 @@ def _key(default: Any, help: str, *args: Any, **rules: Any) -> Any:
 
 
 _for_tests = partial(_key, is_public=False)
+_of_policies = partial(_key, is_general=False)
 
 
 @dataclass(frozen=True)
@@ -192,54 +193,46 @@ class OffloadConfig:
         is_written=True,
     )
 
-    paper: bool = _key(
+    paper: bool = _of_policies(
         False,
         "The paper's choices: `digest: minmax`, `recall: fixed`, and results of CPU attention merged as computed "
         "with the predicted query. To compare with the paper; give it to both servers, with `--kv-offload-budget "
         "2048`",
-        is_general=False,
     )
-    page_checksums: bool = _key(
+    page_checksums: bool = _of_policies(
         False,
         "A checksum for every full page, verified at each read: a request whose KV has changed in host memory ends "
         "with an error instead of wrong tokens. Costs CPU time at each read. For the decode server",
-        is_general=False,
     )
-    hgca_beta: float = _key(
+    hgca_beta: float = _of_policies(
         1.0,
         "A head keeps a token whose attention weight exceeds this multiple of the mean weight. Lower it to keep more",
         Meta(ge=0.0),
-        is_general=False,
     )
-    hgca_alpha: float = _key(
+    hgca_alpha: float = _of_policies(
         0.1,
         "Weight of the newest step in the moving average of attention weights",
         Meta(ge=0.0, le=1.0),
-        is_general=False,
     )
-    context_cap_tokens: int | None = _key(
+    context_cap_tokens: int | None = _of_policies(
         None,
         "Most tokens that a head of a layer keeps for a request. Default: as many as fit",
         Meta(ge=1, le=2**31),
-        is_general=False,
     )
-    forecast_file: str | None = _key(
+    forecast_file: str | None = _of_policies(
         None,
         "Weights that select pages one layer ahead, made by `scripts/train_forecast.py --kind forecast`. Required; "
         "give it to both servers",
-        is_general=False,
     )
-    pilot_file: str | None = _key(
+    pilot_file: str | None = _of_policies(
         None,
         "Weights of page embeddings, made by `scripts/train_forecast.py --kind pilot`. Required; give it to both "
         "servers",
-        is_general=False,
     )
-    digest_file: str | None = _key(
+    digest_file: str | None = _of_policies(
         None,
         "Coordinates of `calibrated` digests for one model, made by `scripts/train_forecast.py --kind digest`. "
         "Implies `digest: calibrated`; give it to both servers",
-        is_general=False,
         needs=("digest", "calibrated"),
     )
 
@@ -311,21 +304,18 @@ _FLAG_TYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
-    """The object in ``text``, or in the file if ``text`` is ``@FILE``; a ConfigError names ``flag`` and the value."""
+def load_json(text: str) -> dict[str, Any]:
+    """The object in ``text``, or in the file if ``text`` is ``@FILE``; a ConfigError names the flag and the value."""
+    given, what = f"{FLAGS['config']} {text[:60]!r}", "cannot read the file"
     example = "write for example '{\"recall_interval\": 8}' or @FILE"
     try:
         source = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {text!r}: cannot read the file: {error}; {example}") from None
-    try:
+        what = "not valid JSON"
         value = json.loads(source, object_pairs_hook=_without_repeats)
-    except (RecursionError, ValueError) as error:  # also: too deep, or a number of too many digits
-        raise ConfigError(f"{flag} {text[:60]!r}: not valid JSON ({error}); {example}") from None
+    except (OSError, RecursionError, ValueError) as error:  # also: a number of too many digits
+        raise ConfigError(f"{given}: {what}: {error}; {example}") from None
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"{flag} {text!r}: expected a JSON object, got {type(value).__name__}; {example}"
-        )
+        raise ConfigError(f"{given}: expected a JSON object, got {type(value).__name__}; {example}")
     return value
 
 

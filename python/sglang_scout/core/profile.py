@@ -103,11 +103,9 @@ def smooth(curve: Floats, weights: Floats) -> Floats:
     result = np.empty(len(curve))
     for t in range(len(curve)):
         near = slice(max(0, t - NEIGHBOURS), t + NEIGHBOURS + 1)
-        x, w = steps[near] - t, weights[near] / weights[near].sum()
-        x_mean, y_mean = float((w * x).sum()), float((w * curve[near]).sum())
-        spread = float((w * (x - x_mean) ** 2).sum())
-        slope = float((w * (x - x_mean) * curve[near]).sum()) / spread if spread > 0 else 0.0
-        result[t] = y_mean - slope * x_mean
+        x = steps[near] - t
+        line = np.polyfit(x, curve[near], min(1, len(x) - 1), w=np.sqrt(weights[near]))
+        result[t] = line[-1]  # at x = 0
     return result
 
 

@@ -20,7 +20,6 @@ from sglang_scout.plugin.release import VERSION, adapter
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes, free_pool_bytes
 from sglang_scout.worker.ring import MAX_BATCH
-from sglang_scout.worker.supervisor import check_machine
 
 BACKEND_NAME = "scout"
 MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device
@@ -147,7 +146,6 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
     check_socket_folder()
     check_memory_flag(config)
     if args.disaggregation_mode == "decode":
-        check_machine()
         _check_decode(args, config, policy)
     if device_of(args) == "cpu":
         _check_cpu_device(args, policy)

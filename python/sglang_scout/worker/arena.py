@@ -22,13 +22,7 @@ from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import bytes_now, check_fits, describe, pool_lacks
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
-from sglang_scout.worker.ring import (
-    ArenaSpec,
-    layout_of,
-    node_spans,
-    read_header,
-    write_header,
-)
+from sglang_scout.worker.ring import ArenaSpec, layout_of, node_spans, read_header, write_header
 
 __all__ = ["Arena", "ArenaSpec"]
 

@@ -82,15 +82,10 @@ class Channel:
     """
 
     def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        endpoint: str,
-        token: str,
-        receives: UnionType,
-        peer_pid: int,
+        self, socket: zmq.Socket[bytes], endpoint: str, token: str, kind: UnionType, peer_pid: int
     ) -> None:
         self.endpoint, self.peer_pid, self.refused = endpoint, peer_pid, 0
-        self._socket, self._token, self._receives = socket, token.encode(), receives
+        self._socket, self._token, self._kind = socket, token.encode(), kind
         self._is_router = socket.type == zmq.ROUTER
         self._address: list[bytes] = []
         self._log_s = 0.0  # not before
@@ -117,10 +112,9 @@ class Channel:
         endpoint, token = os.environ.pop(_ENDPOINT_ENV), os.environ.pop(_TOKEN_ENV)
         socket = context.socket(zmq.ROUTER)
         channel = cls(socket, endpoint, token, m.FromServer, server_pid)
-        # libzmq looks up the names of users that it refuses, in its only thread; a name service may be slow. Only glibc
-        # has this function, and in a class Python would mangle its name.
-        with contextlib.suppress(AttributeError):
-            getattr(ctypes.CDLL(None), "__nss_configure_lookup")(b"passwd", b"files")
+        # libzmq looks up the names of users that it refuses, in its only thread; a name service may be slow. In a class
+        # Python would mangle the function's name.
+        getattr(ctypes.CDLL(None), "__nss_configure_lookup")(b"passwd", b"files")
         socket.setsockopt(zmq.IPC_FILTER_PID, server_pid)
         socket.bind(endpoint)
         return channel
@@ -170,7 +164,7 @@ class Channel:
         address, rest = parts[: self._is_router], parts[self._is_router :]
         if len(rest) != 2 or rest[0] != self._token:
             raise WorkerError("it lacks the token of this start")
-        message = m.decode(rest[1], self._receives)
+        message = m.decode(rest[1], self._kind)
         self._address = address
         return message
 

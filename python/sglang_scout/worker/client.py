@@ -8,7 +8,7 @@ the posted pages: from the worker, or computed in place by the same code.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.messages import Configure, WorkerConfig
 from sglang_scout.worker.ring import EVENT_DTYPE, split_of
-from sglang_scout.worker.supervisor import Supervisor
+from sglang_scout.worker.supervisor import ProcessStatus, Supervisor
 
 __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
 
@@ -53,14 +53,10 @@ class ThreadEvents(NamedTuple):
     events: np.ndarray
 
 
-@dataclass(frozen=True)
-class WorkerStatus:
+@dataclass(kw_only=True)
+class WorkerStatus(ProcessStatus):
     """A snapshot of the worker's status. Totals continue across restarts."""
 
-    pid: int | None  # of the running process
-    endpoint: str  # of its control channel; "" before the first start
-    state: str  # "starting", "ready", "restarting", "stopped" or "failed"
-    restarts: int  # workers after the first
     cpus: tuple[int, ...]  # of the threads
     cpu_nodes: tuple[int, ...]  # the arena's node of each, from 0
     items: int  # (sequence, part) items computed by workers
@@ -72,9 +68,6 @@ class WorkerStatus:
     fallback_pages: int  # that the caller computed instead
     local_tickets: int  # posts that never went to a worker: none was ready, or the slot was busy
     late_tickets: int  # waits that hit wait_timeout_s
-    refused_messages: int  # control messages dropped for sender, token, contents or version
-    isa: str  # instruction set of the worker's kernel, "" before the first Ready
-    last_error: str  # why the last worker exited, or ""
 
 
 class WorkerClient:
@@ -182,17 +175,9 @@ class WorkerClient:
             raise ValueError(f"post: pages has {pages.ndim} axes, expected [B*C, k]")
         _check("post", "pages", pages, _I32, (rows, pages.shape[1]))
         _check("post", "n_pages", n_pages, _I32, (rows,))
-        number = self._producer.post(
-            layer,
-            step,
-            rows,
-            _address(q),
-            _address(pages),
-            pages.shape[1],
-            _address(n_pages),
-            0,  # split by the rule
-            len(q) * self._q_bytes,
-        )
+        record = _address(q), _address(pages), pages.shape[1], _address(n_pages)
+        splits = 0  # by the rule
+        number = self._producer.post(layer, step, rows, *record, splits, len(q) * self._q_bytes)
         return Ticket(layer, step, len(q), number)
 
     def wait(self, ticket: Ticket, out: np.ndarray, lse: np.ndarray) -> Reply:
@@ -212,20 +197,14 @@ class WorkerClient:
         """
         _check("wait", "out", out, _F32, (ticket.requests, *self._q_shape))
         _check("wait", "lse", lse, _F32, (ticket.requests, self._spec.num_q_heads))
+        times_us = int(self._config.wait_timeout_s * 1e6), self._config.spin_us
+        answer = _address(out), _address(lse), ticket.requests * self._q_bytes
         try:
-            waited_us, fallback_pages = self._producer.wait(
-                ticket.number,
-                ticket.layer,
-                ticket.step,
-                int(self._config.wait_timeout_s * 1e6),
-                self._config.spin_us,
-                _address(out),
-                _address(lse),
-                ticket.requests * self._q_bytes,
+            return Reply(
+                *self._producer.wait(ticket.number, ticket.layer, ticket.step, *times_us, *answer)
             )
         except ValueError as e:
             raise WorkerError(str(e)) from None
-        return Reply(waited_us, fallback_pages)
 
     def record_events(self, on: bool) -> None:
         """Turns tracing of the worker's threads on or off, at once, in this worker and later ones; earlier events are
@@ -242,9 +221,8 @@ class WorkerClient:
         """
         taken, lost_total = [], 0
         for thread, cpu in enumerate(self._cpus):
-            self._next_event[thread], count, lost = self._producer.read_events(
-                thread, self._next_event[thread], _address(self._event_buffer)
-            )
+            read = thread, self._next_event[thread], _address(self._event_buffer)
+            self._next_event[thread], count, lost = self._producer.read_events(*read)
             lost_total += lost
             if count:
                 taken.append(ThreadEvents(thread, cpu, self._event_buffer[:count].copy()))
@@ -252,23 +230,12 @@ class WorkerClient:
 
     def snapshot(self) -> WorkerStatus:
         """The worker's state and the totals over all workers; thread-safe."""
-        s = self._supervisor
+        process = {f.name: getattr(self._supervisor, f.name) for f in fields(ProcessStatus)}
         totals = self._producer.totals()
         del totals["records"]
         if self._attendant is not None:
             totals["fallback_pages"] += self._attendant.pages()
-        return WorkerStatus(
-            pid=s.pid,
-            endpoint=s.endpoint,
-            state=s.state,
-            restarts=s.restarts,
-            cpus=self._cpus,
-            cpu_nodes=self._cpu_nodes,
-            refused_messages=s.refused_messages,
-            isa=s.isa,
-            last_error=s.last_error,
-            **totals,
-        )
+        return WorkerStatus(cpus=self._cpus, cpu_nodes=self._cpu_nodes, **process, **totals)
 
 
 def _check(op: str, name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> None:

@@ -49,7 +49,11 @@ class Worker:
         try:
             self._expect(m.Hello)
             self._channel.send(m.Hello())
-            with attach(arena_fd, self._expect(m.Register)) as arena:
+            arena_bytes = self._expect(m.Register).arena_bytes
+            with Arena.attach(arena_fd) as arena:
+                os.close(arena_fd)
+                if arena.nbytes != arena_bytes:
+                    raise WorkerError(f"arena has {arena.nbytes} bytes, expected {arena_bytes}")
                 self._serve(arena, epoch, self._expect(m.Configure))
         except Stopped:
             return 0
@@ -104,15 +108,6 @@ class Worker:
         if any(isinstance(message, m.Stop) for message in received):
             raise Stopped
         return received
-
-
-def attach(fd: int, register: m.Register) -> Arena:
-    """Maps the arena and checks its size. Raises ArenaError, WorkerError."""
-    arena = Arena.attach(fd)
-    os.close(fd)
-    if arena.nbytes != register.arena_bytes:
-        raise WorkerError(f"arena has {arena.nbytes} bytes, expected {register.arena_bytes}")
-    return arena
 
 
 def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.RingRuntime:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import threading
 import time
+from dataclasses import dataclass
 
 from sglang_scout import _native
-from sglang_scout.core.errors import ConfigError, WorkerError
+from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import ZmqContext, open_context
@@ -25,21 +25,24 @@ logger = logging.getLogger(__name__)
 _STOPPED = ""  # exit reason of a worker that was told to stop
 
 
-def check_machine() -> None:
-    """Raises ConfigError on a CPU architecture on which the ring has not been verified."""
-    if (machine := platform.machine()) != "x86_64":
-        raise ConfigError(
-            f"this machine is {machine}: the ring to the CPU attention process is modelled and tested only for the "
-            "memory order of x86-64, and with a weaker one a record might be seen before its data; serve on x86_64"
-        )
+@dataclass
+class ProcessStatus:
+    state: str = "stopped"  # or "starting", "ready", "restarting", "failed"
+    pid: int | None = None  # of the running process
+    endpoint: str = ""  # of its control channel; "" before the first start
+    isa: str = ""  # instruction set of its kernel, "" before the first Ready
+    restarts: int = 0  # processes after the first
+    refused_messages: int = 0  # control messages dropped for sender, token, contents or version
+    last_error: str = ""  # why the last process exited, or ""
 
 
-class Supervisor:
-    """Keeps a worker process running until stopped. Attributes are as in WorkerStatus, and readable from any thread."""
+class Supervisor(ProcessStatus):
+    """Keeps a worker process running until stopped. Its status is readable from any thread."""
 
     def __init__(
         self, producer: _native.RingProducer, arena: Arena, configure: m.Configure
     ) -> None:
+        super().__init__()
         self._producer = producer
         self._arena = arena
         self._configure = configure
@@ -51,22 +54,13 @@ class Supervisor:
         self._stopping = threading.Event()
         self._wake_fd = -1  # readable when stopping
         self._ready_s: float | None = None  # when the running worker became ready
-        self.state = "stopped"
-        self.pid: int | None = None
-        self.endpoint = ""
-        self.restarts = 0
-        self.isa = ""
-        self.last_error = ""
-        self.refused_messages = 0
 
     def start(self) -> None:
         """Starts the thread and the first worker, and waits until that is ready.
 
         Raises:
             WorkerError: it did not become ready, with its own reason; nothing is left running.
-            ConfigError: this machine is not supported.
         """
-        check_machine()
         with self._lock:
             self._context = open_context()
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
