@@ -33,9 +33,6 @@ def run_benchmark(module: str, *arguments: str) -> subprocess.CompletedProcess[s
     )
 
 
-# Rows ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("samples", "unstable"),
     [([10.0, 10.2, 10.4, 10.1], False), ([10.0, 13.0, 10.0, 9.0], True), ([5.0], False)],
@@ -76,9 +73,6 @@ def test_rows_of_a_bundle_name_the_commit_that_was_packed(monkeypatch, packed, e
     monkeypatch.setenv("BENCHMARK_COMMIT", packed)
     found = rows.environment("test")
     assert (found["commit"], found["dirty"]) == expected
-
-
-# Pages and the read loop --------------------------------------------------------------------------
 
 
 def test_a_page_comes_back_only_after_all_others():
@@ -128,9 +122,6 @@ def test_a_file_of_rows_makes_a_picture_and_one_of_others_does_not(tmp_path, cap
     assert (tmp_path / "predictions.png").stat().st_size > 10_000
     assert plot.main([str(results / "join.jsonl"), "--out", str(tmp_path)]) == 1
     assert "no measured rows of study or predictions" in capsys.readouterr().err
-
-
-# The benchmarks -----------------------------------------------------------------------------------
 
 
 def test_cpu_attention_runs(tmp_path):

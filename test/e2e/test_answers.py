@@ -195,15 +195,6 @@ def test_both_servers_refuse_what_a_pair_cannot_do(servers, field):
     assert f"`{field}`" in section()
 
 
-def test_a_request_is_aborted_by_its_id(servers):
-    path, body = native({"max_new_tokens": 20000, "ignore_eos": True}, stream=True, rid="the one")
-    stream = sse_events(servers.url + path, body, timeout_s=60)
-    next(stream)
-    http_json(servers.server_url("decode") + "/abort_request", {"rid": "the one"}, timeout_s=20)
-    *_, last = stream
-    assert last["meta_info"]["finish_reason"]["type"] == "abort"
-
-
 def test_a_prefill_server_is_healthy_however_long_its_step_takes(servers):
     scheduler = scheduler_pid(servers, "prefill")
     os.kill(scheduler, signal.SIGSTOP)

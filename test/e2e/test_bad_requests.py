@@ -24,7 +24,7 @@ import pytest
 from harness import random_prompts, scheduler_pid, wait_idle
 from servers.group import HOST
 from servers.pd_cluster import PDCluster
-from servers.sglang_http import JSON, NO_ANSWER, exchange, sse_events
+from servers.sglang_http import JSON, NO_ANSWER, exchange, http_json, sse_events
 
 ANSWER_S = 20
 """Timeout of one request, on a busy machine."""
@@ -386,14 +386,21 @@ def stream(servers, rid, max_new_tokens):
     return contextlib.closing(sse_events(servers.url + "/generate", data))
 
 
+def end_of(events):
+    *_, last = events
+    return last["meta_info"]["finish_reason"]
+
+
 def test_aborting_one_id_leaves_those_that_begin_with_it(servers, served_after):
     with stream(servers, "job-12", 300) as longer:
         next(longer)
-        for rid in ("job-1", "\0"):
-            with stream(servers, rid, 300) as events:
-                next(events)
-        *_, last = longer
-    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 300}
+        with stream(servers, "\0", 300) as left:
+            next(left)
+        with stream(servers, "job-1", 20000) as aborted:
+            next(aborted)
+            http_json(servers.server_url("decode") + "/abort_request", {"rid": "job-1"})
+            assert end_of(aborted)["type"] == "abort"
+        assert end_of(longer) == {"type": "length", "length": 300}
 
 
 def test_a_prefill_server_that_is_silent_delays_nobody(servers, served_after):
