@@ -11,8 +11,8 @@ from sglang.srt.utils import get_device
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_socket_folder
-from sglang_scout.core.forecast import PageWeights, check_weights, weights_file
-from sglang_scout.core.profile import RecallProfile, check_profile
+from sglang_scout.core.forecast import check_weights, trained_weights, weights_file
+from sglang_scout.core.profile import check_profile, load_profile
 from sglang_scout.core.served_models import DTYPES, FP8_KV, check_architecture, check_attention
 from sglang_scout.ops import triton
 from sglang_scout.plugin.model import TORCH_DTYPES, model_identity
@@ -235,13 +235,10 @@ def check_context(context_tokens: int, page_size: int) -> None:
         )
 
 
-def check_model(
-    server_args: Any,
-    config: OffloadConfig,
-    profile: RecallProfile | None,
-    weights: PageWeights | None,
-) -> None:
+def check_model(server_args: Any, config: OffloadConfig) -> None:
     """Refuse a model that the decode step does not support, or that the files do not match."""
+    path = config.recall_profile
+    profile, weights = None if path is None else load_profile(path), trained_weights(config)
     model = f"--model-path {server_args.model_path}"
     policy = f"--kv-offload {server_args.kv_offload}"
     served = adapter.model_config(server_args)
@@ -277,7 +274,7 @@ def check_model(
     if profile is not None:
         check_profile(
             profile,
-            server_args.kv_offload_recall_profile,
+            path,
             num_layers=served.num_hidden_layers,
             config=config,
             model=server_args.model_path,
