@@ -1,4 +1,4 @@
-"""A real pair of servers: what another user can get, and the effect of a pause."""
+"""A real pair of servers: what another user and a client can get, and the effect of a pause."""
 
 import json
 import os
@@ -17,13 +17,14 @@ from harness import (
 )
 from other_user import NOBODY, as_user, connects, outcomes, sockets_of
 from servers.group import flags
-from servers.sglang_http import http_json
+from servers.sglang_http import RequestFailed, http_json
 
-pytestmark = pytest.mark.slow  # two servers, a minute
+pytestmark = pytest.mark.slow  # three servers, two minutes
 
 # Attention to all pages with the real query: residency, which a retraction changes, does not change tokens.
 CONFIG = {"exact_layers": [0, 1, 2, 3], "resident_tokens": 32768}
 SCOUT = flags(kv_offload="scout", kv_offload_budget=2048, kv_offload_config=json.dumps(CONFIG))
+GUARDED = flags(api_key="of-the-test")
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,7 @@ def servers(tiny_model):
     with PDCluster(
         tiny_model("qwen3"),
         server_args=SCOUT,
+        more_decodes={"guarded": GUARDED},
         max_running_requests=16,
         max_total_tokens=49152,
     ) as running:
@@ -67,6 +69,16 @@ def test_the_worker_has_no_network(servers):
         rows = [row.split() for file in files for row in file.read_text().splitlines()[1:]]
         on_network = inodes & {row[9] for row in rows}
         assert bool(on_network) == (pid == scheduler_pid(servers))
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/generate", "/v1/chat/completions", "/pause_generation", "/flush_cache", "/server_info"],
+)
+def test_a_client_without_the_key_gets_nothing(servers, path):
+    payload = None if path == "/server_info" else {}
+    with pytest.raises(RequestFailed, match="status 401"):
+        http_json(servers.server_url("guarded") + path, payload, timeout_s=30)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
