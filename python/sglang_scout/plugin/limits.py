@@ -65,22 +65,15 @@ _KEPT = {
     f"of K, where K, V and digests are told apart by position; {_CHECKSUMS}",
 }
 _AS_GOOD = ("auto", "sglang", "cpu_tensor")  # of --model-impl and of ...-retraction-backup
-_SUMMED_BY_PLACE = (
-    "with --kv-offload the other requests of a batch decide which pages of a request are on the device, and so in "
-    "which order its attention is summed; drop the flag, or serve without --kv-offload"
-)
-_WEIGHTS_ELSEWHERE = (
-    "--kv-offload predicts the queries of a layer before it runs, from weights that are on the device; drop the flag, "
-    "or spread the weights with --tp-size"
-)
-# Fields that a decode server must leave as they are, and why: any, and one on a CUDA device.
-_UNSET_ON_DECODE = {
-    "enable_deterministic_inference": _SUMMED_BY_PLACE,
-    "rl_on_policy_target": _SUMMED_BY_PLACE,  # which implies it
+# The same on a decode server, and on one on a CUDA device.
+_KEPT_ON_DECODE = {
+    "enable_deterministic_inference rl_on_policy_target": "with --kv-offload the other requests of a batch decide "
+    "which pages of a request are on the device, and so in which order its attention is summed; drop the flag, or "
+    "serve without --kv-offload",
 }
-_UNSET_ON_CUDA = {
-    "cpu_offload_gb": _WEIGHTS_ELSEWHERE,
-    "offload_group_size": _WEIGHTS_ELSEWHERE,
+_KEPT_ON_CUDA = {
+    "cpu_offload_gb offload_group_size": "--kv-offload predicts the queries of a layer before it runs, from weights "
+    "that are on the device; drop the flag, or spread the weights with --tp-size",
     # SGLang runs it in pieces, and fails if the graphs are not piecewise.
     "debug_cuda_graph": "--kv-offload runs a decode step as one CUDA graph or without graphs; drop the flag, or set "
     "--cuda-graph-backend-decode disabled instead to run without graphs",
@@ -94,6 +87,14 @@ def flag_of(name: str) -> str:
 
 def _refuse(args: ServerArgs, name: str, why: str) -> NoReturn:
     raise ConfigError(f"{flag_of(name)} {getattr(args, name)}: {why}")
+
+
+def _check_kept(args: ServerArgs, kept: dict[str, str], says: str = "{}") -> None:
+    for names, why in kept.items():
+        for name in names.split():
+            value = getattr(args, name, None)
+            if value and value != adapter.default_of(name) and value not in _AS_GOOD:
+                _refuse(args, name, says.format(why))
 
 
 def device_of(args: ServerArgs) -> str:
@@ -129,11 +130,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
     if (backend := args.disaggregation_transfer_backend) not in TRANSFER_BACKENDS:
         why = f"not supported with {policy}; choose one of {', '.join(TRANSFER_BACKENDS)}"
         _refuse(args, "disaggregation_transfer_backend", why + _NIXL * (backend == "nixl"))
-    for names, why in _KEPT.items():
-        for name in names.split():
-            value = getattr(args, name, None)
-            if value and value != adapter.default_of(name) and value not in _AS_GOOD:
-                _refuse(args, name, f"not supported with {policy}{why}; drop one of the two")
+    _check_kept(args, _KEPT, f"not supported with {policy}{{}}; drop one of the two")
     if config.dummy_kv and backend != "fake":
         raise ConfigError(
             "--kv-offload-config: dummy_kv = true overwrites what a prefill server sends; drop it, or "
@@ -176,9 +173,7 @@ def _check_decode(args: ServerArgs, config: OffloadConfig, policy: str) -> None:
         _refuse(args, "decode_attention_backend", why)
     device, on_cuda = device_of(args), device_of(args) == "cuda"
     on_device = uses_graph_transport(config, device)
-    for name, why in (_UNSET_ON_DECODE | (_UNSET_ON_CUDA if on_cuda else {})).items():
-        if getattr(args, name) not in (None, False, 0, -1):
-            _refuse(args, name, why)
+    _check_kept(args, _KEPT_ON_DECODE | (_KEPT_ON_CUDA if on_cuda else {}))
     of_transport = f"--kv-offload-config: transport = {config.transport!r}"
     if config.transport == "host" and on_cuda:
         raise ConfigError(f"{of_transport} needs --device cpu; drop the key")
