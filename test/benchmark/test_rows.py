@@ -24,13 +24,8 @@ def shared() -> rows.Row:
 
 
 def run_benchmark(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", f"benchmark.{module}", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-m", f"benchmark.{module}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
 
 
 @pytest.mark.parametrize(

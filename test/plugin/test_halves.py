@@ -24,13 +24,9 @@ class Server:
         self.rid_to_state = {}
 
     def take(self, room, rid, port):
-        request = GenerateReqInput(
-            input_ids=[5],
-            rid=rid,
-            bootstrap_host="127.0.0.1",
-            bootstrap_port=port,
-            bootstrap_room=room,
-        )
+        place = {"host": "127.0.0.1", "port": port, "room": room}
+        place = {f"bootstrap_{name}": value for name, value in place.items()}
+        request = GenerateReqInput(input_ids=[5], rid=rid, **place)
         request.normalize_batch_and_arguments()
         self.rid_to_state[rid] = SimpleNamespace(obj=request)
         try:

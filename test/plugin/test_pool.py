@@ -67,16 +67,10 @@ def sent(source_lists, target, pages=(1, 2, 3), item_bytes=100):
         return 0
 
     pages = np.array(pages)
-    status = hooks.around_send_kvcache(
-        send,
-        manager,
-        mooncake_session_id="session",
-        src_data_ptrs=source_lists[0],
-        dst_data_ptrs=target,
-        item_lens=source_lists[2],
-        prefill_data_indices=pages,
-        dst_data_indices=10 * pages,
-    )
+    buffers = dict(src_data_ptrs=source_lists[0], dst_data_ptrs=target, item_lens=source_lists[2])
+    indices = dict(prefill_data_indices=pages, dst_data_indices=10 * pages)
+    of_session = dict(mooncake_session_id="session", **buffers, **indices)
+    status = hooks.around_send_kvcache(send, manager, **of_session)
     if status:
         assert status == -1 and not calls
         return None
@@ -160,18 +154,10 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     for rank in (0, 1):
         manager.engine.written.clear()
         with ThreadPoolExecutor(1) as executor:
-            hooks.around_send_kvcache_slice(
-                mooncake.MooncakeKVManager.send_kvcache_slice,
-                manager,
-                "session",
-                np.array([2], np.int32),
-                there[0],
-                np.array([5], np.int32),
-                rank,
-                2,
-                item // 2,
-                executor,
-            )
+            original = mooncake.MooncakeKVManager.send_kvcache_slice
+            pages, pages_there = np.array([2], np.int32), np.array([5], np.int32)
+            more = pages_there, rank, 2, item // 2, executor
+            hooks.around_send_kvcache_slice(original, manager, "session", pages, there[0], *more)
         own = 2 * item + rank * token
         expected = {
             (sources[i] + own + t * 2 * token, targets[i] + 5 * item // 2 + t * token, token)
@@ -187,20 +173,10 @@ def host_pool(dtype, tokens=40 * SIZE):
     shape = dataclasses.replace(SHAPE, dtype=dtype)
     config = OffloadConfig("scout", digest="minmax", page_checksums=True)
     size = ServerSize(config, shape, max_batch=2, context_tokens=4 * SIZE, node_cpus=[1])
-    made = pool.HostKVPool(
-        tokens,
-        page_size=SIZE,
-        dtype=dtype,
-        head_num=2,
-        head_dim=64,
-        layer_num=3,
-        device="cpu",
-        enable_memory_saver=False,
-        server_size=size,
-        plan=size.plan(tokens // SIZE + 1),
-        cpus=RankCpus(CpuPlan([0], [], [], ""), {}),
-        weights=None,
-    )
+    sglang = dict(page_size=SIZE, dtype=dtype, head_num=2, head_dim=64, layer_num=3, device="cpu")
+    plan, cpus = size.plan(tokens // SIZE + 1), RankCpus(CpuPlan([0], [], [], ""), {})
+    own = dict(server_size=size, plan=plan, cpus=cpus, weights=None)
+    made = pool.HostKVPool(tokens, enable_memory_saver=False, **sglang, **own)
     for plane in (*made.k_buffer, *made.v_buffer):
         plane.copy_(torch.randn(plane.shape))
     return made

@@ -287,14 +287,8 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
         "torch_dtype": "bfloat16",
     }
     (tmp_path / "config.json").write_text(json.dumps(model))
-    said = make_plan(
-        str(tmp_path),
-        context_tokens=8192,
-        requests=8,
-        kv_cache_dtype=kv,
-        policy=policy,
-        config=json.dumps(keys),
-    )
+    options = {"kv_cache_dtype": kv, "policy": policy, "config": json.dumps(keys)}
+    said = make_plan(str(tmp_path), context_tokens=8192, requests=8, **options)
 
     config = parse_config(policy=policy, policies=policies(), config=keys)
     lists = 8 if config.grain == "head" else 1
