@@ -40,7 +40,6 @@ from servers.sglang_http import RequestFailed, sse_events  # noqa: E402
 
 BEGIN = time.monotonic()
 TEXT_TOKENS = 5800
-QUESTION = "Read the text below and say in a few words what it is about."
 CHAT_TOKENS = 32
 NUMBER = "7413"
 FACT = f"The secret number of the lighthouse is {NUMBER}."
@@ -107,11 +106,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def find_model(name: str) -> Path:
-    """The folder of ``--model``. Raises DemoFailed."""
-    try:
-        model = smollm2() if name == "smollm2" else Path(name)
-    except Unavailable as error:
-        raise DemoFailed(str(error)) from error
+    """The folder of ``--model``. Raises DemoFailed or Unavailable."""
+    model = smollm2() if name == "smollm2" else Path(name)
     if not (model / "config.json").is_file():
         raise DemoFailed(f"--model {name}: no config.json there; give the folder of a model")
     return model.resolve()
@@ -180,14 +176,14 @@ def text_of_tokens(model: Path, tokens: int) -> str:
     return text[: offsets[tokens - 1][1]]
 
 
-def chat_payload(model: Path, content: str, max_tokens: int) -> dict[str, Any]:
+def chat_payload(model: Path, content: str) -> dict[str, Any]:
     messages = [{"role": "user", "content": content}]
-    return dict(model=str(model), messages=messages, max_tokens=max_tokens, temperature=0)
+    return dict(model=str(model), messages=messages, max_tokens=CHAT_TOKENS, temperature=0)
 
 
-def chat(cluster: PDCluster, model: Path, content: str, max_tokens: int) -> str:
+def chat(cluster: PDCluster, model: Path, content: str) -> str:
     """One streamed chat completion, then a line on its tokens and times."""
-    payload = chat_payload(model, content, max_tokens)
+    payload = chat_payload(model, content)
     payload |= {"stream": True, "stream_options": {"include_usage": True}}
     begin = time.monotonic()
     answer, finish, usage, first_s = "", None, {}, 0.0
@@ -220,11 +216,10 @@ def converse(cluster: PDCluster, model: Path) -> None:
     for question in QUESTIONS:
         print(f"\n  question: {question}")
         content = f"{text}\n\n{question}"
-        answer = chat(cluster, model, content, CHAT_TOKENS)
+        answer = chat(cluster, model, content)
         if "full" in cluster.servers:
             # After the other one, so that it hits the text in the prefill server's radix cache.
-            payload = chat_payload(model, content, CHAT_TOKENS)
-            full = cluster.ask_pair(payload, "full", "/v1/chat/completions")
+            full = cluster.ask_pair(chat_payload(model, content), "full", "/v1/chat/completions")
             print(f"  full:     {full['choices'][0]['message']['content']}")
         if question == FACT_QUESTION and NUMBER not in answer:
             raise DemoFailed(f"wrong answer: the secret number in the text is {NUMBER}")
@@ -232,8 +227,9 @@ def converse(cluster: PDCluster, model: Path) -> None:
 
 def ask_about_text(cluster: PDCluster, model: Path, tokens: int) -> None:
     """One question about a real text, for an arbitrary model."""
-    print(f"\n  question: {QUESTION} (+ text)")
-    chat(cluster, model, f"{QUESTION}\n\n{text_of_tokens(model, tokens)}", CHAT_TOKENS)
+    question = "Read the text below and say in a few words what it is about."
+    print(f"\n  question: {question} (+ text)")
+    chat(cluster, model, f"{question}\n\n{text_of_tokens(model, tokens)}")
 
 
 def offload_state(cluster: PDCluster, args: argparse.Namespace) -> dict[str, Any]:
@@ -273,10 +269,9 @@ def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict
     pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     with open(log, "wb") as sink:
         done = subprocess.run(command, env=cluster.client_environment, stdout=sink, **pipes)
-    code = done.returncode
-    if code != 0 or not result_file.is_file():
+    if done.returncode != 0 or not result_file.is_file():
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        raise DemoFailed(f"bench_serving ended with exit code {code}:\n{tail}")
+        raise DemoFailed(f"bench_serving ended with exit code {done.returncode}:\n{tail}")
     row = json.loads(result_file.read_text().splitlines()[-1])
     tokens = args.prompts * args.output_len
     if row["completed"] != args.prompts or row["total_output_tokens"] != tokens:
@@ -342,7 +337,7 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
 
 
 def run(args: argparse.Namespace, where: placement.Placement, log_dir: Path) -> None:
-    """The demo; raises DemoFailed or ServerFailed. No process is left, whatever happens."""
+    """The demo; raises DemoFailed, Unavailable or ServerFailed. No process is left, whatever happens."""
     say(f"model: {args.model}" + " (downloaded once)" * (args.job is SMOLLM2))
     model = find_model(args.model)
     what = f"{model.name}, --kv-offload {args.kv_offload}, {where}"
@@ -373,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
     log_dir = Path(tempfile.mkdtemp(prefix="sglang-scout-demo-"))
     try:
         run(args, where, log_dir)
-    except (DemoFailed, ServerFailed) as error:
+    except (DemoFailed, ServerFailed, Unavailable) as error:
         print(f"\n{error}\n\ndemo: FAILED; logs are in {log_dir}", file=sys.stderr)
         if where.decode != placement.CPU:
             print("to run without the GPU: scripts/demo.sh --device cpu", file=sys.stderr)

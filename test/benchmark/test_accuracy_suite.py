@@ -75,9 +75,6 @@ def measured_rows(path, fails, settings=(FULL_SETTING, SCOUT), **changes):
     return file, server
 
 
-# Policies -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [*policies.NAMES[1:], *policies.SYSTEMS])
 @pytest.mark.parametrize("budget", [256, 2048])
 def test_the_flags_of_every_policy_are_understood(name, budget):
@@ -99,9 +96,6 @@ def test_the_flags_of_every_policy_are_understood(name, budget):
         assert ("exact_layers" in given["--kv-offload-config"]) == parsed.precompute
     if name == "recent":
         assert parsed.sink_pages + parsed.recent_pages == budget // 32
-
-
-# Questions ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
@@ -143,9 +137,6 @@ def test_of_a_planted_answer_only_the_numbers_are_free(monkeypatch):
         assert not questions.is_right(sample, wrong)
 
 
-# Measuring ----------------------------------------------------------------------------------------
-
-
 def test_rows_hold_every_outcome_and_are_not_measured_twice(tmp_path):
     path = tmp_path / "rows.jsonl"
     fails = lambda setting, index: setting == SCOUT and index in (1, 4)  # noqa: E731
@@ -171,9 +162,6 @@ def test_rows_hold_every_outcome_and_are_not_measured_twice(tmp_path):
     )
     assert found == before
     assert not row_file(path, weights="other").rows
-
-
-# Scores and the gate ------------------------------------------------------------------------------
 
 
 def test_paired_losses():
@@ -212,9 +200,6 @@ def test_the_gate_passes_equal_answers_and_fails_a_loss(tmp_path, capsys):
     both = [gate.outcomes(file.rows, s) for s in (FULL_SETTING, SCOUT)]
     loss = scoring.paired_loss(*both)
     assert (loss.asked, loss.lost, loss.gained) == (20, 4, 0)
-
-
-# Tables -------------------------------------------------------------------------------------------
 
 
 def test_the_table_holds_the_rows(tmp_path):

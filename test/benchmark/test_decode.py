@@ -49,19 +49,15 @@ def test_a_check_ends_with_the_first_step_that_lacks_an_answer(monkeypatch):
     assert all(len(wrong) == 1 and "no answer in time" in wrong[0] for _, wrong in found)
 
 
-def options_of(monkeypatch, **changes):
-    """The measurement at its size in the interpreter, which is faked here where there is none."""
+def measurement(monkeypatch, **changes):
+    """At its size in the interpreter, which is faked here where there is none."""
     monkeypatch.setattr(device, "device", lambda: "cpu")
     parser = argparse.ArgumentParser()
     gpu_decode.add_options(parser)
     options = parser.parse_args([])
     vars(options).update(gpu_decode.REHEARSAL | gpu_decode.INTERPRETED | changes)
-    return options
-
-
-def measurement(monkeypatch, **changes):
     writer = rows.Writer(None, rows.environment("gpu_decode"))
-    return gpu_decode.Measurement(writer, options_of(monkeypatch, **changes))
+    return gpu_decode.Measurement(writer, options)
 
 
 def test_nothing_is_measured_where_the_device_holds_as_many_requests(monkeypatch, capsys):
@@ -77,15 +73,8 @@ def test_more_requests_than_the_host_holds_share_its_pages(monkeypatch):
     """Each has pages of its own for what it decodes, and the drift brings the missing ones to Figure 6's share."""
     found = measurement(monkeypatch, requests=8, warm_up=4)
     size, page = found.size, harness.PAGE
-    store = harness.Store(
-        size,
-        pages=found.host_pages,
-        batch=8,
-        budget_pages=4,
-        dtype=torch.float32,
-        device="cpu",
-        cpus=sorted(os.sched_getaffinity(0))[:1],
-    )
+    sizes = {"pages": found.host_pages, "batch": 8, "budget_pages": 4, "dtype": torch.float32}
+    store = harness.Store(size, **sizes, device="cpu", cpus=sorted(os.sched_getaffinity(0))[:1])
     tables, step = [], harness.Harness.step
 
     def noted(self):

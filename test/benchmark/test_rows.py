@@ -24,16 +24,8 @@ def shared() -> rows.Row:
 
 
 def run_benchmark(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", f"benchmark.{module}", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=ROOT,
-    )
-
-
-# Rows ---------------------------------------------------------------------------------------------
+    command = [sys.executable, "-m", f"benchmark.{module}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +68,6 @@ def test_rows_of_a_bundle_name_the_commit_that_was_packed(monkeypatch, packed, e
     monkeypatch.setenv("BENCHMARK_COMMIT", packed)
     found = rows.environment("test")
     assert (found["commit"], found["dirty"]) == expected
-
-
-# Pages and the read loop --------------------------------------------------------------------------
 
 
 def test_a_page_comes_back_only_after_all_others():
@@ -128,9 +117,6 @@ def test_a_file_of_rows_makes_a_picture_and_one_of_others_does_not(tmp_path, cap
     assert (tmp_path / "predictions.png").stat().st_size > 10_000
     assert plot.main([str(results / "join.jsonl"), "--out", str(tmp_path)]) == 1
     assert "no measured rows of study or predictions" in capsys.readouterr().err
-
-
-# The benchmarks -----------------------------------------------------------------------------------
 
 
 def test_cpu_attention_runs(tmp_path):

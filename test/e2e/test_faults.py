@@ -12,10 +12,10 @@ import pytest
 from clients import InFlight, abort_after, watch
 from harness import Holdings, PDCluster, random_prompts, scheduler_pid, wait_idle, wait_until
 from servers.server_process import children_of, title_of
-from servers.sglang_http import RequestFailed, http_json
+from servers.sglang_http import http_json
 
 
-def test_a_chat_and_a_request_too_long(servers):
+def test_a_chat(servers):
     chat = {
         "model": "any",
         "messages": [{"role": "user", "content": "What is the capital? " * 60}],
@@ -24,9 +24,6 @@ def test_a_chat_and_a_request_too_long(servers):
     }
     answer = http_json(servers.url + "/v1/chat/completions", chat)
     assert answer["choices"][0]["message"]["content"]
-    with pytest.raises(RequestFailed):
-        servers.generate(random_prompts([60000]), max_new_tokens=4)
-    assert servers.generate(random_prompts([300]), max_new_tokens=8)[0].output_ids
 
 
 def test_a_hundred_requests_with_aborts_leave_nothing(servers):

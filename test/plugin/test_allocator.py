@@ -9,10 +9,10 @@ from sglang.srt.mem_cache.allocator import paged
 
 from sglang_scout.plugin import allocator
 
-SIZE = 8
+SIZE, NONE = 8, torch.empty(0, dtype=torch.int64)
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["alloc", "extend", "continue", "decode", "free", "group", "clear"]),
+        st.sampled_from(["alloc", "extend", "resume", "decode", "free", "free_together", "clear"]),
         st.integers(1, 40),
     ),
     max_size=25,
@@ -72,14 +72,8 @@ class Stock(paged.PagedTokenToKVPoolAllocator):
 
 
 def make(kind, need_sort, pages=30, kvcache=None):
-    return kind(
-        pages * SIZE,
-        page_size=SIZE,
-        dtype=torch.float32,
-        device="cpu",
-        need_sort=need_sort,
-        kvcache=kvcache,
-    )
+    more = {"need_sort": need_sort, "kvcache": kvcache}
+    return kind(pages * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", **more)
 
 
 class User:
@@ -89,44 +83,40 @@ class User:
         self.allocator = allocator
         self.requests = []  # locations of each
 
-    def run(self, operation, number):
-        a = self.allocator
-        if operation == "alloc":
-            return self._keep(a.alloc(number // SIZE * SIZE))
-        if operation == "extend":
-            return self._extend(torch.empty(0, dtype=torch.int64), number)
-        if operation == "continue" and self.requests:
-            return self._extend(self.requests.pop(0), number)
-        if operation == "decode" and self.requests:
-            lengths = torch.tensor([len(r) + 1 for r in self.requests])
-            last = torch.tensor([int(r[-1]) for r in self.requests])
-            got = a.alloc_decode(lengths, lengths, last)
-            if got is not None:
-                self.requests = [
-                    torch.cat([r, x[None]]) for r, x in zip(self.requests, got, strict=True)
-                ]
-            return got
-        if operation in ("free", "group") and self.requests:
-            if operation == "group":
-                a.free_group_begin()
-            for _ in range(min(number % 3 + 1, len(self.requests))):
-                a.free(self.requests.pop(0))
-            if operation == "group":
-                a.free_group_end()
-        if operation == "clear":
-            a.clear()
-            self.requests.clear()
-        return None
+    def alloc(self, number):
+        return self._keep(self.allocator.alloc(number // SIZE * SIZE))
 
-    def _extend(self, prefix, count):
-        before, after = torch.tensor([len(prefix)]), torch.tensor([len(prefix) + count])
+    def extend(self, number, prefix=NONE):
+        before, after = torch.tensor([len(prefix)]), torch.tensor([len(prefix) + number])
         last = prefix[-1:] if len(prefix) else torch.tensor([-1])
-        got = self.allocator.alloc_extend(before, before, after, after, last, count)
-        if got is None:
-            if len(prefix):
-                self.requests.insert(0, prefix)
-            return None
-        return self._keep(torch.cat([prefix, got]))
+        got = self.allocator.alloc_extend(before, before, after, after, last, number)
+        self._keep(prefix if got is None else torch.cat([prefix, got]))
+        return got
+
+    def resume(self, number):
+        return self.extend(number, self.requests.pop(0)) if self.requests else None
+
+    def decode(self, _):
+        lengths = torch.tensor([len(r) + 1 for r in self.requests])
+        last = torch.tensor([int(r[-1]) for r in self.requests])
+        got = self.allocator.alloc_decode(lengths, lengths, last) if self.requests else None
+        if got is not None:
+            pairs = zip(self.requests, got, strict=True)
+            self.requests = [torch.cat([r, x[None]]) for r, x in pairs]
+        return got
+
+    def free(self, number):
+        for _ in range(min(number % 3 + 1, len(self.requests))):
+            self.allocator.free(self.requests.pop(0))
+
+    def free_together(self, number):
+        self.allocator.free_group_begin()
+        self.free(number)
+        self.allocator.free_group_end()
+
+    def clear(self, _):
+        self.allocator.clear()
+        self.requests.clear()
 
     def _keep(self, locations):
         if locations is not None and len(locations):
@@ -139,7 +129,7 @@ def test_hands_out_what_sglang_s_own_does_and_says_so(operations, need_sort):
     ours, theirs = (User(make(k, need_sort)) for k in (allocator.ScoutAllocator, Stock))
     listener = ours.allocator.listener = Listener()
     for operation, number in operations:
-        got, expected = ours.run(operation, number), theirs.run(operation, number)
+        got, expected = (getattr(user, operation)(number) for user in (ours, theirs))
         assert (got is None) == (expected is None)
         if got is not None:
             assert torch.equal(got, expected)

@@ -3,6 +3,7 @@ test/e2e/test_bad_requests.py."""
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from aiohttp import web
@@ -23,13 +24,9 @@ class Server:
         self.rid_to_state = {}
 
     def take(self, room, rid, port):
-        request = GenerateReqInput(
-            input_ids=[5],
-            rid=rid,
-            bootstrap_host="127.0.0.1",
-            bootstrap_port=port,
-            bootstrap_room=room,
-        )
+        place = {"host": "127.0.0.1", "port": port, "room": room}
+        place = {f"bootstrap_{name}": value for name, value in place.items()}
+        request = GenerateReqInput(input_ids=[5], rid=rid, **place)
         request.normalize_batch_and_arguments()
         self.rid_to_state[rid] = SimpleNamespace(obj=request)
         try:
@@ -59,109 +56,99 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
-def with_a_pair(test):
-    async def run():
-        prefill, decode = Server("prefill"), Server("decode")
-        app = web.Application()
-        app.router.add_get(ROUTE, prefill.halves.accept)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            await test(prefill, decode, runner.addresses[0][1])
-        finally:
-            for link in decode.halves._links.values():
-                link.cancel()
-            await runner.cleanup()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("status", [400, 503])
-@pytest.mark.parametrize("here", ["prefill", "decode"])
-def test_the_other_half_ends_with_the_same_answer(here, status):
-    async def test(prefill, decode, port):
-        one, other = (prefill, decode) if here == "prefill" else (decode, prefill)
-        request, _ = one.take(1, "a", port), other.take(1, "b", port)
-        other.take(2, "c", port)
-        one.fail(request, status)
-        await until(lambda: other.ended)
-        assert other.ended == {"b": (status, "too long")}
-        assert list(other.rid_to_state) == ["c"]
-
-    with_a_pair(test)
-
-
-def test_a_half_that_comes_later_is_refused_and_the_next_of_the_room_is_not():
-    async def test(prefill, decode, port):
-        prefill.fail(prefill.take(1, "a", port))  # before anybody is connected
-        decode.take(9, "x", port)  # connects
-        await until(lambda: decode.halves._heard)
-        with pytest.raises(ValueError, match="too long"):
-            decode.take(1, "b", port)
-        assert decode.take(1, "c", port) and prefill.take(1, "d", port)
-
-    with_a_pair(test)
-
-
-def test_two_halves_that_fail_by_themselves_leave_nothing():
-    async def test(prefill, decode, port):
-        decode.take(9, "x", port)
-        await until(lambda: decode.halves._sockets)
-        for server in (prefill, decode):
-            server.fail(server.take(1, "a", port))
-        await until(lambda: not prefill.halves._told and not decode.halves._told)
-        assert not prefill.halves._heard and not decode.halves._heard
-
-    with_a_pair(test)
-
-
-def test_a_room_in_use_is_refused_and_only_the_second_half_ends():
-    async def test(prefill, decode, port):
-        decode.take(1, "a", port)
-        first = prefill.take(1, "a", port)
-        del prefill.rid_to_state[first.rid]  # it has its token
-        prefill.take(1, "b", port)
-        with pytest.raises(ValueError, match="room 1 is in use") as refusal:
-            decode.take(1, "b", port)
-        second = GenerateReqInput(input_ids=[5], bootstrap_room=1)
-        second.kv_offload_nth = 2
-        decode.halves.tell(second, 400, str(refusal.value))
-        await until(lambda: prefill.ended)
-        assert list(prefill.ended) == ["b"] and list(decode.rid_to_state) == ["a"]
-
-    with_a_pair(test)
-
-
-def test_a_decode_server_that_ends_ends_what_it_had():
-    async def test(prefill, decode, port):
-        decode.take(1, "a", port)
-        prefill.take(1, "a", port), prefill.take(2, "of another server", port)
-        await until(lambda: any(link.there for link in prefill.halves._sockets.values()))
+async def serve(test):
+    prefill, decode = Server("prefill"), Server("decode")
+    app = web.Application()
+    app.router.add_get(ROUTE, prefill.halves.accept)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        await test(prefill, decode, runner.addresses[0][1])
+    finally:
         for link in decode.halves._links.values():
             link.cancel()
-        await until(lambda: prefill.ended)
-        assert prefill.ended == {"a": (503, "The decode server is gone. Send the request again.")}
-
-    with_a_pair(test)
+        await runner.cleanup()
 
 
-def test_a_half_whose_other_half_never_comes_ends(monkeypatch):
-    monkeypatch.setattr(halves, "OTHER_HALF_S", 0.5)
+def with_a_pair(test):
+    """Calls it with a prefill server, a decode server and a port where the first one listens."""
+    made = lambda: asyncio.run(serve(test))  # noqa: E731
+    made.__name__ = test.__name__
+    return made
 
-    async def test(prefill, decode, port):
+
+@with_a_pair
+async def test_the_other_half_ends_with_the_same_answer(prefill, decode, port):
+    for one, other in ((prefill, decode), (decode, prefill)):
+        for status in (400, 503):
+            request, _ = one.take(1, "a", port), other.take(1, "b", port)
+            other.take(2, "c", port)
+            one.fail(request, status)
+            await until(lambda other=other: "b" in other.ended)
+            assert other.ended.pop("b") == (status, "too long") and not other.ended
+            assert list(other.rid_to_state) == ["c"]
+
+
+@with_a_pair
+async def test_a_half_that_comes_later_is_refused_and_the_next_of_the_room_is_not(
+    prefill, decode, port
+):
+    prefill.fail(prefill.take(1, "a", port))  # before anybody is connected
+    decode.take(9, "x", port)  # connects
+    await until(lambda: decode.halves._heard)
+    with pytest.raises(ValueError, match="too long"):
+        decode.take(1, "b", port)
+    assert decode.take(1, "c", port) and prefill.take(1, "d", port)
+
+
+@with_a_pair
+async def test_two_halves_that_fail_by_themselves_leave_nothing(prefill, decode, port):
+    decode.take(9, "x", port)
+    await until(lambda: decode.halves._sockets)
+    for server in (prefill, decode):
+        server.fail(server.take(1, "a", port))
+    await until(lambda: not prefill.halves._told and not decode.halves._told)
+    assert not prefill.halves._heard and not decode.halves._heard
+
+
+@with_a_pair
+async def test_a_room_in_use_is_refused_and_only_the_second_half_ends(prefill, decode, port):
+    decode.take(1, "a", port)
+    first = prefill.take(1, "a", port)
+    del prefill.rid_to_state[first.rid]  # it has its token
+    prefill.take(1, "b", port)
+    with pytest.raises(ValueError, match="room 1 is in use") as refusal:
+        decode.take(1, "b", port)
+    second = GenerateReqInput(input_ids=[5], bootstrap_room=1)
+    second.kv_offload_nth = 2
+    decode.halves.tell(second, 400, str(refusal.value))
+    await until(lambda: prefill.ended)
+    assert list(prefill.ended) == ["b"] and list(decode.rid_to_state) == ["a"]
+
+
+@with_a_pair
+async def test_a_decode_server_that_ends_ends_what_it_had(prefill, decode, port):
+    decode.take(1, "a", port)
+    prefill.take(1, "a", port), prefill.take(2, "of another server", port)
+    await until(lambda: any(link.there for link in prefill.halves._sockets.values()))
+    for link in decode.halves._links.values():
+        link.cancel()
+    await until(lambda: prefill.ended)
+    assert prefill.ended == {"a": (503, "The decode server is gone. Send the request again.")}
+
+
+@with_a_pair
+async def test_a_half_whose_other_half_never_comes_ends(prefill, decode, port):
+    with patch.object(halves, "OTHER_HALF_S", 0.5):
         decode.take(1, "a", port)
         prefill.take(1, "a", port), prefill.take(2, "b", port)
-        await until(lambda: prefill.ended)
-        assert list(prefill.ended) == ["b"] and prefill.ended["b"][0] == 503
-
-    with_a_pair(test)
+    await until(lambda: prefill.ended)
+    assert list(prefill.ended) == ["b"] and prefill.ended["b"][0] == 503
 
 
-def test_a_server_that_does_not_answer_is_no_error():
-    async def test(prefill, decode, port):
-        decode.take(1, "a", 9)
-        await asyncio.sleep(0.1)
-        decode.fail(decode.take(2, "b", 9))
-
-    with_a_pair(test)
+@with_a_pair
+async def test_a_server_that_does_not_answer_is_no_error(_, decode, port):
+    decode.take(1, "a", 9)
+    await asyncio.sleep(0.1)
+    decode.fail(decode.take(2, "b", 9))

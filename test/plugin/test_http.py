@@ -26,67 +26,42 @@ def request(fields=None, **sampling):
     return made
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([5, -1], "input_ids contains -1, .* ids are 0 to 99"),
-        ([100, -1], "input_ids contains 100, "),
-        ([], "prompt is empty"),
-    ],
-)
-def test_a_prompt_that_the_model_does_not_have_is_refused(ids, message):
+OF_A_WRONG_TYPE = {"max_new_tokens": (2.5, "4"), "top_k": ([1],), "stop": (5,), "min_p": ({},)}
+OF_A_WRONG_TYPE_OR_RANGE = {
+    "logprob_start_len": (-5, [0]),
+    "return_logprob": (3,),
+    "top_logprobs_num": (129,),
+    "token_ids_logprob": ([100],),
+    "priority": (2**31,),
+    "rid": (["a", "b"], "\ud800"),
+    "extra_key": ("\ud800",),
+    "bootstrap_host": ("a/b?c", ["127.0.0.1"], None),
+    "bootstrap_port": (0, "8998"),
+    "bootstrap_room": (-1, 2**63, 5.0, None),
+}
+REFUSED = [
+    ({}, {}, [5, -1], "input_ids contains -1, .* ids are 0 to 99"),
+    ({}, {}, [100, -1], "input_ids contains 100, "),
+    ({}, {}, [], "prompt is empty"),
+    *(
+        ({}, {name: value}, [5], rf"sampling_params: Expected .* at `\$\.{name}`")
+        for name, values in OF_A_WRONG_TYPE.items()
+        for value in values
+    ),
+    ({}, {"top_k": 2**31}, [5], f"top_k is .* from -{2**31} to"),
+    ({}, {"sampling_seed": 2**63}, [5], f"sampling_seed is .* from -{2**63} to"),
+    *(
+        (PLACE | {name: value}, {}, [5], name)
+        for name, values in OF_A_WRONG_TYPE_OR_RANGE.items()
+        for value in values
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "sampling", "ids", "message"), REFUSED)
+def test_what_is_of_a_wrong_type_or_range_is_named(fields, sampling, ids, message):
     with pytest.raises(ValueError, match=message):
-        before_validate_one_request(MANAGER, request(), ids)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        *(
-            (name, value, rf"sampling_params: Expected .* at `\$\.{name}`")
-            for name, value in (
-                ("max_new_tokens", 2.5),
-                ("max_new_tokens", "4"),
-                ("top_k", [1]),
-                ("stop", 5),
-                ("min_p", {}),
-            )
-        ),
-        ("top_k", 2**31, f"top_k is .* from -{2**31} to"),
-        ("sampling_seed", 2**63, f"sampling_seed is .* from -{2**63} to"),
-    ],
-)
-def test_a_sampling_parameter_of_a_wrong_type_or_range_is_named(name, value, message):
-    with pytest.raises(ValueError, match=message):
-        before_validate_one_request(MANAGER, request(**{name: value, "top_p": None}), [5])
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("logprob_start_len", -5),
-        ("logprob_start_len", [0]),
-        ("return_logprob", 3),
-        ("top_logprobs_num", 129),
-        ("token_ids_logprob", [100]),
-        ("priority", 2**31),
-        ("rid", ["a", "b"]),
-        ("rid", "\ud800"),
-        ("extra_key", "\ud800"),
-        ("bootstrap_host", "a/b?c"),
-        ("bootstrap_host", ["127.0.0.1"]),
-        ("bootstrap_port", 0),
-        ("bootstrap_port", "8998"),
-        ("bootstrap_room", -1),
-        ("bootstrap_room", 2**63),
-        ("bootstrap_room", 5.0),
-        ("bootstrap_room", None),
-        ("bootstrap_host", None),
-    ],
-)
-def test_a_field_of_a_wrong_type_or_range_is_named(field, value):
-    with pytest.raises(ValueError, match=field):
-        before_validate_one_request(MANAGER, request(PLACE | {field: value}), [5])
+        before_validate_one_request(MANAGER, request(fields, top_p=None, **sampling), ids)
 
 
 @pytest.mark.parametrize(

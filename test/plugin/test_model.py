@@ -95,18 +95,9 @@ def predicted(layer, weight, bias, x, residual, positions, norm=None, heads=HQ, 
     q_norm = getattr(attention, "q_norm", None) if norm_heads else None
     x = rms_norm(x + residual, norm.weight, norm.variance_epsilon)
     q = torch.nn.functional.linear(x, weight[: heads * D], None if bias is None else bias[:Q])
-    return rotate_heads(
-        q,
-        None if q_norm is None else q_norm.weight,
-        0.0 if q_norm is None else q_norm.variance_epsilon,
-        attention.rotary_emb.cos_sin_cache,
-        positions,
-        D,
-        True,
-        heads,
-        D,
-        impl="reference",
-    )
+    by = (None, 0.0) if q_norm is None else (q_norm.weight, q_norm.variance_epsilon)
+    rotation = attention.rotary_emb.cos_sin_cache, positions, D, True, heads, D
+    return rotate_heads(q, *by, *rotation, impl="reference")
 
 
 def predict(projector, x, residual, positions):
@@ -200,28 +191,16 @@ def test_a_layer_without_the_expected_parts_is_refused(what):
 
 
 def shape_of(kv_dtype, monkeypatch, logit_cap=0, **scales):
-    attention = SimpleNamespace(
-        scaling=0.1,
-        logit_cap=logit_cap,
-        sliding_window_size=-1,
-        attn_type="any",
-        tp_q_head_num=4,
-        layer_id=2,
-        **scales,
-    )
+    kind = {"scaling": 0.1, "sliding_window_size": -1, "attn_type": "any", "logit_cap": logit_cap}
+    attention = SimpleNamespace(**kind, tp_q_head_num=4, layer_id=2, **scales)
     monkeypatch.setattr(model.adapter, "tp_group", lambda: SimpleNamespace(world_size=1))
     layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
     config = SimpleNamespace(
         model_path="m", dtype=torch.bfloat16, head_dim=64, get_num_kv_heads=lambda ranks: 2 // ranks
     )
-    return model.model_shape(
-        SimpleNamespace(
-            model=SimpleNamespace(model=SimpleNamespace(layers=layers)),
-            model_config=config,
-            kv_cache_dtype=kv_dtype,
-            page_size=32,
-        )
-    )
+    runner = SimpleNamespace(model_config=config, kv_cache_dtype=kv_dtype, page_size=32)
+    runner.model = SimpleNamespace(model=SimpleNamespace(layers=layers))
+    return model.model_shape(runner)
 
 
 def test_capped_logits_are_refused(monkeypatch):

@@ -20,7 +20,6 @@ from sglang_scout.core.page_bytes import input_bytes
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.plugin import decode as hooks
 from sglang_scout.plugin import limits
 from sglang_scout.plugin import prefill as prefill_hooks
 from sglang_scout.plugin import ranks as ranks_module
@@ -288,41 +287,20 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
         "torch_dtype": "bfloat16",
     }
     (tmp_path / "config.json").write_text(json.dumps(model))
-    said = make_plan(
-        str(tmp_path),
-        context_tokens=8192,
-        requests=8,
-        kv_cache_dtype=kv,
-        policy=policy,
-        config=json.dumps(keys),
-    )
+    options = {"kv_cache_dtype": kv, "policy": policy, "config": json.dumps(keys)}
+    said = make_plan(str(tmp_path), context_tokens=8192, requests=8, **options)
 
-    planned = []
     config = parse_config(policy=policy, policies=policies(), config=keys)
-    group = SimpleNamespace(size=1, least=lambda own: own)
     lists = 8 if config.grain == "head" else 1
     cpus = ranks_module.RankCpus(CpuPlan([0] * 8 * lists, [], [], ""), {0: [0] * 8 * lists})
     shape = dataclasses.replace(SHAPE, fp8=None if kv == "auto" else torch.float8_e4m3fn)
-    for module, name, value in (
-        (ranks_module, "parse", config),
-        (ranks_module, "AttentionRanks", group),
-        (hooks, "AttentionRanks", group),
-        (ranks_module, "model_shape", shape),
-        (ranks_module, "rank_cpus", cpus),
-        (hooks, "available_bytes", 1 << 50),
-        (hooks, "rank_weights", None),
-    ):
-        monkeypatch.setattr(module, name, lambda *_, value=value: value)
-    monkeypatch.setattr(
-        hooks, "build_pools", lambda *given: planned.append(given[2].keywords["plan"]) or [None]
-    )
+    known = {"parse": config, "model_shape": shape, "rank_cpus": cpus, "AttentionRanks": None}
+    for name, value in known.items():
+        monkeypatch.setattr(ranks_module, name, lambda *_, value=value: value)
     model_config = SimpleNamespace(context_len=8192)
-    runner = SimpleNamespace(device="cpu", server_args=None, model_config=model_config)
-    monkeypatch.setattr(hooks.adapter, "pool_sizes", lambda runner: (8 * 8192, 8))
-    hooks.around_init_pools(lambda runner: None, runner)
-    assert planned == [said.memory]
+    runner = SimpleNamespace(server_args=None, model_config=model_config)
+    size, _ = ranks_module.size_of(runner, 8)
+    assert size.plan(8 * 8192 // 32 + 1) == said.memory
     # With the flag that it says, the arena takes the huge pages that it says.
     pages = int(said.host_gib * 2**30) // said.server.kv_bytes_per_page
-    monkeypatch.setattr(hooks.adapter, "pool_sizes", lambda runner: (32 * pages, 8))
-    hooks.around_init_pools(lambda runner: None, runner)
-    assert planned[1].arena_bytes == said.huge_pages * host_memory.HUGE_PAGE_BYTES
+    assert size.plan(pages + 1).arena_bytes == said.huge_pages * host_memory.HUGE_PAGE_BYTES

@@ -141,8 +141,6 @@ class PDCluster(ServerGroup):
     def server_url(self, which: str) -> str:
         return self._urls[which]
 
-    # -- start and end --------------------------------------------------------------------------------------
-
     def __exit__(self, *failure: object) -> None:
         self.stop()
         if failure[0] is not None:
@@ -181,8 +179,6 @@ class PDCluster(ServerGroup):
     def all_servers(self) -> list[ServerProcess]:
         return [*self.servers.values(), *([self.router] if self.router is not None else [])]
 
-    # -- requests ----------------------------------------------------------------------------------
-
     def generate(
         self, prompts: Sequence[Sequence[int]], which: str = "router", **options: Any
     ) -> list[Generation]:
@@ -211,8 +207,6 @@ class PDCluster(ServerGroup):
             answer = http_json(self.server_url(which) + path, both)
             prefill.result()
         return answer
-
-    # -- state -------------------------------------------------------------------------------------
 
     def kv_offload(self, which: str = "decode") -> dict[str, Any]:
         """The offload counters of a server. KeyError when it runs without ``--kv-offload``."""

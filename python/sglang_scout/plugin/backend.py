@@ -204,17 +204,8 @@ class ScoutAttnBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attention of one layer; see :meth:`StepEngine.attend`."""
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        """Attention of one layer, of ``q`` ``[B, HQ * D]``, ``k`` and ``v``; see :meth:`StepEngine.attend`."""
         if not save_kv_cache or kwargs:
             raise NotImplementedError(
                 f"--kv-offload: attention called with save_kv_cache={save_kv_cache} and "

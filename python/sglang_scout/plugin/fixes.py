@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -290,30 +291,24 @@ def _kept(receiver: Any, status: int) -> int:
     return int(KVPoll.Transferring if held else KVPoll.Failed)
 
 
-class Sender:
-    """A thread-safe socket to a decode server. Send failures mean that it is gone and are dropped: an exception would
-    end the thread, and with it the transfers to all others."""
-
-    def __init__(self, sock: zmq.Socket[bytes], lock: Any) -> None:
-        self._sock, self._lock = sock, lock
-
-    def send_multipart(self, parts: Sequence[bytes]) -> None:
-        try:
-            with self._lock:
-                self._sock.send_multipart(parts)
-        except zmq.ZMQError as error:
-            logger.error(
-                "--kv-offload: a message to a decode server that is gone was lost: %s", error
-            )
-
-
 @on_prefill(f"{_KV}Manager._connect", "around")
-def around_connect_to_decode(original, manager, *args, **kwargs) -> Sender:
+def around_connect_to_decode(original, manager, *args, **kwargs) -> SimpleNamespace:
     """Serialise messages, as several threads share a socket; survive the loss of a decode server.
 
-    Parts of two messages could merge, and a request whose message is lost waits forever.
+    Parts of two messages could merge, and a request whose message is lost waits forever. If sending raised, the thread
+    would end, and with it the transfers to all others.
     """
-    return Sender(original(manager, *args, **kwargs), manager._socket_lock)
+    sock = original(manager, *args, **kwargs)
+
+    def send_multipart(parts: Sequence[bytes]) -> None:
+        try:
+            with manager._socket_lock:
+                sock.send_multipart(parts)
+        except zmq.ZMQError as error:
+            lost = "--kv-offload: a message to a decode server that is gone was lost: %s"
+            logger.error(lost, error)
+
+    return SimpleNamespace(send_multipart=send_multipart)
 
 
 # 0.5.15.post1 only.

@@ -13,7 +13,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from fastapi import HTTPException
@@ -46,19 +46,6 @@ _STATUSES = {
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
-class Limit(NamedTuple):
-    """What a client may ask of one server but not of a pair; both servers refuse it by name.
-
-    The answer is the decode server's, which lacks what only the prefill server knows: the prompt's results and the
-    first token's. SGLang says nothing. Its router adds the log-probabilities of one prompt to an answer of
-    ``/generate``, but not to a stream.
-    """
-
-    sentence: str
-    # Before SGLang's normalization: fields may be lists, and of any type. None: any value but false ones.
-    asked: Callable[[GenerateReqInput], bool] | None = None
-
-
 def _each(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
@@ -80,39 +67,39 @@ def _prompt_logprobs(request: GenerateReqInput) -> bool:
     return bool(request.stream) or any(of_several) or any(_each(request.top_logprobs_num))
 
 
+# What a client may ask of one server but not of a pair; both servers refuse it by name.
+#
+# The answer is the decode server's, which lacks what only the prefill server knows: the prompt's results and the first
+# token's. SGLang says nothing. Its router adds the log-probabilities of one prompt to an answer of ``/generate``, but
+# not to a stream.
 _NONE_FOR_PROMPT = "a prefill-decode pair has none for the prompt; drop the field"
 _ONLY_TOKENS = "not supported by a prefill-decode pair; send text or input_ids"
-LIMITS = {
-    "n": Limit(
-        "a prefill-decode pair gives one answer per request; send the request again for another",
-        lambda request: any(n not in (None, 1) for n in _sampling(request, "n")),
+LIMITS: dict[str, str] = {
+    "n": "a prefill-decode pair gives one answer per request; send the request again for another",
+    "logprob_start_len": "a prefill-decode pair returns log-probabilities of the prompt (in OpenAI's API: echo with "
+    "logprobs) only from /generate, for one prompt, without stream and top_logprobs_num",
+    "token_ids_logprob": "a prefill-decode pair has none for the first token; use top_logprobs_num",
+    "max_new_tokens": "must be at least 1 with return_logprob: a prefill-decode pair always computes a token",
+    "return_hidden_states": "a prefill-decode pair has none for the prompt and the first token; drop the field",
+    "return_routed_experts": _NONE_FOR_PROMPT,
+    "return_indexer_topk": _NONE_FOR_PROMPT,
+    "input_embeds": _ONLY_TOKENS,
+    "positional_embed_overrides": _ONLY_TOKENS,
+    "session_params": "a prefill-decode pair has no sessions; send the whole prompt",
+}
+# Whether it is asked for, before SGLang's normalization: fields may be lists, and of any type. Others: if any is true.
+_ASKED: dict[str, Callable[[GenerateReqInput], bool]] = {
+    "n": lambda request: any(n not in (None, 1) for n in _sampling(request, "n")),
+    "logprob_start_len": _prompt_logprobs,
+    "token_ids_logprob": lambda request: (
+        _logprob(request) and any(a is not None for a in _each(request.token_ids_logprob))
     ),
-    "logprob_start_len": Limit(
-        "a prefill-decode pair returns log-probabilities of the prompt (in OpenAI's API: echo with logprobs) only from "
-        "/generate, for one prompt, without stream and top_logprobs_num",
-        _prompt_logprobs,
+    "max_new_tokens": lambda request: (
+        _logprob(request) and 0 in _sampling(request, "max_new_tokens")
     ),
-    "token_ids_logprob": Limit(
-        "a prefill-decode pair has none for the first token; use top_logprobs_num",
-        lambda request: (
-            _logprob(request) and any(a is not None for a in _each(request.token_ids_logprob))
-        ),
+    "positional_embed_overrides": lambda request: (
+        getattr(request, "positional_embed_overrides", None) is not None
     ),
-    "max_new_tokens": Limit(
-        "must be at least 1 with return_logprob: a prefill-decode pair always computes a token",
-        lambda request: _logprob(request) and 0 in _sampling(request, "max_new_tokens"),
-    ),
-    "return_hidden_states": Limit(
-        "a prefill-decode pair has none for the prompt and the first token; drop the field"
-    ),
-    "return_routed_experts": Limit(_NONE_FOR_PROMPT),
-    "return_indexer_topk": Limit(_NONE_FOR_PROMPT),
-    "input_embeds": Limit(_ONLY_TOKENS),
-    "positional_embed_overrides": Limit(
-        _ONLY_TOKENS,
-        lambda request: getattr(request, "positional_embed_overrides", None) is not None,
-    ),
-    "session_params": Limit("a prefill-decode pair has no sessions; send the whole prompt"),
 }
 
 
@@ -122,10 +109,10 @@ def before_normalize(request: GenerateReqInput) -> None:
 
     Before SGLang makes ``n`` requests of it, with one bootstrap room for all.
     """
-    for field, limit in LIMITS.items():
+    for field, sentence in LIMITS.items():
         given = getattr(request, field, None)  # not in every release
-        if any(_each(given)) if limit.asked is None else limit.asked(request):
-            raise ValueError(f"{field}: {limit.sentence}")
+        if _ASKED[field](request) if field in _ASKED else any(_each(given)):
+            raise ValueError(f"{field}: {sentence}")
 
 
 @functools.cache

@@ -21,8 +21,6 @@ from sglang_scout.core.config import (
     parse_config,
 )
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.forecast import trained_weights
-from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin import limits
 from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import apply, hook, hooks_of
@@ -128,12 +126,11 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
     limits.check_deployment(self, config)
     if self.disaggregation_mode == "decode":
         check_files(config)
-    profile = None if config.recall_profile is None else load_profile(config.recall_profile)
     _apply_defaults(self)
     original(self)
     if self.disaggregation_mode == "decode":
         limits.check_resolved_graphs(adapter.resolved(self), config)
-    limits.check_model(self, config, profile, trained_weights(config))
+    limits.check_model(self, config)
     apply(hooks_of("http"))
     # After halves.py has read the first, which knows better than a timeout whether the other half of a request waits
     # in a queue or is lost. A queue of long prompts takes longer than SGLang's 300 s.

@@ -11,8 +11,8 @@ from sglang.srt.utils import get_device
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_socket_folder
-from sglang_scout.core.forecast import PageWeights, check_weights, weights_file
-from sglang_scout.core.profile import RecallProfile, check_profile
+from sglang_scout.core.forecast import check_weights, trained_weights, weights_file
+from sglang_scout.core.profile import check_profile, load_profile
 from sglang_scout.core.served_models import DTYPES, FP8_KV, check_architecture, check_attention
 from sglang_scout.ops import triton
 from sglang_scout.plugin.model import TORCH_DTYPES, model_identity
@@ -64,22 +64,15 @@ _KEPT = {
     f"of K, where K, V and digests are told apart by position; {_CHECKSUMS}",
 }
 _AS_GOOD = ("auto", "sglang", "cpu_tensor")  # of --model-impl and of ...-retraction-backup
-_SUMMED_BY_PLACE = (
-    "with --kv-offload the other requests of a batch decide which pages of a request are on the device, and so in "
-    "which order its attention is summed; drop the flag, or serve without --kv-offload"
-)
-_WEIGHTS_ELSEWHERE = (
-    "--kv-offload predicts the queries of a layer before it runs, from weights that are on the device; drop the flag, "
-    "or spread the weights with --tp-size"
-)
-# Fields that a decode server must leave as they are, and why: any, and one on a CUDA device.
-_UNSET_ON_DECODE = {
-    "enable_deterministic_inference": _SUMMED_BY_PLACE,
-    "rl_on_policy_target": _SUMMED_BY_PLACE,  # which implies it
+# The same on a decode server, and on one on a CUDA device.
+_KEPT_ON_DECODE = {
+    "enable_deterministic_inference rl_on_policy_target": "with --kv-offload the other requests of a batch decide "
+    "which pages of a request are on the device, and so in which order its attention is summed; drop the flag, or "
+    "serve without --kv-offload",
 }
-_UNSET_ON_CUDA = {
-    "cpu_offload_gb": _WEIGHTS_ELSEWHERE,
-    "offload_group_size": _WEIGHTS_ELSEWHERE,
+_KEPT_ON_CUDA = {
+    "cpu_offload_gb offload_group_size": "--kv-offload predicts the queries of a layer before it runs, from weights "
+    "that are on the device; drop the flag, or spread the weights with --tp-size",
     # SGLang runs it in pieces, and fails if the graphs are not piecewise.
     "debug_cuda_graph": "--kv-offload runs a decode step as one CUDA graph or without graphs; drop the flag, or set "
     "--cuda-graph-backend-decode disabled instead to run without graphs",
@@ -93,6 +86,14 @@ def flag_of(name: str) -> str:
 
 def _refuse(args: ServerArgs, name: str, why: str) -> NoReturn:
     raise ConfigError(f"{flag_of(name)} {getattr(args, name)}: {why}")
+
+
+def _check_kept(args: ServerArgs, kept: dict[str, str], says: str = "{}") -> None:
+    for names, why in kept.items():
+        for name in names.split():
+            value = getattr(args, name, None)
+            if value and value != adapter.default_of(name) and value not in _AS_GOOD:
+                _refuse(args, name, says.format(why))
 
 
 def device_of(args: ServerArgs) -> str:
@@ -128,11 +129,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
     if (backend := args.disaggregation_transfer_backend) not in TRANSFER_BACKENDS:
         why = f"not supported with {policy}; choose one of {', '.join(TRANSFER_BACKENDS)}"
         _refuse(args, "disaggregation_transfer_backend", why + _NIXL * (backend == "nixl"))
-    for names, why in _KEPT.items():
-        for name in names.split():
-            value = getattr(args, name, None)
-            if value and value != adapter.default_of(name) and value not in _AS_GOOD:
-                _refuse(args, name, f"not supported with {policy}{why}; drop one of the two")
+    _check_kept(args, _KEPT, f"not supported with {policy}{{}}; drop one of the two")
     if config.dummy_kv and backend != "fake":
         raise ConfigError(
             "--kv-offload-config: dummy_kv = true overwrites what a prefill server sends; drop it, or "
@@ -174,9 +171,7 @@ def _check_decode(args: ServerArgs, config: OffloadConfig, policy: str) -> None:
         _refuse(args, "decode_attention_backend", why)
     device, on_cuda = device_of(args), device_of(args) == "cuda"
     on_device = uses_graph_transport(config, device)
-    for name, why in (_UNSET_ON_DECODE | (_UNSET_ON_CUDA if on_cuda else {})).items():
-        if getattr(args, name) not in (None, False, 0, -1):
-            _refuse(args, name, why)
+    _check_kept(args, _KEPT_ON_DECODE | (_KEPT_ON_CUDA if on_cuda else {}))
     of_transport = f"--kv-offload-config: transport = {config.transport!r}"
     if config.transport == "host" and on_cuda:
         raise ConfigError(f"{of_transport} needs --device cpu; drop the key")
@@ -233,13 +228,10 @@ def check_context(context_tokens: int, page_size: int) -> None:
         )
 
 
-def check_model(
-    server_args: Any,
-    config: OffloadConfig,
-    profile: RecallProfile | None,
-    weights: PageWeights | None,
-) -> None:
+def check_model(server_args: Any, config: OffloadConfig) -> None:
     """Refuse a model that the decode step does not support, or that the files do not match."""
+    path = config.recall_profile
+    profile, weights = None if path is None else load_profile(path), trained_weights(config)
     model = f"--model-path {server_args.model_path}"
     policy = f"--kv-offload {server_args.kv_offload}"
     served = adapter.model_config(server_args)
@@ -275,7 +267,7 @@ def check_model(
     if profile is not None:
         check_profile(
             profile,
-            server_args.kv_offload_recall_profile,
+            path,
             num_layers=served.num_hidden_layers,
             config=config,
             model=server_args.model_path,

@@ -39,16 +39,15 @@ def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
     """Append digests and hints to K and V, in lists of the buffers' pointers, bytes and item bytes."""
     middle = len(infos[0]) // 2
     groups = [digests.parts, *([digests.hints.parts] if digests.hints else [])]
-    extra = [
-        tuple(
-            [of(t) for part in parts for t in part]
-            for of in (torch.Tensor.data_ptr, lambda t: t.nbytes, lambda t: t[0].nbytes)
+
+    def put(values: list[int], of: Callable[[torch.Tensor], int]) -> list[int]:
+        first, second = (
+            [of(t) for part in parts for t in part] for parts in zip(*groups, strict=True)
         )
-        for parts in zip(*groups, strict=True)
-    ]
-    pointers, lengths, items = (
-        infos[i][:middle] + extra[0][i] + infos[i][middle:] + extra[1][i] for i in range(3)
-    )
+        return values[:middle] + first + values[middle:] + second
+
+    about = torch.Tensor.data_ptr, lambda t: t.nbytes, lambda t: t[0].nbytes
+    pointers, lengths, items = map(put, infos, about)
     return pointers, lengths, items
 
 
@@ -153,16 +152,10 @@ class HostKVPool(MHATokenToKVPool):
 class DigestKVPool(MHATokenToKVPool):
     """Prefill side: SGLang's pool, with digests that are sent along."""
 
-    def __init__(
-        self,
-        *args: Any,
-        shape: ModelShape,
-        rule: SelectionRule,
-        weights: PageWeights | None,
-        hints: bool,
-        **kwargs: Any,
+    def add_digests(
+        self, shape: ModelShape, rule: SelectionRule, weights: PageWeights | None, hints: bool
     ) -> None:
-        super().__init__(*args, **kwargs)
+        """Before SGLang asks for the buffers to be transferred."""
         self.shape, self.rule = shape, rule
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
         pages = self.host_pages.num_pages

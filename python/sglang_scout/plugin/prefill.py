@@ -84,15 +84,11 @@ def around_init_pools(original, runner, **given):
     config, build = parse(runner.server_args), functools.partial(original, runner, **given)
     if not config.prefill_digests:
         return build_pools(build, runner)[0]
+    result, pool, allocator = build_pools(build, runner, DigestKVPool)
     shape = model_shape(runner)
-    make_pool = functools.partial(
-        DigestKVPool,
-        shape=shape,
-        rule=make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).rule,
-        weights=rank_weights(config),
-        hints=bool(hint_bytes(config, shape.num_layers)),
-    )
-    result, pool, allocator = build_pools(build, runner, make_pool)
+    rule = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).rule
+    hints = bool(hint_bytes(config, shape.num_layers))
+    pool.add_digests(shape, rule, rank_weights(config), hints)
     allocator.listener = DigestListener(pool.digests)
     return result
 

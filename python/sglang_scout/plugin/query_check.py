@@ -85,18 +85,15 @@ def with_probe(runner: Any) -> QueryProbe:
     for weight in runner.model.parameters():
         # A layer's output is as large as the residual: an omission of either is detected.
         weight.data.normal_(float(weight.dim() == 1), weight.shape[-1] ** -0.5)
-    layers, attention = decoder_layers(runner.model), runner.attn_backend
-    probe, decode = QueryProbe(make_projectors(layers)), attention.forward_decode
+    layers = decoder_layers(runner.model)
+    probe = QueryProbe(make_projectors(layers))
+
+    def before_attention(attn: Any, given: tuple[torch.Tensor, ...]) -> None:
+        probe.query(attn.layer_id, given[0].view(-1, attn.tp_q_head_num, attn.qk_head_dim))
+
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(before_layer(index, probe.layer_input), with_kwargs=True)
-
-    def forward_decode(
-        q: torch.Tensor, k: Any, v: Any, layer: Any, *more: Any, **named: Any
-    ) -> Any:
-        probe.query(layer.layer_id, q.view(-1, layer.tp_q_head_num, layer.qk_head_dim))
-        return decode(q, k, v, layer, *more, **named)
-
-    attention.forward_decode = forward_decode
+        layer.self_attn.attn.register_forward_pre_hook(before_attention)  # type: ignore[union-attr]
     return probe
 
 
