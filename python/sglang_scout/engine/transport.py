@@ -196,7 +196,6 @@ def device_ring(
         arena.address,
         arena.layout(),
         arena.spec,
-        parts=worker.parts,
         split=worker.split,
         timeout_us=int(timeout_s * 1e6),
         device=device,
