@@ -208,18 +208,16 @@ def ring_calls() -> Iterator[Case]:
     out, lse = empty(16, 40, 128), empty(16, 40)
     spec = ArenaSpec(40, 4096, 32, 8, 40, 128, "bfloat16", 0.1, 16, 64, q_dtype="bfloat16")
     place = 1 << 46, layout_of(spec)
-    ring = DeviceRing(*place, spec, parts=0, split=Split(36, 8, 4), timeout_us=1000, device="meta")
+    ring = DeviceRing(*place, spec, split=Split(36, 8, 4), timeout_us=1000, device="meta")
     chosen_pages = empty(16, 64, dtype=I32)
     yield doorbell.post, "", (ring, 7, out, chosen_pages, empty(16, dtype=I32))
     yield doorbell.merge, "", (ring, 7, out, lse, lse, BF16)
-    ring.parts = 1
     one = out[:1], chosen_pages[:1, :1], empty(1, dtype=I32)
     yield doorbell.post, " of one page", (ring, 1, *one)
     yield doorbell.merge, " of one row", (ring, 1, out[:1], lse[:1], None, F32)
     # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
     one_layer = dataclasses.replace(spec, num_layers=1, q_dtype="float32")
-    split_by = {"parts": 1, "split": Split()}
-    ring = DeviceRing(*place, one_layer, **split_by, timeout_us=10_000_000, device="meta")
+    ring = DeviceRing(*place, one_layer, split=Split(), timeout_us=10_000_000, device="meta")
     yield doorbell.post, " without a split", (ring, 0, out, chosen_pages, empty(16, dtype=I32))
     yield doorbell.merge, " after a long wait", (ring, 0, out.to(BF16), lse, None, BF16)
 

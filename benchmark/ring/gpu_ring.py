@@ -51,7 +51,7 @@ class Server:
         self._producer = _native.RingProducer(arena.address, arena.nbytes)  # to read the counters
         self.runtime = _native.RingRuntime(arena.address, arena.nbytes, EPOCH, cpus, SPIN_US, 1)
         self.ring = DeviceRing(
-            arena.address, arena.layout, arena.spec, parts=1, timeout_us=5_000_000, device=device
+            arena.address, arena.layout, arena.spec, timeout_us=5_000_000, device=device
         )
 
     def records(self) -> int:

@@ -61,7 +61,7 @@ class GraphWorker(MiniWorker):
             self.producer.set_live_epoch(self.epoch)
         self.attendant = _native.RingAttendant(self.producer, 50)
         self.ring = DeviceRing(
-            arena.address, arena.layout, arena.spec, parts=1, timeout_us=20_000_000, device="cpu"
+            arena.address, arena.layout, arena.spec, timeout_us=20_000_000, device="cpu"
         )
         return GraphTransport(self.ring, lambda: self.epoch)
 

@@ -211,7 +211,6 @@ def test_the_ring_between_steps(on_cuda):
         1 << 46,
         layout_of(spec),
         spec,
-        parts=0,
         timeout_us=1000,
         device="cuda",
         faults=torch.zeros(1, dtype=torch.int64),

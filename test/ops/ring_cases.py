@@ -52,8 +52,8 @@ def settle():
         torch.cuda.synchronize()
 
 
-def ring_of(arena, epoch=0, step=0, timeout_us=20_000_000, parts=1, **more):
-    how = {"parts": parts, "timeout_us": timeout_us, "device": DEVICE} | more
+def ring_of(arena, epoch=0, step=0, timeout_us=20_000_000, **more):
+    how = {"timeout_us": timeout_us, "device": DEVICE} | more
     ring = DeviceRing(arena.address, arena.layout, arena.spec, **how)
     ring.set_epoch(epoch)
     ring.begin_step(step)

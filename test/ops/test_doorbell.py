@@ -48,8 +48,7 @@ def attended(arena):
 
 
 @KINDS
-@pytest.mark.parametrize("parts", [2, 0])
-def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
+def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena):
     """Except the bell, which is the producer's futex."""
     lists = arena.spec.lists
     requests = [
@@ -68,7 +67,7 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
         q = q.view(len(n), -1).masked_fill(n[:, None] == 0, 0.0)
         producer.post(
             layer, step, len(n), q.data_ptr(), pages.data_ptr(), pages.shape[1], n.data_ptr(),
-            parts, q.nbytes,
+            0, q.nbytes,
         )  # fmt: skip
     ring = RingView(arena)
     assert int(ring.bell["count"]) == len(requests)
@@ -77,14 +76,13 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     for part in ring_cases.shared_bytes(arena)[1:]:
         part[:] = 0
 
-    device = ring_of(arena, epoch, parts=parts, split=SPLIT)
+    device = ring_of(arena, epoch, split=SPLIT)
     for layer, step, (q, pages, n) in requests:
         device.begin_step(step)
         device.post(layer, q, pages, n)
     for got, want in zip(ring_cases.shared_bytes(arena), expected, strict=True):
         assert np.array_equal(got, want)
-    runs = {int(ring.record(slot)["parts"]) for slot in (0, 3, 4, 5)}
-    assert runs == {2} if parts else len(runs) > 1
+    assert len({int(ring.record(slot)["parts"]) for slot in (0, 3, 4, 5)}) > 1
     assert device.state.tolist() == [epoch, 9, len(requests), 0]
     assert device.errors() == []
 
@@ -114,18 +112,18 @@ def test_the_rule_for_runs_in_a_kernel():
 
 
 @KINDS
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("split", [Split(), SPLIT])
 @pytest.mark.parametrize("has_worker", [True, False])
-def test_answers_are_merged(arena, attended, parts, has_worker):
+def test_answers_are_merged(arena, attended, split, has_worker):
     """Of threads that sleep as soon as there is no work; without a worker, as after its death, the attendant's."""
     producer, attendant = attended
     epoch, cpu = producer.next_epoch(), sorted(os.sched_getaffinity(0))[-1]
     threads = None
     if has_worker:
-        threads = _native.RingRuntime(arena.address, arena.nbytes, epoch, [cpu], 0, parts)
+        threads = _native.RingRuntime(arena.address, arena.nbytes, epoch, [cpu], 0, split.most)
         producer.set_live_epoch(epoch)
     try:
-        ring = ring_of(arena, epoch, parts=parts)
+        ring = ring_of(arena, epoch, split=split)
         posted = sum(exchange(arena, ring, step) for step in range(1, 4))  # slots are reused
         assert ring.state[2] == 3 * LAYERS
         assert attendant.pages() == (0 if has_worker else posted)

@@ -192,7 +192,6 @@ def device_ring(
         arena.address,
         arena.layout,
         arena.spec,
-        parts=0,
         split=worker.split,
         timeout_us=int(timeout_s * 1e6),
         device=device,

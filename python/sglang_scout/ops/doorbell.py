@@ -30,7 +30,7 @@ class DeviceRing:
     Args:
         address: of the ring as seen by the device.
         layout, spec: a `worker.ring.Layout` and a `worker.ring.ArenaSpec`.
-        parts: runs of pages that each row is split into; 0: according to ``split``, a `worker.ring.Split`.
+        split: into how many runs the pages of each row are split, a `worker.ring.Split`.
         timeout_us: how long a merge waits for CPU attention, above 0.
         faults: [R] int64 in host memory that the device can write to, one word for each of R ranks that step together.
             None: one word, allocated here.
@@ -49,7 +49,6 @@ class DeviceRing:
         layout: Any,
         spec: Any,
         *,
-        parts: int,
         timeout_us: int,
         device: torch.device | str,
         split: tuple[int, int, int] = (1, 1, 1),
@@ -57,7 +56,7 @@ class DeviceRing:
         rank: int = 0,
     ) -> None:
         self.address, self.layout, self.spec = address, layout, spec
-        self.parts, self.split, self.timeout_us = parts, split, timeout_us
+        self.split, self.timeout_us = split, timeout_us
         self._heads, L = (spec.num_q_heads, spec.head_dim), spec.num_layers
         self.state = torch.zeros(4, dtype=torch.int64, device=device)
         self.open_seq, self.awaited, self.answered = self.state.new_zeros(3, 2 * L).unbind()

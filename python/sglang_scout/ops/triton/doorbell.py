@@ -159,7 +159,7 @@ def runs_of(sequences, total, largest, threads, most, least_pages):
 @triton.jit(do_not_specialize=["layer"])
 def post_kernel(
     q, pages, n_pages, state, open_seq, awaited, asked, arrivals, control, log, records,
-    replies, record_stride, reply_stride, pages_offset, n_pages_offset, layer, rows, parts, threads, most, least_pages,
+    replies, record_stride, reply_stride, pages_offset, n_pages_offset, layer, rows, threads, most, least_pages,
     nodes, k, max_pages, max_batch, log_entries,
     L: tl.constexpr, WIDTH: tl.constexpr, Q_OFFSET: tl.constexpr, Q_BF16: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -217,7 +217,7 @@ def post_kernel(
             seq = (epoch << 40) | post
             tl.store(at_half(record + RECORD_LAYER), layer)
             tl.store(at_half(record + RECORD_ROWS), rows)
-            tl.store(at_half(record + RECORD_PARTS), tl.where(parts > 0, parts, runs))
+            tl.store(at_half(record + RECORD_PARTS), runs)
             tl.store(at_word(record + RECORD_STEP), step)
             store_release(at_word(record + RECORD_SEQ), seq)
             for node in range(0, nodes):
@@ -241,7 +241,7 @@ def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.
         q, pages, n_pages, ring.state, ring.open_seq, ring.awaited, ring.asked, ring.arrivals,
         ring.address + at.control_offset, ring.address + at.log_offset,
         ring.address + at.records_offset, ring.address + at.replies_offset, at.record_stride,
-        at.reply_stride, at.pages_offset, at.n_pages_offset, layer, rows, ring.parts, *ring.split,
+        at.reply_stride, at.pages_offset, at.n_pages_offset, layer, rows, *ring.split,
         spec.num_nodes, k, spec.max_pages, spec.max_batch, at.log_entries, spec.num_layers, width,
         at.q_offset, spec.q_dtype == "bfloat16", min(2048, triton.next_power_of_2(width)),
         min(1024, max(16, triton.next_power_of_2(k))),
