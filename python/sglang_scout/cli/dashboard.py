@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until stopped. Returns 0."""
     if not args.decode.startswith(("http://", "https://")):
         raise ConfigError(f"--decode {args.decode!r}: not a URL; give it as http://HOST:PORT")
     url = f"http://{HOST}:{args.port}"

@@ -246,7 +246,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs all checks, prints them, returns the exit code."""
     results = {name: outcome(check) for name, check in checks(args).items()}
     ok = not any(check.failed for check in results.values())
     if args.json:
