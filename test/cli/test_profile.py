@@ -21,7 +21,6 @@ from sglang_scout.core.profile import (
     choose_interval,
     config_digest,
     load_profile,
-    save_profile,
     selection_of,
     smooth,
 )
@@ -84,13 +83,6 @@ PROFILE = RecallProfile(
     made_by="this test",
     selection=selection_of(CONFIG),
 )
-
-
-def test_round_trip(tmp_path):
-    path = tmp_path / "p.json"
-    save_profile(PROFILE, str(path))
-    assert load_profile(str(path)) == PROFILE
-    assert len(path.read_text().splitlines()) == len(PROFILE.__struct_fields__)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +166,7 @@ def test_the_command(tmp_path, capsys):
     assert main([*command, "--json", "--plot", str(tmp_path / "p.png")]) == 0
     found = load_profile(str(output))
     assert msgspec.to_builtins(found) == json.loads(capsys.readouterr().out)
+    assert len(output.read_text().splitlines()) == len(found.__struct_fields__)
     # From age 3 on; round(4 * 0.02 * age) is 0 up to age 6, then one page of four, 0.25.
     assert found.intervals == [4, 1] and found.threshold == BETA
     assert found.query_cosine == [None, 0.5]

@@ -181,9 +181,8 @@ def idle(m: Model, own: int, epoch: int, cursor: int):
     if head != cursor:
         cursor = max(cursor, head - m.log_entries)
         number, slot = yield LOAD, m.log_at(cursor + 1)
-        return (
-            (visit, own, epoch, cursor, slot, 0) if number == cursor + 1 else (*again, cursor + 1)
-        )
+        found = number == cursor + 1
+        return (visit, own, epoch, cursor, slot, 0) if found else (*again, cursor + 1)
     hurries = m.bug == "head before sleepers"
     if hurries and (yield LOAD, HEAD) != cursor:
         return *again, cursor

@@ -132,19 +132,23 @@ class Search:
                 groups[i % self.m.nodes].append(i)
         return product(*(combinations(x, min(len(x), self.m.items)) for x in groups))
 
-    def killed(self, state: tuple) -> tuple:
-        """Memory and threads after a kill: stores of killed threads drain; they take no further steps."""
-        memory, (producer, *workers), *_ = state
-        for word, value in (store for worker in workers for store in worker[3]):
-            memory = put(memory, word, value)
-        return memory, (producer, *(self.thread(ring.end) for _ in workers))
+    def killed(self, state: tuple):
+        """Memory and threads after a kill: stores that a thread has made drain. Those in its buffer here may have been
+        made, or be about to be made."""
+        before, (producer, *workers), *_ = state
+        for counts in product(*(range(len(worker[3]) + 1) for worker in workers)):
+            memory = before
+            for (*_, buffer), count in zip(workers, counts, strict=True):
+                for word, value in buffer[:count]:
+                    memory = put(memory, word, value)
+            yield memory, (producer, *(self.thread(ring.end) for _ in workers))
 
     def deaths(self, state: tuple):
         """It dies and that is detected, or it is abandoned first and killed afterwards."""
         memory, threads, (step, epoch, deaths), executed = state
         if step == "up" and deaths > 0:
             after = ("retire", epoch, deaths - 1), executed
-            yield "dies", (*self.killed(state), *after)
+            yield from (("dies", (*killed, *after)) for killed in self.killed(state))
             yield "is given up", (memory, threads, *after)
 
     def supervise(self, state: tuple):
@@ -159,7 +163,9 @@ class Search:
             if self.wanted(producer)[0] == ring.ASLEEP:
                 producer = self.given(producer)
         elif step == "kill":
-            memory, (producer, *workers) = self.killed(state)
+            after = (following[step], epoch, deaths), executed
+            yield from ((step, (*killed, *after)) for killed in self.killed(state))
+            return
         elif step == "start":
             epoch += 1
             workers, memory = self.workers(epoch, memory[ring.HEAD]), put(memory, ring.SLEEPERS, 0)

@@ -37,13 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until stopped. Returns 0."""
     if not args.decode.startswith(("http://", "https://")):
         raise ConfigError(f"--decode {args.decode!r}: not a URL; give it as http://HOST:PORT")
     url = f"http://{HOST}:{args.port}"
     text = json.dumps({"url": url}) if args.json else f"dashboard of {args.decode}: {url}"
     print(text, flush=True)
-    uvicorn.run(app(args.decode), host=HOST, port=args.port, loop="uvloop", log_level="warning")
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.get("/")(lambda: FileResponse(PAGE))
+    app.get("/view")(Poller(args.decode).view)
+    uvicorn.run(app, host=HOST, port=args.port, loop="uvloop", log_level="warning")
     return 0
 
 
@@ -77,14 +79,6 @@ class Poller:
         at, before = self._before or (now - 1.0, state)
         self._before = now, state
         return view(before, state, now - at)
-
-
-def app(decode_url: str) -> FastAPI:
-    """The page at ``/``, its numbers at ``/view``."""
-    made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    made.get("/")(lambda: FileResponse(PAGE))
-    made.get("/view")(Poller(decode_url).view)
-    return made
 
 
 def view(before: State, now: State, seconds: float) -> dict[str, Any]:

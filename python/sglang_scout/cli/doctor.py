@@ -40,6 +40,7 @@ MISSING = {
     "fetch": "missing pages are copied to the device; the CPU computes no attention",
 }
 WITH_FEEDBACK = "the CPU attends to the tokens kept from outside the window"
+Run = Callable[[], CompletedProcess[str]]
 
 
 def pinned(distribution: str) -> str | None:
@@ -58,13 +59,7 @@ def check_python() -> Check:
     return Check(found, fix if sys.version_info >= (3, 13) else "", values)
 
 
-def run_query_check() -> CompletedProcess[str]:
-    """SGLang on a tiny model, on the CPU even if there is a GPU."""
-    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    return python("-m", "sglang_scout.plugin.query_check", **on_cpu)
-
-
-def check_sglang(query_check: Callable[[], CompletedProcess[str]]) -> Check:
+def check_sglang(query_check: Run) -> Check:
     supported = list(ADAPTERS)
     fix = f"pip install sglang=={supported[0]}; supported are only {' and '.join(supported)}"
     try:
@@ -82,7 +77,7 @@ def check_sglang(query_check: Callable[[], CompletedProcess[str]]) -> Check:
     return Check(found, values=values)
 
 
-def check_queries(query_check: Callable[[], CompletedProcess[str]]) -> Check:
+def check_queries(query_check: Run) -> Check:
     """Whether SGLang's layers get the inputs that queries are predicted from."""
     done = query_check()
     if done.returncode != 0:
@@ -179,7 +174,9 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
     Raises:
         ConfigError: ``args.cpus`` is not a list of CPUs of this process.
     """
-    query_check = cache(run_query_check)  # it takes seconds
+    # SGLang on a tiny model, on the CPU even if there is a GPU. It takes seconds.
+    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    query_check = cache(lambda: python("-m", "sglang_scout.plugin.query_check", **on_cpu))
     given = None if args.cpus is None else list(parse_cpu_list(args.cpus, flag="--cpus"))
     found: dict[str, Callable[[], Check]] = {
         "python": check_python,
@@ -246,7 +243,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs all checks, prints them, returns the exit code."""
     results = {name: outcome(check) for name, check in checks(args).items()}
     ok = not any(check.failed for check in results.values())
     if args.json:

@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes, writes and prints a profile. Returns 0."""
     files = {"STEP_LOG": args.step_log, "--output": args.output, "--plot": args.plot}
     check_different({f"profile: {flag} {path!r}": path for flag, path in files.items() if path})
     profile = profile_of(read_step_log(args.step_log), args.threshold)
@@ -107,7 +106,6 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
 
 
 def as_text(profile: RecallProfile) -> str:
-    """The profile as text."""
     beta, last = profile.threshold, len(profile.samples)
     rows = [("layer", "interval", "ratio after 1 step", "at the interval", f"after {last}")]
     for layer, (interval, curve) in enumerate(zip(profile.intervals, profile.curves, strict=True)):

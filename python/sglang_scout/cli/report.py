@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report. Returns 0."""
     found = report_of(read_step_log(args.step_log))
     print(json.dumps(found) if args.json else as_text(found))
     return 0

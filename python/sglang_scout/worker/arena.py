@@ -24,8 +24,6 @@ from sglang_scout.worker.arena_fits import bytes_now, check_fits, describe, pool
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
 from sglang_scout.worker.ring import ArenaSpec, layout_of, node_spans, read_header, write_header
 
-__all__ = ["Arena", "ArenaSpec"]
-
 logger = logging.getLogger(__name__)
 
 MEMFD_NAME = "sglang-scout"

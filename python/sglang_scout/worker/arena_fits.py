@@ -53,22 +53,19 @@ class Place:
         return bisect_left(range(1, spec.num_pages), True, key=too_many)
 
 
-def memory(nodes: Sequence[int] = ()) -> Place:
-    return Place(mmap.PAGESIZE, lambda node: host_memory.available_bytes(node), nodes)
-
-
 def pool(nodes: Sequence[int] = (), arenas: int = 1) -> Place:
     return Place(HUGE_PAGE_BYTES, host_memory.free_pool_bytes, nodes, arenas)
 
 
 def check_fits(spec: ArenaSpec, nodes: Sequence[int]) -> None:
     """Raises ArenaError if memory outside of the pool has no room for it."""
-    node, needed, free = memory(nodes).shortest(spec)
+    place = Place(mmap.PAGESIZE, host_memory.available_bytes, nodes)
+    node, needed, free = place.shortest(spec)
     if needed <= free:
         return
     if node is None:
         what = f"{describe(spec)} does not fit: {gib(free)} of host memory are available"
-        fix = f"lower num_pages={spec.num_pages} to at most {memory(nodes).most_pages(spec)}"
+        fix = f"lower num_pages={spec.num_pages} to at most {place.most_pages(spec)}"
     else:
         what = (
             f"{describe(spec)} is bound to NUMA nodes {list(nodes)}: node {node} would hold {gib(needed)} and has "

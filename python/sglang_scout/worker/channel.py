@@ -156,7 +156,11 @@ class Channel:
         self._socket.close(0)
 
     def _accept(self, frames: list[zmq.Frame]) -> m.Message:
-        if (sender := _credentials(frames[-1])) != (os.geteuid(), self.peer_pid):
+        sender = -1, -1  # if the kernel does not tell
+        with contextlib.suppress(zmq.ZMQError, ValueError):
+            _, uid, _, pid = str(frames[-1].get("Peer-Address")).rsplit(":", 3)  # host:uid:gid:pid
+            sender = int(uid), int(pid)
+        if sender != (os.geteuid(), self.peer_pid):
             raise WorkerError(
                 f"it is from user and process {sender}, not from process {self.peer_pid}"
             )
@@ -167,11 +171,3 @@ class Channel:
         message = m.decode(rest[1], self._kind)
         self._address = address
         return message
-
-
-def _credentials(frame: zmq.Frame) -> tuple[int, int]:
-    """User and process at the other end of the connection, from the kernel; (-1, -1) if it does not tell."""
-    with contextlib.suppress(zmq.ZMQError, ValueError):
-        _, uid, _, pid = str(frame.get("Peer-Address")).rsplit(":", 3)  # host:uid:gid:pid
-        return int(uid), int(pid)
-    return -1, -1

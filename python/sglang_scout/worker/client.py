@@ -20,8 +20,6 @@ from sglang_scout.worker.messages import Configure, WorkerConfig
 from sglang_scout.worker.ring import EVENT_DTYPE, split_of
 from sglang_scout.worker.supervisor import ProcessStatus, Supervisor
 
-__all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
-
 _F32 = np.dtype(np.float32)
 _I32 = np.dtype(np.int32)
 ATTENDANT_POLL_US = 50

@@ -47,18 +47,13 @@ class WorkerProcess:
                 made.callback(self.channel.close)
                 self._process = _spawn(self.channel, epoch, arena_fd)
                 made.callback(self._kill)
-                self.channel.peer_pid = self._process.pid
-                self._pidfd = os.pidfd_open(self._process.pid)
+                self.channel.peer_pid = self.pid = self._process.pid
+                self._pidfd = os.pidfd_open(self.pid)
                 made.callback(os.close, self._pidfd)
                 self.channel.send(m.Hello())
             except (OSError, zmq.ZMQError) as e:
                 raise WorkerError(f"cannot start the CPU attention process: {e}") from e
             self._made = made.pop_all()
-
-    @property
-    def pid(self) -> int:
-        """Process id, also after its exit."""
-        return self._process.pid
 
     def wait(self, timeout_s: float, *wake_fds: int) -> tuple[list[m.Message], bool]:
         """Blocks until something happens, one of ``wake_fds`` is readable, or on timeout.
