@@ -74,8 +74,9 @@ def servers(tiny_model, trace):
 
 @pytest.fixture(scope="module")
 def undisturbed(servers):
-    """Prompts, half of which do not fit in the pool at once, and their answers."""
-    prompts = random_prompts([1500, 1300, 1100, 900] * 3 + [4000] * 4, seed=51)
+    """Prompts, half of which do not fit in the pool at once, and their answers. No selection is a tie that the order of
+    sums, which follows from the batches of a prefill, would decide: with seed 51 there is one."""
+    prompts = random_prompts([1500, 1300, 1100, 900] * 3 + [4000] * 4, seed=52)
     return prompts, servers.generate(prompts, max_new_tokens=NEW_TOKENS)
 
 
@@ -119,7 +120,7 @@ def test_clients_that_leave_at_any_time(servers, undisturbed):
     assert_idle(servers)
     before = {name: Holdings.of(servers, name) for name in servers.servers}
     load = in_flight(servers, prompts, 0)
-    leavers = random_prompts([4000, 200, 2500, 900] * 6, seed=52)
+    leavers = random_prompts([4000, 200, 2500, 900] * 6, seed=51)
 
     def leave(i):
         connection = begin_stream(servers, leavers[i])

@@ -87,17 +87,12 @@ class ScoutAttnBackend(AttentionBackend):
         max_pages = -(-context_tokens // shape.page_size)
         if in_graph:
             check_context(context_tokens, shape.page_size)
+        lists = self.config.lists(shape.num_kv_heads)
         self.engine = StepEngine(
             self.config,
             self.policy,
             shape,
-            Sizes(
-                self.plan.budget_pages,
-                self.plan.num_slots,
-                num_requests,
-                max_pages,
-                self.config.lists(shape.num_kv_heads),
-            ),
+            Sizes(self.plan.budget_pages, self.plan.num_slots, num_requests, max_pages, lists),
             self.pool.host_pages,
             make_projectors(layers, rank_weights(self.config)),
             self._graph_transport(device, of_worker.wait_timeout_s) if in_graph else self.worker,
@@ -213,13 +208,9 @@ class ScoutAttnBackend(AttentionBackend):
             )
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         self._probe.query(layer.layer_id, q)
-        out = self.engine.attend(
-            layer.layer_id,
-            q,
-            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
-            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-        )
-        return out.flatten(1)
+        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        return self.engine.attend(layer.layer_id, q, k, v).flatten(1)
 
     def close(self) -> None:
         """Stop the attention process and the copies. Also runs at interpreter exit."""

@@ -69,15 +69,9 @@ def around_init_pools(original, runner, **given):
     )
     # Every rank reads both before any allocates.
     in_pool = not pool_lacks(size.arena(num_pages), arenas=ranks.size)
-    plan = check_memory(
-        size,
-        num_pages,
-        ranks.least(available_bytes()),
-        in_pool=in_pool,
-        device_bytes=_device_bytes,
-        shared=torch.device(runner.device).type == "cpu",
-        ranks=ranks.size,
-    )
+    available, on_cpu = ranks.least(available_bytes()), torch.device(runner.device).type == "cpu"
+    memory = {"in_pool": in_pool, "device_bytes": _device_bytes, "shared": on_cpu}
+    plan = check_memory(size, num_pages, available, ranks=ranks.size, **memory)
     if tokens < context:
         logger.warning(
             "host memory holds %d tokens of KV, less than one context of %d: longer requests are "

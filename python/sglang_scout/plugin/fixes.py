@@ -387,7 +387,7 @@ def around_extend(
         k_cache, v_cache: [slots, H, D].
         lengths: total, cached and new tokens of each sequence; more, of encoders, in some releases.
     """
-    begin = 0
+    begin, scale, is_gqa = 0, options["scaling"], options["enable_gqa"]
     for i, (total, _, count) in enumerate(zip(*(x.tolist() for x in lengths[:3]), strict=True)):
         q, out = query[begin : begin + count], output[begin : begin + count]
         begin += count
@@ -399,13 +399,10 @@ def around_extend(
         k, v = (cache[slots].movedim(1, 0)[None].to(q.dtype) for cache in (k_cache, v_cache))
         columns = torch.arange(total, device=q.device)
         for part in columns[:count].split(max(1, MASK_ELEMENTS // total)):
+            mask = columns <= (part + total - count)[:, None]
+            of_part = q[part].movedim(1, 0)[None]
             found = scaled_dot_product_attention(
-                q[part].movedim(1, 0)[None],
-                k,
-                v,
-                attn_mask=columns <= (part + total - count)[:, None],
-                enable_gqa=options["enable_gqa"],
-                scale=options["scaling"],
+                of_part, k, v, mask, scale=scale, enable_gqa=is_gqa
             )
             out[part] = found[0].movedim(0, 1)
     return output

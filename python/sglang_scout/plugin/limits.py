@@ -256,20 +256,12 @@ def check_model(server_args: Any, config: OffloadConfig) -> None:
         )
     # It refuses unsupported settings.
     make_policy(Context(config, served.num_hidden_layers, 1, profile))
+    if weights is None and profile is None:
+        return
+    of_model = {"identity": model_identity(served), "model": server_args.model_path}
     if weights is not None:
-        check_weights(
-            weights,
-            (weights_file(config) or ("", ""))[1],
-            identity=model_identity(served),
-            hidden_size=served.hidden_size,
-            model=server_args.model_path,
-        )
+        file = (weights_file(config) or ("", ""))[1]
+        check_weights(weights, file, hidden_size=served.hidden_size, **of_model)
     if profile is not None:
-        check_profile(
-            profile,
-            path,
-            num_layers=served.num_hidden_layers,
-            config=config,
-            model=server_args.model_path,
-            identity=model_identity(served),
-        )
+        layers = served.num_hidden_layers
+        check_profile(profile, path, num_layers=layers, config=config, **of_model)

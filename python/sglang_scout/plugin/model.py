@@ -156,19 +156,10 @@ def _normed(norm: Any) -> Callable[..., torch.Tensor]:
 def _heads(layer: Any, heads: int, *, norm_heads: bool = True) -> Callable[..., torch.Tensor]:
     """``[B, heads, D]`` of the projection and positions ``[B]``."""
     attention, rope = layer.self_attn, layer.self_attn.rotary_emb
-    q_norm = getattr(attention, "q_norm", None) if norm_heads else None
-    weight, epsilon = (None, 0.0) if q_norm is None else (q_norm.weight, q_norm.variance_epsilon)
-    return lambda q, positions: rotate_heads(
-        q,
-        weight,
-        epsilon,
-        rope.cos_sin_cache,
-        positions,
-        rope.rotary_dim,
-        rope.is_neox_style,
-        heads,
-        attention.head_dim,
-    )
+    norm = getattr(attention, "q_norm", None) if norm_heads else None
+    norm_by = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+    sizes = rope.rotary_dim, rope.is_neox_style, heads, attention.head_dim
+    return lambda q, at: rotate_heads(q, *norm_by, rope.cos_sin_cache, at, *sizes)
 
 
 def _projector(index: int, layer: Any) -> QueryProjector:

@@ -140,7 +140,7 @@ def _near_cpus(runner: Any) -> list[int]:
 
 
 def size_of(runner: Any, max_batch: int) -> tuple[ServerSize, RankCpus]:
-    """What this rank's memory follows from, for SGLang's model ``runner`` of a loaded model."""
+    """What the memory of this rank follows from; ``runner`` is SGLang's, with a loaded model."""
     config, shape = parse(runner.server_args), model_shape(runner)
     cpus = rank_cpus(runner, config, AttentionRanks())
     route = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route
