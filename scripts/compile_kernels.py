@@ -37,7 +37,6 @@ from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.doorbell import DeviceRing, write_stamp
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
-from sglang_scout.ops.flash import pack_pages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.op import Op
 from sglang_scout.ops.pages import append_tokens, copy_layer_pages, stage_pages
@@ -120,7 +119,6 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
         arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1, by)
         yield mass_change_rotated, about, arguments
     yield attend_pages, "", (real_q, k, v, table, row, row, 0.1, table[0], row)
-    yield pack_pages, "", (table, row, row, S, table[0], row)
     W = min(N, 128)
     arguments = (real_q, q[..., 0], k, table, *[row] * 7, empty(B, W, H, S), 0.1, 0.1)
     yield decay_mass, "", arguments

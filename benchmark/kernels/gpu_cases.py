@@ -26,7 +26,6 @@ from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.doorbell import write_stamp
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
-from sglang_scout.ops.flash import pack_pages
 from sglang_scout.ops.pages import Pool, append_tokens, copy_layer_pages, stage_pages
 from sglang_scout.ops.predict import add_norm, rotate_heads
 from sglang_scout.ops.rotated import mass_change_rotated
@@ -83,9 +82,7 @@ def embedding_scores(pools: Pools, B: int, N: int, embeddings: torch.Tensor) -> 
     )
 
 
-def attention(
-    pools: Pools, B: int, resident: int, columns: int, kv: torch.dtype = DTYPE, impl: str = "triton"
-) -> Case:
+def attention(pools: Pools, B: int, resident: int, columns: int, kv: torch.dtype = DTYPE) -> Case:
     """Attention over ``resident`` pages per row, at random positions in a table of ``columns``."""
     q, tail, length = pools.random(B, pools.HQ, D).to(DTYPE), pools.ids(B), pools.full(S // 2, B)
     tables = []
@@ -99,24 +96,16 @@ def attention(
 
     def check() -> str:
         given, wide = arguments(tables[0]), arguments(tables[0], wide=True)
-        return difference(attend_pages, *given, impl=impl, of=wide, rounded=True)
+        return difference(attend_pages, *given, impl="triton", of=wide, rounded=True)
 
     token_bytes = 2 * pools.H * D * kv.itemsize
     return Case(
         "attend_pages",
         {"B": B, "resident": resident, "columns": columns, "kv": name_of(kv)},
         B * ((resident * S + S // 2) * token_bytes + 4 * columns) + 3 * q.nbytes + 4 * B * pools.HQ,
-        [lambda t=t: attend_pages(*arguments(t), impl=impl) for t in tables],
+        [lambda t=t: attend_pages(*arguments(t), impl="triton") for t in tables],
         check,
-        impl=impl,
-        absent="; ".join(attend_pages.reasons(*arguments(tables[0]))[impl]),
     )
-
-
-def packed(pools: Pools, B: int, columns: int) -> Case:
-    table, rows = pools.ids(B, columns, pages=pools.num_digests), pools.full(columns, B)
-    arguments = (table, pools.ids(B), pools.full(7, B), S, pools.slots(), rows)
-    return plain(pack_pages, {"B": B, "columns": columns}, B * (12 * columns + 20), *arguments)
 
 
 def selection(pools: Pools, B: int, N: int, k: int) -> Case:

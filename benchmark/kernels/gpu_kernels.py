@@ -43,8 +43,6 @@ def check_cases(pools: Pools) -> Iterator[Case]:
     for kv in (DTYPE, E4M3, E5M2):
         yield gpu_cases.attention(pools, 2, 3, 9, kv)
         yield gpu_cases.appended(pools, 2, kv)
-    yield gpu_cases.attention(pools, 2, 3, 9, impl="flash")
-    yield gpu_cases.packed(pools, 2, 9)
     on_cuda = pools.device == "cuda"
     for source in ("device", "host") if on_cuda else ("device",):
         yield from (gpu_cases.digests(pools, 3, source, kind) for kind in gpu_cases.BUILDS)
@@ -70,12 +68,9 @@ def step_cases(pools: Pools, served: Sequence[tuple[int, int]]) -> Iterator[Case
             yield gpu_cases.attention(pools, B, BUDGET_PAGES, BUDGET_PAGES, kv)
     B, N = max(served, key=lambda x: x[0] * x[1])
     yield gpu_cases.scores(pools, B, N, 0)
-    yield gpu_cases.attention(pools, B, BUDGET_PAGES, BUDGET_PAGES, impl="flash")
     for requests in (1, 4):
         if requests * N <= pools.pages:
             yield gpu_cases.attention(pools, requests, N, N)
-            yield gpu_cases.attention(pools, requests, N, N, impl="flash")
-    yield gpu_cases.packed(pools, B, BUDGET_PAGES)
     yield from (gpu_cases.appended(pools, B, kv) for kv in (DTYPE, E4M3))
     yield gpu_cases.merged(pools, B)
     yield gpu_cases.mass_changes(pools, B, BUDGET_PAGES // 8, 2)
@@ -136,22 +131,19 @@ def bandwidths(writer: rows.Writer, timer: Timer) -> dict[str, float]:
 def add_row(writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Case) -> list[str]:
     """Check and time a case. Returns its line of the table."""
     fields = {"op": case.op, "bytes_moved": case.bytes_moved, **case.sizes}
-    name = [f"{case.op} {case.impl}", " ".join(f"{key}={x}" for key, x in case.sizes.items())]
-    if case.absent:
-        writer.add(case.impl, "absent", case.absent, **fields)
-        return [*name, "absent", ""]
+    name = [case.op, " ".join(f"{key}={x}" for key, x in case.sizes.items())]
     try:
         if wrong := case.check():
             raise RuntimeError(wrong)
         found = rows.summary(timer.samples_us(case.calls))
     except Exception as error:
-        writer.add(case.impl, "failed", f"{type(error).__name__}: {error}", **fields)
+        writer.add("triton", "failed", f"{type(error).__name__}: {error}", **fields)
         print(f"{' '.join(name)}: FAILED {error}", flush=True)
         return [*name, "FAILED", ""]
     reached = case.bytes_moved / found["median_us"]
     share = reached / speed[case.resource]
     fields |= {"resource": case.resource, "bandwidth_share": round(share, 4)}
-    writer.add(case.impl, gb_per_s=round(reached / 1e3, 1), **fields, **found)
+    writer.add("triton", gb_per_s=round(reached / 1e3, 1), **fields, **found)
     line = [*name, f"{found['median_us']:.2f}", f"{share:.0%} of {case.resource}"]
     print(*line, flush=True)
     return line
@@ -183,10 +175,9 @@ def check(options: argparse.Namespace) -> str:
         wide = Pools(where, pages=9 * 2048 // 8, layers=4, heads=8)
         every = itertools.chain(every, step_cases(wide, ((1, 2048), (9, 2048))))
     for case in itertools.islice(every, share[0], None, share[1]):
-        wrong = "" if case.absent else case.check()
+        wrong = case.check()
         failed += bool(wrong)
-        said = f"absent, {case.absent}" if case.absent else wrong or "equal"
-        print(f"{case.op:19} {case.impl} {case.sizes}: {said}", flush=True)
+        print(f"{case.op:19} {case.sizes}: {wrong or 'equal'}", flush=True)
     if on_cuda:
         torch.cuda.synchronize()
     return f"{failed} cases differ" if failed else ""

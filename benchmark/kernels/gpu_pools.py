@@ -39,8 +39,6 @@ class Case:
         calls: equivalent calls on different data, to be timed.
         check: the difference from the reference, "" if none.
         resource: "device" or "bus", whose bandwidth it uses.
-        impl: of the op.
-        absent: why it cannot run here.
     """
 
     op: str
@@ -49,8 +47,6 @@ class Case:
     calls: list[Callable[[], object]]
     check: Callable[[], str]
     resource: str = "device"
-    impl: str = "triton"
-    absent: str = ""
 
 
 class Pools:

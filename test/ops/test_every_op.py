@@ -8,7 +8,6 @@ from sglang_scout.core.errors import ImplementationError
 from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
-from sglang_scout.ops.flash import pack_pages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.pages import Pool, append_tokens, copy_layer_pages, copy_tokens, stage_pages
 from sglang_scout.ops.predict import add_norm, rotate_heads
@@ -61,7 +60,6 @@ def cases():
                      n_full, real(P, N, H, S), 0.1, 0.1),
         mass_change_rotated: (q, q, *codes, table, n_full, 0.1, by[0]),
         merge_states: (real(B, HQ, D), real(B, HQ), real(B, HQ, D), real(B, HQ)),
-        pack_pages: (table, n_full, n_full, S, ints(9), n_full),
         rotate_heads: (real(B, HQ * D), real(D), 1e-6, real(9, D), torch.arange(B), D, True, HQ, D),
         salient_bits: (real(L, P, N, H, S), ints(C), ints(C), real(L, P, H)),
         score_embeddings: (real(B * H, C), real(P, H, 2, C), table, n_full),

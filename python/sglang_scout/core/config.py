@@ -256,9 +256,6 @@ class OffloadConfig:
     verify: bool = _for_tests(False, "Compare every layer with fp32 attention over host pages")
     dummy_kv: bool = _for_tests(False, "With the fake transfer backend: pages of seeded noise")
     trace_steps: int = _for_tests(64, "Steps that the trace keeps", Meta(ge=1, le=10**6))
-    attend_kernel: str = _for_tests(
-        "auto", "Attention on the device", choices=("auto", "native", "triton", "flash")
-    )
 
     @property
     def budget_pages(self) -> int:

@@ -28,7 +28,6 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.engine.attention import attention_by
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import ForkedStream, upload
@@ -45,6 +44,7 @@ from sglang_scout.engine.stores import HostPages, ModelShape, Ranks, ResidentCac
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import Fetch, GraphTransport, HostTransport, Transport
 from sglang_scout.engine.verify import Verifier
+from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.pages import Pool, append_tokens
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.residency import ResidencyTable
@@ -69,7 +69,7 @@ class StepEngine:
         is_dense: of the current step, or the one being captured; ``has_dense_steps``: whether any may be.
         requests, pages: track requests and owners of pages.
     Raises:
-        ValueError: sizes that do not fit the policy, or an ``attend_kernel`` that cannot run.
+        ValueError: sizes that do not fit the policy.
     """
 
     def __init__(
@@ -96,7 +96,6 @@ class StepEngine:
             )
         self.resident = ResidentCache(shape, sizes.num_slots, device)
         self._device = device = self.resident.k.device  # with its index
-        self._attend = attention_by(config.attend_kernel, policy, shape, sizes, device)
         self.digests = digests = digests or DigestPool(shape, host.num_pages, device, rule.kind)
         if digests.kind != rule.kind:
             raise ValueError(f"the digests are {digests.kind}, the policy scores {rule.kind}")
@@ -146,7 +145,7 @@ class StepEngine:
 
     def _transport_to(self, worker: WorkerClient | GraphTransport, parts: Parts) -> Transport:
         if self.policy.route == "fetch":
-            return Fetch(parts, self._attend)
+            return Fetch(parts)
         if not isinstance(worker, GraphTransport):
             return HostTransport(parts, worker)
         if self.tracer.active:  # the host only launches; the timeline needs device timestamps
@@ -293,7 +292,7 @@ class StepEngine:
         slot_of = self._slot_of[layer]
         parts = self.resident.k[layer], self.resident.v[layer], pages, tail_slot, tail_len
         with self._clock.slice("attention", "attend", layer=layer):
-            here = self._attend(query, *parts, shape.scale, slot_of=slot_of, n_pages=n_pages)
+            here = attend_pages(query, *parts, shape.scale, slot_of=slot_of, n_pages=n_pages)
         if self.older is not None:
             window = parts[0], pages, slot_of, tail_slot, tail_len
             self.older.attended(layer, query, here[1], *window)

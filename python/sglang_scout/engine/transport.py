@@ -24,7 +24,7 @@ from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step_inputs import of_lists
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.ops.attend import Attend, merge_states
+from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.pages import stage_pages
 from sglang_scout.worker.arena import Arena
@@ -211,13 +211,9 @@ class Fetch(Transport):
     There is one staging slot per row and selected page, double-buffered: a layer's pages are posted before those of the
     previous layer are attended to. So every selected page has a slot. With one list per KV head, a slot holds that
     head's part of a page. Copies are launched on the stream that posts.
-
-    Args:
-        attend: `attend_pages`.
     """
 
-    def __init__(self, parts: Parts, attend: Attend) -> None:
-        self._attend = attend
+    def __init__(self, parts: Parts) -> None:
         shape, sizes, device = parts.shape, parts.sizes, parts.device
         self._shape, self._budget_pages, self._lists = shape, sizes.budget_pages, sizes.lists
         super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # no merge waits
@@ -244,7 +240,7 @@ class Fetch(Transport):
     ) -> torch.Tensor:
         rows, parity = len(query) * self._lists, layer % 2
         slots = self._there[parity, : rows * self._budget_pages].view(rows, -1)
-        part, part_lse = self._attend(
+        part, part_lse = attend_pages(
             of_lists(query, self._lists),
             *self._staged[:, parity],
             slots,

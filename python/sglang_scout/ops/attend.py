@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import torch
 
-from . import flash, native, triton
+from . import native, triton
 from .layers import KV_DTYPE_NAMES, resident_slots
 from .op import Call, Tolerance, op
-
-Partial = tuple[torch.Tensor, torch.Tensor]
-Attend = Callable[..., Partial]
-"""`attend_pages` by one of its implementations."""
 
 # Whatever the dtypes: q, K and V are multiplied with fp32 accuracy. Exception: see the result below.
 _REASON = "same fp32 products, summed in another order; vector exp within a few ulp"
@@ -45,7 +40,7 @@ def attend_pages(
     scale: float,
     slot_of: Annotated[torch.Tensor | None, "I int32"] = None,
     n_pages: Annotated[torch.Tensor | None, "B*C int32"] = None,
-) -> Partial:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from one query per request to all tokens of the given pages.
 
     s = scale q.K, lse = log sum e^s, out = sum e^(s - lse) V: FlashAttention-2 section 3.1.
@@ -63,7 +58,7 @@ def attend_pages(
         n_pages: the caller guarantees that all of a row's ``pages`` from there on are negative, so that a wide table
             costs a short request nothing. Implementations may ignore it.
     Returns:
-        (out [B, HQ, D] float32, or the dtype of q from "flash"; lse [B, HQ] float32, natural logarithm). Softmax
+        (out [B, HQ, D], lse [B, HQ]) float32, natural logarithm. Softmax
         weights are rounded to bf16 by "triton" if q is bf16 and pages are bf16 or fp8, and by "native" if pages are
         fp8, q is exact in bf16 and the CPU has AVX-512 BF16 and VBMI: ``out`` then differs by up to 2^-8 of the
         weighted mean of |V|, lse not at all. An empty set gives out = 0, lse = -inf; so do keys for which every score
@@ -109,7 +104,6 @@ def _native(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
 
 
 attend_pages.triton("attend", sizes=triton.PAGES)
-attend_pages.register("flash", flash.attend, device="cuda", sizes=flash.SIZES, unless=flash.unless)
 
 
 _MERGED = "one sigmoid, whose exp and division a device approximates, and one sum"

@@ -1,5 +1,5 @@
 """Whole pages of all layers and single tokens on the device: `build_layer_digests`, `copy_layer_pages`,
-`append_tokens`, `stage_pages` and `pack_pages`. Ids out of range are skipped, as the host cannot check those that live
+`append_tokens` and `stage_pages`. Ids out of range are skipped, as the host cannot check those that live
 on the device."""
 
 import torch
@@ -13,7 +13,6 @@ _COPY_WORDS = 4096  # per program and iteration: 16 KiB with 4-byte words
 # behind all in-flight reads from the host.
 _COPY_PROGRAMS = 16
 _STAGE_WORDS = 2048
-_MAX_CHUNK = 1024  # ids packed per iteration
 
 
 @triton.jit
@@ -148,38 +147,6 @@ def stage_kernel(
         tl.store(dst + entry.to(tl.int64) * slot_words + at, value, mask=mask)
 
 
-@triton.jit
-def pack_kernel(
-    pages, last_page, last_len, slot_of, n_pages, table, lengths,
-    R, S, ids,
-    CHUNK: tl.constexpr,
-):
-    """pages [B, R]; slot_of [ids]; table [B, R + 1]; the others [B]; slot_of, last_page, n_pages or None."""
-    b = tl.program_id(0)
-    row = table + b.to(tl.int64) * (R + 1)
-    own = R
-    if n_pages is not None:
-        own = tl.minimum(tl.load(n_pages + b), R)
-    count = 0
-    for first in range(0, own, CHUNK):
-        column = first + tl.arange(0, CHUNK)
-        page = listed_slots(pages, b.to(tl.int64) * R, column, own, slot_of, ids)  # [CHUNK]
-        rank = tl.cumsum((page >= 0).to(tl.int32), axis=0)  # 1 for the first page
-        tl.store(row + count + rank - 1, page, mask=page >= 0)
-        count += tl.max(rank, axis=0)
-    length = count * S
-    if last_page is not None:
-        tail = tl.load(last_page + b)
-        if tail >= 0:
-            tl.store(row + count, tail)
-            length += tl.load(last_len + b)
-            count += 1
-    for first in range(0, R + 1, CHUNK):
-        column = first + tl.arange(0, CHUNK)
-        tl.store(row + column, tl.zeros([CHUNK], tl.int32), mask=(column >= count) & (column <= R))
-    tl.store(lengths + b, length)
-
-
 def for_each_page(kernel, source, ids, rows, to, *constants, num_warps=4):
     """Launch a kernel like `digest_kernel`, with ``constants`` of its own after D, for every page, head and layer."""
     R, S, H, D = source.k[0].shape
@@ -240,14 +207,3 @@ def stage_pages(source, layer, pages, dst_k, dst_v):
         layer, len(source.k), source.k[0].shape[0], k, row_words, words, S * row_words, S * words,
         source.align_bytes, block, num_warps=4,
     )
-
-
-def pack_pages(pages, last_page, last_len, page_tokens, slot_of, n_pages):
-    B, R = pages.shape
-    table, lengths = pages.new_empty((B, R + 1)), pages.new_empty(B)
-    chunk = max(16, min(_MAX_CHUNK, triton.next_power_of_2(R + 1)))
-    pack_kernel[(B,)](
-        pages, last_page, last_len, slot_of, n_pages, table, lengths, R, page_tokens,
-        0 if slot_of is None else slot_of.numel(), chunk, num_warps=4,
-    )
-    return table, lengths
