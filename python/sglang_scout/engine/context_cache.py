@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.core.grouping import rank_within
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.pages import copy_tokens
+from sglang_scout.ops.residency import rank_within
 from sglang_scout.policy.base import RESULT_DELAY_STEPS
 from sglang_scout.worker.arena import Arena
 

@@ -20,9 +20,9 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.grouping import distinct, rank_within
 from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.recall import Recall
+from sglang_scout.ops.residency import distinct, rank_within
 from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 PageIds = npt.NDArray[np.integer]

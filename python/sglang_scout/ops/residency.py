@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout import _native
-from sglang_scout.core.grouping import distinct, rank_within
 
 Ints = npt.NDArray[np.integer]
 Ids = npt.NDArray[np.int64]
@@ -42,6 +41,17 @@ other endlessly; measured, it halves the copies for the same misses."""
 # two before they overflow float32; stamps are rebased before steps overflow int32, keeping the latest.
 _RESCALE_LOG2 = 64
 _LAST_STAMP, _KEPT_STAMPS = 2**30, 2**20
+
+
+def rank_within(groups: Ids) -> Ids:
+    """``[n]`` index of each element in its group; ``groups`` ``[n]`` are sorted, ascending."""
+    return np.arange(len(groups)) - np.searchsorted(groups, groups)
+
+
+def distinct(values: npt.NDArray[np.integer]) -> Ids:
+    """Like ``np.unique``, which is slower as it hashes before it sorts."""
+    ordered = np.sort(values, axis=None).astype(np.int64)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered
 
 
 class PageUses:
