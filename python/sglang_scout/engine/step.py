@@ -31,7 +31,6 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import ForkedStream, upload
-from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.older_tokens import OlderTokens
 from sglang_scout.engine.pages import Pages
@@ -41,7 +40,7 @@ from sglang_scout.engine.requests import Requests
 from sglang_scout.engine.step_inputs import StepInputs, of_lists
 from sglang_scout.engine.step_results import StepResults
 from sglang_scout.engine.stores import HostPages, ModelShape, Ranks, ResidentCache, Sizes
-from sglang_scout.engine.trace import Tracer
+from sglang_scout.engine.trace import DeviceClock, Tracer
 from sglang_scout.engine.transport import Fetch, GraphTransport, HostTransport, Transport
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.attend import attend_pages
