@@ -212,13 +212,6 @@ def converse(cluster: PDCluster, model: Path) -> None:
             raise DemoFailed(f"wrong answer: the secret number in the text is {NUMBER}")
 
 
-def ask_about_text(cluster: PDCluster, model: Path, tokens: int) -> None:
-    """One question about a real text, for an arbitrary model."""
-    question = "Read the text below and say in a few words what it is about."
-    print(f"\n  question: {question} (+ text)")
-    chat(cluster, model, f"{question}\n\n{text_of_tokens(model, tokens)}")
-
-
 def offload_state(cluster: PDCluster, args: argparse.Namespace) -> dict[str, Any]:
     return {} if args.kv_offload == "none" else cluster.kv_offload("decode")
 
@@ -307,7 +300,10 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
             say("'full' is a second decode server whose budget covers the text")
         converse(cluster, model)
     else:
-        ask_about_text(cluster, model, max(args.input_len, 4096))
+        question = "Read the text below and say in a few words what it is about."
+        print(f"\n  question: {question} (+ text)")
+        text = text_of_tokens(model, max(args.input_len, 4096))
+        chat(cluster, model, f"{question}\n\n{text}")
     state = offload_state(cluster, args)
     if state:
         names = ("steps", "selected_pages", "cpu_pages", "recalled_pages", "fallback_pages")
