@@ -60,17 +60,9 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 FEW_SPILLED_BYTES = 32  # some words that ptxas trades for occupancy
 PROCESSORS = 132  # SMs of an H100, which determine the splits of attention
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # of KV, in a model of bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MODEL_DTYPES = {E4M3: BF16, E5M2: BF16}  # by that of KV, where it is another
 I32, I64 = torch.int32, torch.int64
-
-
-def driver(arch: int) -> SimpleNamespace:
-    """The device properties that triton queries before it compiles."""
-    return SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", arch, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda _device: 0,
-    )
 
 
 def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
@@ -104,7 +96,7 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     H, G, D, dtype, B, N = MODELS[model]
     P, S = 4096, 32
     q, row = empty(B, H * G, D), empty(B, dtype=I32)
-    own = model_dtype(dtype)
+    own = MODEL_DTYPES.get(dtype, dtype)
     real_q = q.to(own)
     k, v = empty(P, S, H, D, dtype=dtype), empty(P, S, H, D, dtype=dtype)
     digests = empty(P, H, D, dtype=own), empty(P, H, D, dtype=own)
@@ -132,10 +124,6 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
         yield select_pages, "", (empty(1, 1), table, row, row, 1, 1, 0)
 
 
-def model_dtype(dtype: torch.dtype) -> torch.dtype:
-    return BF16 if dtype in (E4M3, E5M2) else dtype
-
-
 def rotated_parts(model: str, *lead: int) -> dict[int, list[torch.Tensor]]:
     """By bits: planes and stats of pages [*lead, H]."""
     H, _, D, *_ = MODELS[model]
@@ -158,7 +146,7 @@ def coordinates(bits: int, *size: int) -> Coordinates | None:
 
 def pages_of_all_layers(model: str) -> Iterator[Case]:
     H, _, D, dtype, *_ = MODELS[model]
-    L, P, own = 3, 4096, model_dtype(dtype)
+    L, P, own = 3, 4096, MODEL_DTYPES.get(dtype, dtype)
     k = empty(P, 32, H, D, dtype=dtype)
     layers, ids = LayerPages.of([k] * L, [k] * L, "meta"), empty(64, dtype=I64)
     bounds, rotated = [empty(L, P, H, D, dtype=own)] * 2, rotated_parts(model, L, P)
@@ -221,13 +209,9 @@ def ring_calls() -> Iterator[Case]:
 
 
 def kernels_of_package() -> set[str]:
-    names = set()
-    for module in pkgutil.iter_modules(kernels.__path__):
-        loaded = importlib.import_module(f"{kernels.__name__}.{module.name}")
-        names |= {
-            n for n, f in vars(loaded).items() if isinstance(f, JITFunction) and "_kernel" in n
-        }
-    return names
+    modules = [f"{kernels.__name__}.{m.name}" for m in pkgutil.iter_modules(kernels.__path__)]
+    found = [item for name in modules for item in vars(importlib.import_module(name)).items()]
+    return {name for name, x in found if isinstance(x, JITFunction) and "_kernel" in name}
 
 
 def resources(ptx: Path, arch: int) -> tuple[int, int]:
@@ -264,7 +248,12 @@ def main() -> int:
 def compile_all(arch: int, folder: Path) -> int:
     """Writes PTX to the folder; returns the exit status."""
     folder.mkdir(parents=True, exist_ok=True)
-    triton.runtime.driver.set_active(driver(arch))
+    asked_before_it_compiles = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+    )
+    triton.runtime.driver.set_active(asked_before_it_compiles)
     compiled: list[tuple[str, object]] = []
 
     def instead_of_launch(kernel: JITFunction, grid: object) -> Callable[..., None]:
@@ -275,7 +264,7 @@ def compile_all(arch: int, folder: Path) -> int:
         return compile_only
 
     JITFunction.__getitem__ = instead_of_launch
-    rows, seen = [], set()
+    seen, errors, most = set(), set(), SHARED_KIB[arch] << 10
     for call, about, call_arguments in cases():
         compiled.clear()
         case = (call.name if isinstance(call, Op) else call.__name__) + about
@@ -287,27 +276,21 @@ def compile_all(arch: int, folder: Path) -> int:
             if (name, kernel.hash) in seen:
                 continue
             seen.add((name, kernel.hash))
-            ptx = folder / f"{name}-{len(rows)}.ptx"
+            ptx = folder / f"{name}-{len(seen)}.ptx"
             ptx.write_text(kernel.asm["ptx"])
             registers, spilled = resources(ptx, arch)
             warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
-            rows.append((name, spilled, shared))
             used = f"{warps:2} warps {registers:4} registers {spilled:4} B spilled"
             print(f"{name:18} {used} {shared:7} B shared  {case}", flush=True)
+            if arch == 90 and spilled > FEW_SPILLED_BYTES:  # what the kernels were written for
+                errors.add(f"{name} spills more than {FEW_SPILLED_BYTES} bytes")
+            if shared > most:
+                errors.add(f"{name} needs more than {most} bytes of shared memory")
     missed = kernels_of_package() - {name for name, _ in seen}
-    most = SHARED_KIB[arch] << 10
-    own = arch == 90  # what the kernels were written for
-    spilling = {name for name, spilled, _ in rows if own and spilled > FEW_SPILLED_BYTES}
-    large = {name for name, _, shared in rows if shared > most}
-    wrong = {
-        "never compiled here": missed,
-        f"spills more than {FEW_SPILLED_BYTES} bytes": spilling,
-        f"needs more than {most} bytes of shared memory": large,
-    }
-    for what, names in wrong.items():
-        for name in sorted(names):
-            print(f"error: {name} {what}")
-    return 1 if any(wrong.values()) else 0
+    errors |= {f"{name} never compiled here" for name in missed}
+    for error in sorted(errors):
+        print(f"error: {error}")
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

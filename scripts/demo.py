@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +54,9 @@ class DemoFailed(RuntimeError):
     """The demo did not meet one of its guarantees."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a model is asked: defaults of the flags."""
-
-    budget: int
-    prompts: int
-    input_len: int
-    output_len: int
-    cpu_dtype: str
-
-
-# Without AMX, CPUs are several times slower in bfloat16.
-SMOLLM2 = Job(512, 4, 512, 16, "float32")
-OWN = Job(512, 16, 4096, 64, "bfloat16")
+# What a model is asked unless flags say otherwise. Without AMX, CPUs are several times slower in bfloat16.
+SMOLLM2 = {"prompts": 4, "input_len": 512, "output_len": 16, "cpu_dtype": "float32"}
+OWN = {"prompts": 16, "input_len": 4096, "output_len": 64, "cpu_dtype": "bfloat16"}
 
 
 def say(text: str) -> None:
@@ -84,23 +72,22 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     device = "auto, the default, takes a GPU if it can be used"
     add("--device", default="auto", choices=placement.CHOICES, help=device)
     add("--kv-offload", default="scout", metavar="POLICY", help="policy of both servers")
+    number = {"type": int, "metavar": "N"}
+    add("--budget", default=512, help="value of --kv-offload-budget (default: 512)", **number)
+    add("--concurrency", help="requests at the same time (default: all)", **number)
     about = {
-        "budget": "value of --kv-offload-budget",
         "prompts": "requests that bench_serving sends",
-        "concurrency": "requests at the same time (default: all)",
         "input_len": "input tokens per request",
         "output_len": "output tokens per request",
     }
     for name, text in about.items():
-        if hasattr(OWN, name):
-            own, small = getattr(OWN, name), getattr(SMOLLM2, name)
-            text += f" (default: {own}, for SmolLM2 {small})"
-        add("--" + name.replace("_", "-"), type=int, metavar="N", help=text)
+        text += f" (default: {OWN[name]}, for SmolLM2 {SMOLLM2[name]})"
+        add("--" + name.replace("_", "-"), help=text, **number)
     add("--keep-logs", action="store_true", help="keep the logs also if the demo succeeds")
+    parser.set_defaults(**OWN)
+    if parser.parse_args(argv).model == "smollm2":
+        parser.set_defaults(**SMOLLM2)
     args = parser.parse_args(argv)
-    args.job = SMOLLM2 if args.model == "smollm2" else OWN
-    for name in ("budget", "prompts", "input_len", "output_len"):
-        setattr(args, name, getattr(args, name) or getattr(args.job, name))
     args.concurrency = args.concurrency or args.prompts
     return args
 
@@ -126,7 +113,7 @@ def make_cluster(
     if args.kv_offload != "none":
         common = flags(kv_offload=args.kv_offload, kv_offload_budget=args.budget)
         cache = {}
-        if args.job is SMOLLM2:
+        if args.model == "smollm2":
             # One text at a time: soon everything it needs would be resident.
             cache = {"resident_tokens": 2 * args.budget}
             # For comparison: its budget covers the text, so all its pages stay on the device.
@@ -149,7 +136,7 @@ def make_cluster(
         device=where.decode,
         prefill_device=where.prefill,
         one_by_one=where.one_gpu_for_both or bool(more_decodes) and where.decode == placement.CUDA,
-        dtype=args.job.cpu_dtype if placement.CPU in (where.prefill, where.decode) else "bfloat16",
+        dtype=args.cpu_dtype if placement.CPU in (where.prefill, where.decode) else "bfloat16",
         log_dir=log_dir,
         max_running_requests=room,
         max_total_tokens=max_total_tokens,
@@ -223,13 +210,6 @@ def converse(cluster: PDCluster, model: Path) -> None:
             print(f"  full:     {full['choices'][0]['message']['content']}")
         if question == FACT_QUESTION and NUMBER not in answer:
             raise DemoFailed(f"wrong answer: the secret number in the text is {NUMBER}")
-
-
-def ask_about_text(cluster: PDCluster, model: Path, tokens: int) -> None:
-    """One question about a real text, for an arbitrary model."""
-    question = "Read the text below and say in a few words what it is about."
-    print(f"\n  question: {question} (+ text)")
-    chat(cluster, model, f"{question}\n\n{text_of_tokens(model, tokens)}")
 
 
 def offload_state(cluster: PDCluster, args: argparse.Namespace) -> dict[str, Any]:
@@ -315,12 +295,15 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
     """Everything between starting and stopping the servers."""
     before = state = offload_state(cluster, args)
     say(f"questions: --kv-offload {args.kv_offload}, budget {args.budget} tokens")
-    if args.job is SMOLLM2:
+    if args.model == "smollm2":
         if state:
             say("'full' is a second decode server whose budget covers the text")
         converse(cluster, model)
     else:
-        ask_about_text(cluster, model, max(args.input_len, 4096))
+        question = "Read the text below and say in a few words what it is about."
+        print(f"\n  question: {question} (+ text)")
+        text = text_of_tokens(model, max(args.input_len, 4096))
+        chat(cluster, model, f"{question}\n\n{text}")
     state = offload_state(cluster, args)
     if state:
         names = ("steps", "selected_pages", "cpu_pages", "recalled_pages", "fallback_pages")
@@ -338,7 +321,7 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
 
 def run(args: argparse.Namespace, where: placement.Placement, log_dir: Path) -> None:
     """The demo; raises DemoFailed, Unavailable or ServerFailed. No process is left, whatever happens."""
-    say(f"model: {args.model}" + " (downloaded once)" * (args.job is SMOLLM2))
+    say(f"model: {args.model}" + " (downloaded once)" * (args.model == "smollm2"))
     model = find_model(args.model)
     what = f"{model.name}, --kv-offload {args.kv_offload}, {where}"
     say(f"starting the servers, which takes a minute or two: {what}")

