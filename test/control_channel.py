@@ -1,5 +1,5 @@
 """The control channel of a running server and its CPU attention process, as any process of the same user can reach it:
-both ends of the connection, ZMQ's bytes on it, and a connection of one's own."""
+the server's end of the connection, ZMQ's bytes on it, and a connection of one's own."""
 
 from __future__ import annotations
 
@@ -49,35 +49,26 @@ def endpoint(pid: int) -> str:
     return variable(pid, "SGLANG_SCOUT_ENDPOINT")
 
 
-def frames(pid: int, data: bytes, token: bytes | None = None) -> bytes:
-    """A message to or from a process as ZMTP puts it on a connection: two frames, the first with more to come."""
-    token = variable(pid, "SGLANG_SCOUT_BOOT_TOKEN").encode() if token is None else token
+def frames(pid: int, data: bytes) -> bytes:
+    """A message to a process as ZMTP puts it on a connection: two frames, the first with more to come."""
+    token = variable(pid, "SGLANG_SCOUT_BOOT_TOKEN").encode()
     assert len(token) < 256 and len(data) < 256
     return bytes([1, len(token)]) + token + bytes([0, len(data)]) + data
 
 
-@contextlib.contextmanager
-def ends(server_pid: int, pid: int) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The server's and the process's end of their connection. What is sent at one arrives at the other."""
-    with contextlib.ExitStack() as stack:
-        yield (
-            stack.enter_context(_one(server_pid, socket.socket.getpeername)),
-            stack.enter_context(_one(pid, socket.socket.getsockname)),
-        )
-
-
-def _one(pid: int, name_of) -> socket.socket:
-    for fd in descriptors(pid, "socket:"):
-        one = socket.socket(fileno=duplicate(pid, fd))
+def server_end(server_pid: int) -> socket.socket:
+    """The server's end of its connection to the process, for a ``with`` block: what is sent on it arrives there."""
+    for fd in descriptors(server_pid, "socket:"):
+        one = socket.socket(fileno=duplicate(server_pid, fd))
         if one.family == socket.AF_UNIX and not one.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
         ):
             with contextlib.suppress(OSError):
-                name = name_of(one)  # a str if it has none
+                name = one.getpeername()  # a str if it has none
                 if isinstance(name, bytes) and name.startswith(_NAME):
                     return one
         one.close()
-    raise OSError(f"process {pid} has no control connection")
+    raise OSError(f"process {server_pid} has no control connection")
 
 
 @contextlib.contextmanager

@@ -50,8 +50,15 @@ def test_no_line_has(what, pattern, folders):
     assert not found, f"{what} in {found}"
 
 
-def test_a_fresh_attention_process_loads_neither_torch_nor_sglang():
-    code = "import sglang_scout.worker.main, json, sys; print(json.dumps(list(sys.modules)))"
+@pytest.mark.parametrize(
+    ("module", "costly"),
+    [
+        ("worker.main", "torch sglang triton transformers pickle5 cloudpickle"),
+        ("ops.attend", "sglang triton"),
+    ],
+)
+def test_importing_a_module_loads_nothing_that_it_can_do_without(module, costly):
+    code = f"import sglang_scout.{module}, json, sys; print(json.dumps(list(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
@@ -59,4 +66,4 @@ def test_a_fresh_attention_process_loads_neither_torch_nor_sglang():
     assert done.returncode == 0, done.stderr
     loaded = {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
     assert "sglang_scout" in loaded
-    assert not loaded & {"torch", "sglang", "triton", "transformers", "pickle5", "cloudpickle"}
+    assert not loaded & set(costly.split())

@@ -13,7 +13,6 @@ from benchmark.accuracy.forecast_training.trainer import Plan, Trainer, first_fo
 from benchmark.accuracy.study.model import Model
 from page_weights import forecast_weights, identity
 from sglang_scout.core.forecast import VERSION, check_weights, load_weights, save_weights
-from sglang_scout.ops.embed import score_embeddings
 
 TOKENS, SIZES = 320, {"layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 32}
 PLAN = Plan("forecast", steps=4, tokens=TOKENS, texts=2, lr=3e-3, rank=16, top_pages=2, seed=5)
@@ -100,15 +99,6 @@ def test_loss_and_gradient_are_those_of_the_equations(kind, top):
     for got, wanted in zip(*both, strict=True):
         torch.testing.assert_close(got, wanted)
         assert got.isfinite().all() and got.any()
-
-
-def test_the_loss_scores_pages_as_the_server_does():
-    halves, query = torch.randn(1, 9, 2, 2, 16), torch.randn(1, 2, 3, 16)
-    table = torch.arange(9, dtype=torch.int32).expand(3, 9).contiguous()
-    rows = query[0].transpose(0, 1).flatten(0, 1).contiguous()
-    expected = score_embeddings(rows, halves[0], table, torch.full((3,), 9, dtype=torch.int32))
-    got = loss.mean_scores(query, halves)[0].transpose(0, 1).flatten(0, 1)
-    torch.testing.assert_close(got, expected)
 
 
 def test_a_forecast_begins_as_the_query_of_the_next_layer(tiny_model):

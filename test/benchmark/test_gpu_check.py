@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import pkgutil
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from benchmark import gpu_table, host_probe, rows
 from benchmark.kernels import gpu_kernels
 from benchmark.kernels.gpu_pools import Pools
-from benchmark.server import gpu_server, speed
+from benchmark.server import gpu_server
 from harness import wait_until
 from sglang_scout.ops import triton
 
@@ -194,25 +193,6 @@ def test_a_call_that_is_ended_ends_its_steps_and_still_prints_its_table(tmp_path
     wait_until("no step outlives the call", lambda: not any(p.exists() for p in begun), 10)
 
 
-def test_time_limits_agree_with_each_other():
-    text = CHECK.read_text()
-    limits = {name: int(s) for name, s in re.findall(r"benchmark ([\w-]+) (\d+) ", text)}
-    sizes = gpu_server.SIZES["cuda"]
-    assert sizes.start_s + len(sizes.batches) * 10 <= limits["servers"], "both start at once"
-    calls = dict(re.findall(r"2:(\w+)\) LIMIT_S=(\d+)", text))
-    assert calls == {"first": "230", "figures": "440"}
-    # What must not be cut by what runs before it.
-    reserved = int(re.findall(r"RESERVED_S=(\d+) #", text)[0])
-    assert (
-        limits["probe"] + max(limits["servers"] + limits["prewarm"], limits["steps"])
-        <= 230 - reserved + 10
-    )
-    assert limits["decode"] + limits["speed"] <= 440 - 20, "preparation"
-    host_gb = 100
-    both = speed.start_s("stock", host_gb) + speed.start_s("scout", host_gb)
-    assert speed.start_s("scout", host_gb) < limits["speed"] <= both
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("call", ["first", "figures"])
@@ -247,14 +227,6 @@ def test_how_much_to_ask_for_is_what_the_machine_gave(monkeypatch, said, refused
     assert host_probe.host_pages_gb(writer, 118.0, 12.0) == host_gb
     (row,) = writer.rows
     assert row["refused"] == refused and row["after"]["MemTotal"] > 1
-
-
-@pytest.mark.usefixtures("populates")
-def test_a_process_takes_memory_in_steps_until_its_time_is_over():
-    code = "from benchmark import host_probe as p; p.STEP_BYTES = 2**26; p.grow(64, 0.001)"
-    done = run(sys.executable, "-c", code)
-    reached, seconds = map(float, done.stdout.split())
-    assert done.returncode == 0 and reached == 1 / 16 and seconds > 0.001
 
 
 def test_the_table_has_a_line_for_each_row_of_the_call_and_compares_rates(

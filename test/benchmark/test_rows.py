@@ -23,9 +23,12 @@ def shared() -> rows.Row:
     return rows.environment("test", ("numpy", "no-such-package"))
 
 
-def run_benchmark(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"benchmark.{module}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+def run_benchmark(module: str, folder: Path) -> list[rows.Row]:
+    path = folder / "rows.jsonl"
+    command = [sys.executable, "-m", f"benchmark.{module}", "--quick", "--json", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return rows.read_rows(path)
 
 
 @pytest.mark.parametrize(
@@ -120,10 +123,7 @@ def test_a_file_of_rows_makes_a_picture_and_one_of_others_does_not(tmp_path, cap
 
 
 def test_cpu_attention_runs(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    done = run_benchmark("kernels.cpu_attention", "--quick", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    found = rows.read_rows(path)
+    found = run_benchmark("kernels.cpu_attention", tmp_path)
     by_impl = {row["impl"]: row for row in found}
     native = f"native-{found[0]['native_best_isa']}"
     for impl in (native, "read", "read-sequential"):
@@ -137,10 +137,7 @@ def test_cpu_attention_runs(tmp_path):
 
 
 def test_ring_latency_runs(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    done = run_benchmark("ring.ring_latency", "--quick", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    found = rows.read_rows(path)
+    found = run_benchmark("ring.ring_latency", tmp_path)
     if len(os.sched_getaffinity(0)) < 2:
         assert [row["status"] for row in found] == ["skipped"]
         return

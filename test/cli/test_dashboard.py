@@ -3,11 +3,16 @@
 import contextlib
 import http.server
 import json
+import os
+import signal
+import sys
 import threading
+import time
 
 import pytest
 
-from servers.dashboard_process import dashboard
+from servers.group import HOST, flags
+from servers.server_process import ServerProcess, free_ports, wait_healthy
 from servers.sglang_http import DIRECT
 from sglang_scout.cli import main
 from sglang_scout.cli.dashboard import Poller, view
@@ -83,20 +88,37 @@ def decode_server(answer):
     server.server_close()
 
 
+@contextlib.contextmanager
+def dashboard(decode_url, log):
+    """The program; yields its URL once it answers."""
+    (port,) = free_ports(1)
+    url, options = f"http://{HOST}:{port}", flags(json=True, decode=decode_url, port=port)
+    command = [sys.executable, "-m", "sglang_scout.cli", "dashboard", *options]
+    server = ServerProcess("dashboard", command, os.environ, log)
+    server.start()
+    try:
+        wait_healthy(server, url, time.monotonic() + 60)
+        assert json.loads(log.read_text()) == {"url": url}
+        yield url
+    finally:
+        server.signal(signal.SIGINT)
+        assert server.wait(30)
+
+
 def views(url, count):
     for _ in range(count):
         with DIRECT.open(url + "/view", timeout=20) as answer:
             yield json.load(answer)
 
 
-def test_the_page_and_its_numbers():
+def test_the_page_and_its_numbers(tmp_path):
     polls = []
 
     def answer():
         polls.append(None)
         return {"internal_states": [{"kv_offload": STATE}]}
 
-    with decode_server(answer) as decode_url, dashboard(decode_url) as url:
+    with decode_server(answer) as decode_url, dashboard(decode_url, tmp_path / "log") as url:
         with DIRECT.open(url) as page:
             text = page.read().decode()
         assert 'fetch("view")' in text and "://" not in text, "it needs nothing from elsewhere"

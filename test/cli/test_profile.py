@@ -19,7 +19,6 @@ from sglang_scout.core.profile import (
     RecallProfile,
     check_profile,
     choose_interval,
-    config_digest,
     load_profile,
     selection_of,
     smooth,
@@ -103,13 +102,6 @@ def test_a_profile_of_something_else_is_refused_by_name(server, parts):
         check_profile(PROFILE, "p.json", **(SERVER | server))
     for part in ["'p.json'", *parts, "sglang-scout profile"]:
         assert part in str(caught.value)
-
-
-def test_the_digest_is_of_the_model_and_not_of_the_file():
-    config = {"hidden_size": 64, "num_hidden_layers": 2, "transformers_version": "5"}
-    other = {"num_hidden_layers": 2, "_name_or_path": "/x", "hidden_size": 64}
-    assert config_digest(config) == config_digest(other)
-    assert config_digest(config) != config_digest(config | {"hidden_size": 128})
 
 
 FACTS = {

@@ -110,9 +110,9 @@ def wait_for_steps(cluster: PDCluster, count: int, which: str = "decode") -> Non
     wait_until("decoding", lambda: cluster.kv_offload(which)["steps"] > enough, 120)
 
 
-def wait_idle(cluster: PDCluster, which: str = "decode") -> None:
+def wait_idle(cluster: PDCluster) -> None:
     """Until no request has a page in host memory."""
-    wait_until("pages are free", lambda: not cluster.kv_offload(which)["host_pages_used"], 60)
+    wait_until("pages are free", lambda: not cluster.kv_offload()["host_pages_used"], 60)
 
 
 def wait_for_worker(cluster: PDCluster, which: str = "decode") -> None:

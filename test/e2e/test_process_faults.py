@@ -35,8 +35,10 @@ from servers.sglang_http import generate_payload, http_json
 pytestmark = pytest.mark.slow  # some minutes
 
 # Every layer selects by the real query, so that a retraction changes no token; nor does the order of sums, as long as
-# residency does not depend on other requests.
-CONFIG = {**STEADY, "exact_layers": [0, 1, 2, 3]}
+# residency does not depend on other requests. K differs in its last digits with the batch that it was prefilled in, and
+# stored bits of the default digests may flip by it: another page is selected, and another token comes (at a relative
+# noise of 1e-6, 1 selection in 9,120 differs with rotated-2, none with minmax).
+CONFIG = {**STEADY, "exact_layers": [0, 1, 2, 3], "digest": "minmax"}
 NEW_TOKENS = 80
 LONG = 400
 ENDLESS = 6000  # more than fit in the drain time
@@ -74,9 +76,8 @@ def servers(tiny_model, trace):
 
 @pytest.fixture(scope="module")
 def undisturbed(servers):
-    """Prompts, half of which do not fit in the pool at once, and their answers. No selection is a tie that the order of
-    sums, which follows from the batches of a prefill, would decide: with seed 51 there is one."""
-    prompts = random_prompts([1500, 1300, 1100, 900] * 3 + [4000] * 4, seed=52)
+    """Prompts, half of which do not fit in the pool at once, and their answers."""
+    prompts = random_prompts([1500, 1300, 1100, 900] * 3 + [4000] * 4, seed=51)
     return prompts, servers.generate(prompts, max_new_tokens=NEW_TOKENS)
 
 
@@ -120,7 +121,7 @@ def test_clients_that_leave_at_any_time(servers, undisturbed):
     assert_idle(servers)
     before = {name: Holdings.of(servers, name) for name in servers.servers}
     load = in_flight(servers, prompts, 0)
-    leavers = random_prompts([4000, 200, 2500, 900] * 6, seed=51)
+    leavers = random_prompts([4000, 200, 2500, 900] * 6, seed=52)
 
     def leave(i):
         connection = begin_stream(servers, leavers[i])

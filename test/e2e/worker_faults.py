@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 import psutil
 
-from control_channel import descriptors, duplicate, ends, frames
+from control_channel import descriptors, duplicate, frames, server_end
 from harness import PDCluster, scheduler_pid, wait_for_worker, wait_until
 from ring_view import CLOSED_ITEM, RingView, writable
 from sglang_scout.worker import messages as m
@@ -64,7 +64,9 @@ class Victim:
             os.kill(pid, signal.SIGSTOP)
             while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
                 time.sleep(0.001)
-            epoch, posted = self.number(pid, "--epoch"), int(self.ring.control["head"])
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            epoch = int(words[words.index(b"--epoch") + 1])
+            posted = int(self.ring.control["head"])
             deadline = time.monotonic() + _PAUSE_S
             while time.monotonic() < deadline:
                 if (slot := self.open_slot(epoch, posted)) is not None:
@@ -91,23 +93,6 @@ class Victim:
                     return slot
         return None
 
-    @staticmethod
-    def number(pid: int, flag: str) -> int:
-        """The value of a worker's flag."""
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return int(words[words.index(flag.encode()) + 1])
-
-    @contextlib.contextmanager
-    def ends(self) -> Iterator[list[Callable[..., None]]]:
-        """Senders of messages to the worker, and to the server as the worker."""
-        pid = self.pid()
-
-        def sender(one: socket.socket) -> Callable[..., None]:
-            return lambda data, **more: one.sendall(frames(pid, data, **more))
-
-        with ends(self.server_pid, pid) as both:
-            yield [sender(one) for one in both]
-
 
 Strike = Callable[[Victim], None]
 
@@ -131,13 +116,15 @@ def _killed_with_a_record(victim: Victim) -> None:
 
 
 def _all_lost(victim: Victim) -> None:
-    with ends(victim.server_pid, victim.pid()) as (server, _):
+    victim.pid()  # one is connected
+    with server_end(victim.server_pid) as server:
         server.shutdown(socket.SHUT_RD)
 
 
 def _told_to_stop(victim: Victim) -> None:
-    with victim.ends() as (to_worker, _):
-        to_worker(m.encode(m.Stop()))
+    pid = victim.pid()
+    with server_end(victim.server_pid) as server:
+        server.sendall(frames(pid, m.encode(m.Stop())))
 
 
 def _page_ids(victim: Victim) -> None:

@@ -66,4 +66,5 @@ def inputs(
     pages = torch.randint(-1, P, (B * H if per_head else B, R), generator=rng, dtype=torch.int32)
     last_page = torch.randint(-1, P, (B,), generator=rng, dtype=torch.int32)
     last_len = torch.randint(1, S + 1, (B,), generator=rng, dtype=torch.int32)
+    last_len[last_page < 0] = 999  # says nothing
     return q, k, v, pages, last_page, last_len

@@ -26,15 +26,14 @@ def by(kind, H, D):
     return coordinates(H, D) if kind == "rotated-1" else None
 
 
-def rotated_digests(kind, k, v, impl="reference", ids=None):
-    """[planes, stats] of pages [P, 32, H, D], or of ``ids``; others keep 7 in every byte."""
+def rotated_digests(kind, k, v, impl="reference"):
+    """[planes, stats] of pages [P, 32, H, D]."""
     P, _, H, D = k.shape
     shapes = rotated.planes_shape(int(kind[-1]), D), (D + rotated.STATS_BYTES,)
     built = [torch.full((1, P, H, *shape), 7, dtype=torch.uint8) for shape in shapes]
-    of_layers = coordinates(1, H, D) if kind == "rotated-1" else None
-    ids = torch.arange(P) if ids is None else ids
+    more = {"coordinates": coordinates(1, H, D) if kind == "rotated-1" else None, "impl": impl}
     layers = LayerPages.of([k], [v], "cpu")
-    rotated.build_layer_rotated(layers, ids, *built, coordinates=of_layers, impl=impl)
+    rotated.build_layer_rotated(layers, torch.arange(P), *built, **more)
     return [x[0] for x in built]
 
 

@@ -73,17 +73,6 @@ def test_rows_are_split_where_that_ends_the_last_wave_sooner():
 
 
 @IMPLS
-@PER_HEAD
-@pytest.mark.parametrize("last", [(None, None), (i32([-1, -1]), i32([0, 999]))])
-@pytest.mark.parametrize("R", [0, 3])
-def test_empty_set(impl, per_head, last, R):
-    q, k, v, *_ = inputs(2, B=2)
-    pages = torch.full((4 if per_head else 2, R), -1, dtype=torch.int32)
-    out, lse = attend_pages(q, k, v, pages, *last, 0.125, impl=impl)
-    assert (out == 0).all() and (lse == -torch.inf).all()
-
-
-@IMPLS
 def test_no_request_at_all(impl):
     q, k, v, pages, *last = (x[:0] if i in (0, 3, 4, 5) else x for i, x in enumerate(inputs(2)))
     out, lse = attend_pages(q, k, v, pages, *last, 0.125, impl=impl, n_pages=i32([]))

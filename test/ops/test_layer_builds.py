@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from attend_cases import FP8
 from sglang_scout.core.errors import ImplementationError
 from sglang_scout.ops.digest import build_layer_digests
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, largest, score_embeddings
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, largest
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.rotated import PAGE_TOKENS, STATS_BYTES, build_layer_rotated, planes_shape
 
@@ -197,19 +197,3 @@ def test_keys_that_are_no_numbers_leave_finite_embeddings(op, impl, layer_pages,
     op(layer_pages(k), torch.arange(2), made, *weights(op, 1, 1, 16), impl=impl)
     assert made.isfinite().all() and made.abs().max() <= largest(dtype)
     assert made.any() == (abs(value) == torch.inf)
-
-
-@pytest.mark.parametrize("impl", score_embeddings.names())
-def test_means_score_as_windows_of_32_tokens_pooled_from_raw_keys(impl, layer_pages):
-    """Equations 5 and 11 of arXiv 2606.04511: kernel 32, stride 16, raw products, maximum over a page's windows."""
-    rng, pages, H, D = torch.Generator().manual_seed(3), 7, 2, 32
-    k = torch.randn(1, pages, 32, H, D, generator=rng)
-    (made,) = unwritten(build_layer_means, 1, pages, H, D)
-    build_layer_means(layer_pages(k), torch.arange(pages), made)
-    q, table = torch.randn(H, D, generator=rng), torch.arange(pages, dtype=torch.int32)[None]
-    n_full = torch.tensor([pages], dtype=torch.int32)
-    got = score_embeddings(q, made[0], table, n_full, impl=impl)
-    windows = k[0].flatten(0, 1).unfold(0, 32, 16).mean(-1)  # [13, H, D]
-    products = torch.einsum("hd,jhd->hj", q, windows)
-    products = torch.nn.functional.pad(products, (0, 1), value=-torch.inf).unflatten(1, (-1, 2))
-    torch.testing.assert_close(got, products.amax(-1), rtol=1e-5, atol=1e-5)

@@ -10,7 +10,6 @@ from sglang_scout.ops.triton.score import parts_of
 EVERY = pytest.mark.parametrize(
     ("kind", "impl"), [(kind, impl) for kind, op in OPS.items() for impl in op.names()]
 )
-NATIVE = pytest.mark.parametrize("impl", ["native"])
 
 
 @EVERY
@@ -66,24 +65,22 @@ def test_no_request_and_no_column(kind, impl, B, N):
     assert scores(kind, q, digests, table, n_full, impl=impl).numel() == 0
 
 
-@NATIVE
 @pytest.mark.parametrize("kind", ["minmax", "rotated-2"])
 @pytest.mark.parametrize(("name", "value"), [("table", 12), ("n_full", 10), ("n_full", -1)])
-def test_native_refuses_what_would_read_outside(impl, kind, name, value):
+def test_native_refuses_what_would_read_outside(kind, name, value):
     *arguments, table, n_full = inputs(kind, 1)
     n_full[0] = 9
     {"table": table, "n_full": n_full}[name].view(-1)[0] = value
     with pytest.raises(ValueError, match=rf"{OPS[kind].name}: {name}\[0.*\]={value} is "):
-        scores(kind, *arguments, table, n_full, impl=impl)
+        scores(kind, *arguments, table, n_full, impl="native")
 
 
 @pytest.mark.usefixtures("isa")
-@NATIVE
-def test_huge_bounds_are_finite(impl):
+def test_huge_bounds_are_finite():
     kmin, kmax = torch.full((3, 1, 64), -3e38), torch.full((3, 1, 64), 3e38)
     table, n_full = torch.arange(3, dtype=torch.int32)[None], torch.tensor([3], dtype=torch.int32)
     q = torch.full((1, 2, 64), 3e38)
-    out = score_pages(q, kmin, kmax, table, n_full, 1.0, impl=impl)
+    out = score_pages(q, kmin, kmax, table, n_full, 1.0, impl="native")
     assert out.isfinite().all() and (out == out[0, 0]).all()
 
 

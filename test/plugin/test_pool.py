@@ -169,7 +169,8 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     assert manager.kv_args is kv_args and kv_args.kv_data_ptrs == here[0]
 
 
-def host_pool(dtype, tokens=40 * SIZE):
+def host_pool(dtype):
+    tokens = 40 * SIZE
     shape = dataclasses.replace(SHAPE, dtype=dtype)
     config = OffloadConfig("scout", digest="minmax", page_checksums=True)
     size = ServerSize(config, shape, max_batch=2, context_tokens=4 * SIZE, node_cpus=[1])

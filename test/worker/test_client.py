@@ -3,7 +3,6 @@ under load: test/e2e/test_worker_faults.py."""
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
@@ -139,17 +138,6 @@ def test_idle_worker_sleeps(make_arena, cpu):
         time.sleep(0.6)
         assert sum(process.cpu_times()[:2]) - before < 0.05
         assert time.process_time() - own < 0.05  # the supervisor's share
-
-
-def test_no_growth_over_starts(make_arena, cpu):
-    arena, found = make_arena(), []
-    for _ in range(2):
-        with WorkerClient(arena, [cpu]):
-            pass
-        gc.collect()
-        found.append([len(os.listdir(f"/proc/self/{of}")) for of in ("fd", "task")])  # ZMQ's too
-    assert found[1][0] <= found[0][0] and found[1][1] == found[0][1]
-    assert [p for p in psutil.Process().children() if "worker.main" in " ".join(p.cmdline())] == []
 
 
 def test_a_start_without_threads_is_refused(make_arena, cpu, monkeypatch):

@@ -266,19 +266,6 @@ def test_stale_answers_are_never_taken(make_ring):
     assert ring.producer.totals()["late_tickets"] == 4
 
 
-def test_a_damaged_record_is_computed_by_the_caller(make_ring):
-    """From its own copy of the ids; those in the record point outside the arena."""
-    ring = make_ring()
-    ring.mute()
-    request = make_request(ring.arena.spec, 3, 2, full=True)
-    ticket = ring.post(0, 0, *request)
-    _, pages, n_pages = ring.view.record_data(0)
-    pages[:], n_pages[:] = 1 << 30, 1 << 20
-    *answer, fallback = ring.wait(ticket, 0, 0, 3, timeout_us=1000)
-    assert fallback == 3 * ring.arena.spec.max_pages
-    close(answer, oracle(ring.arena, 0, *request))
-
-
 @pytest.mark.parametrize(("what", "value"), [(0, np.nan), (0, np.inf), (1, np.nan), (1, np.inf)])
 def test_an_answer_that_is_no_number_is_computed_by_the_caller(make_ring, what, value):
     ring = make_ring()
