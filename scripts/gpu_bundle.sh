@@ -81,7 +81,7 @@ for path in jit.glob("tvm-ffi/*/*.so"):
 for path in jit.glob(".cache/flashinfer/*/*/cached_ops/*/*.so"):
     put(path, Path("flashinfer/data/aot", path.stem, path.name))
 PYTHON
-# SGLang imports DeepSeek's sparse attention for any model, and with it cutlass (190 MB), which no model here runs.
+# With our backend SGLang imports DeepSeek's sparse attention, and that cutlass (190 MB), which no model here runs.
 sed -i 's/^_is_cuda = is_cuda()$/_is_cuda = False/' "$OUT/site/sglang/jit_kernel/dsa/__init__.py"
 grep -q '^_is_cuda = False' "$OUT/site/sglang/jit_kernel/dsa/__init__.py" || die "the import of cutlass is elsewhere in this SGLang"
 find "$OUT/site" -regex '.*/\(aot\|tvm-ffi\|sglang_scout\)/.*\.so' -exec strip {} +

@@ -24,6 +24,19 @@ SIZE = 32
 HIDDEN = 48  # of the layer inputs
 
 
+def check_table(table):
+    """No slot is lost or duplicated, and both directions of the map agree."""
+    for layer in range(table.num_layers):
+        free = table.metadata.free[layer, : table.num_free[layer]]
+        states, slot_of = table.page_of[layer], table.slot_of[layer]
+        pending = table.metadata.is_pending[layer]
+        mapped, reserved = np.flatnonzero(states >= 0), (states < -1).sum()
+        assert len(np.unique(free)) == len(free) and (states[free] == -1).all()
+        assert (slot_of[states[mapped]] == mapped).all() and (slot_of >= 0).sum() == len(mapped)
+        assert len(free) + len(mapped) + reserved == table.num_slots
+        assert not (pending & (slot_of >= 0)).any() and pending.sum() <= reserved
+
+
 class HereInstead:
     """Stands in for the worker with the reference op, and records its posts."""
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mini_worker
-from mini_worker import SIZE, MiniWorker
+from mini_worker import SIZE, MiniWorker, check_table
 from sglang_scout.core.page_bytes import DIGESTS, EMBEDDINGS
 from sglang_scout.policy.base import QuerySource, make_policy
 
@@ -76,6 +76,7 @@ def test_any_axes_attend_to_exactly_their_pages(
             pool_kind=digest,
         )
     worker.run(5, *lengths)
+    check_table(worker.table)
     counters = worker.engine.counters
     assert counters.verify_checks == 5 * worker.shape.num_layers
     assert counters.verify_max_rel_error < 2e-5

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mini_worker import SIZE, MiniWorker, with_slow_link
+from mini_worker import SIZE, MiniWorker, check_table, with_slow_link
 
 FP32_TOLERANCE = 1e-5
 
@@ -185,6 +185,7 @@ class ElasticMachine(RuleBasedStateMachine):
     def outputs_were_right_and_slots_are_of_requests(self):
         engine, table = self.worker.engine, self.worker.table
         assert engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+        check_table(table)
         owned = {page for r in (*self.worker.requests, *self.coming) for page in r.pages}
         for layer in range(2):
             reserved = sum(int((c.taken.layers == layer).sum()) for c in engine.recall._in_flight)

@@ -1,6 +1,7 @@
 """A window on the device and kept tokens of each head with the worker, against HGCA's algorithms."""
 
 from concurrent.futures import Future
+from threading import Event
 
 import numpy as np
 import pytest
@@ -100,6 +101,30 @@ def test_context_pages_come_back_when_requests_end(make):
             worker.checked_step()
         worker.finish(worker.requests[0])
         assert worker.engine.older._cache.used_pages == 0
+
+
+def test_what_nobody_waits_for_is_not_evaluated(make, monkeypatch):
+    """The thread has other requests to evaluate."""
+    worker, begun, goes_on = make(), [], Event()
+    older = worker.engine.older
+    select = older._select
+
+    def slow(queries, pages, state):
+        begun.append(state)
+        goes_on.wait(60)
+        return select(queries, pages, state)
+
+    monkeypatch.setattr(older, "_select", slow)
+    worker.admit(400)
+    second = worker.admit(300)
+    for _ in range(LANDS_AFTER):
+        worker.step()
+    worker.finish(second)
+    worker.step()
+    goes_on.set()
+    older.wait()
+    older._thread.submit(int).result()
+    assert len(begun) == 1
 
 
 def test_pages_of_a_request_that_ended_are_used_again_when_no_step_may_read_them(make):

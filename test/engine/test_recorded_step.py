@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graph_worker import GraphWorker  # skips without Triton's interpreter
-from mini_worker import HIDDEN
+from mini_worker import HIDDEN, check_table
 from recorded_graph import RecordedGraph
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.triton import doorbell  # noqa: F401  (reads a tensor when it is first imported)
@@ -97,6 +97,7 @@ def test_replayed_steps_equal_eager_ones_that_attend_to_exactly_the_chosen_pages
             rows = len(worker.requests)
             worker.step(extra_rows=ROWS - rows)
             assert np.array_equal(worker.engine._slot_of.numpy(), worker.table.slot_of)
+            check_table(worker.table)
             if worker.engine.older is not None:
                 worker.engine.older.wait()  # both get its result at the same boundary
             if 0 <= leaves < rows - 1:

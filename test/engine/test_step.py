@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mini_worker import SIZE
+from sglang_scout.engine import step
 from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.verify import co_attention_reference
 from sglang_scout.policy.base import RESULT_DELAY_STEPS
@@ -234,6 +235,51 @@ def test_missing_pages_weigh_as_the_real_query_says(make):
                 expected = co_attention_reference(*queries, *device, *cpu, shape.scale, change)
                 gaps[exact] += float((worker.outputs[layer][0] - expected).abs().mean())
     assert gaps[True] < 0.7 * gaps[False]
+
+
+FITTING = (9 * SIZE + 3, 2 * SIZE, 5)
+
+
+def bytes_read(worker, monkeypatch):
+    """Of K and V by the device's attention, over those of full attention, and digest pages scored, in one more step."""
+    tokens, digests = [], []
+    attend, score = step.attend_pages, worker.digests.score
+
+    def attended(q, k, v, pages, tail_slot, tail_len, *args, slot_of, **kwargs):
+        on_device = ((pages >= 0) & (slot_of[pages.long()] >= 0)).sum()
+        tokens.append(on_device * SIZE + tail_len.sum())
+        return attend(q, k, v, pages, tail_slot, tail_len, *args, slot_of=slot_of, **kwargs)
+
+    def scored(layer, query, candidates, *args):
+        digests.append(candidates.n_scored[: len(query)].sum())
+        return score(layer, query, candidates, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "attend_pages", attended)
+        patch.setattr(worker.digests, "score", scored)
+        worker.step()
+    stock = sum(r.length for r in worker.requests) * worker.shape.num_layers
+    return int(sum(tokens)) / stock, sum(digests)
+
+
+@pytest.mark.parametrize("digest", ["minmax", "rotated-2"])
+def test_what_the_budget_covers_reads_what_full_attention_reads(make, monkeypatch, digest):
+    """And no digest, though these hold garbage: every page is selected anyway."""
+    worker = make(budget_tokens=16 * SIZE, config=json.dumps({"digest": digest}))
+    worker.run(1, *FITTING)
+    full = [p for r in worker.requests for p in r.pages[: r.length // SIZE]]
+    kept = [part.clone() for part in worker.digests.parts]
+    for part in worker.digests.parts:
+        part[:, full] = 255
+    waited = worker.engine.transport.waited_ns.clone()
+    kv, digests = bytes_read(worker, monkeypatch)
+    for part, before in zip(worker.digests.parts, kept, strict=True):
+        part.copy_(before)
+    assert abs(kv - 1) < 0.01 and digests == 0
+    for layer in range(worker.shape.num_layers):
+        for row in range(len(FITTING)):
+            close(worker.outputs[layer][row], worker.dense(row, layer))
+    assert not worker.missing.asked and torch.equal(worker.engine.transport.waited_ns, waited)
 
 
 @pytest.mark.parametrize("beyond", [3, 4])

@@ -193,6 +193,18 @@ def test_epochs_threads_and_overlapping_slices_have_rows_of_their_own(small):
     assert {f"CPU attention process, incarnation {n}" for n in (1, 2)} < processes
 
 
+def test_impossible_events_are_dropped_and_counted(small):
+    """The worker's memory may hold any values that pass the ring reader's checks."""
+    tracer, log, path = small
+    now = time.monotonic_ns()
+    for step in (7, 6, 8, 2**64 - 1):
+        log.add(0, 1, step, 0, now, now + 1)
+    log.add(0, 1, 7, 0, tracer._start_ns - 1, now)
+    log.lost = 2
+    tracer.write()
+    assert len(load(path)[1]) == 1 and tracer._events_lost == 2 + 4
+
+
 @pytest.mark.parametrize("path", ["{}/no/t.json", "/dev/full"])
 def test_a_file_that_cannot_be_written_is_logged(tmp_path, caplog, path):
     log = Log()

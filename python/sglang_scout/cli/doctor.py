@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
@@ -246,7 +246,10 @@ def run(args: argparse.Namespace) -> int:
     results = {name: outcome(check) for name, check in checks(args).items()}
     ok = not any(check.failed for check in results.values())
     if args.json:
-        found = [{"name": name, "state": x.state, **asdict(x)} for name, x in results.items()]
+        found = [
+            {"name": name, "state": x.state, "found": x.found, "fix": x.fix, "values": x.values}
+            for name, x in results.items()
+        ]
         print(json.dumps({"ok": ok, "checks": found}, indent=2))
     else:
         print(report(results))

@@ -303,7 +303,8 @@ _FLAG_TYPES: dict[str, tuple[Any, str]] = {
 
 def load_json(text: str) -> dict[str, Any]:
     """The object in ``text``, or in the file if ``text`` is ``@FILE``; a ConfigError names the flag and the value."""
-    given, what = f"{FLAGS['config']} {text[:60]!r}", "cannot read the file"
+    shown = text if text.startswith("@") else text[:60]
+    given, what = f"{FLAGS['config']} {shown!r}", "cannot read the file"
     example = "write for example '{\"recall_interval\": 8}' or @FILE"
     try:
         source = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text

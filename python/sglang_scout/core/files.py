@@ -63,4 +63,5 @@ def check_different(files: Mapping[str, str]) -> None:
         except (OSError, ValueError):
             file = os.path.realpath(path)
         if (other := taken.setdefault(file, what)) != what:
+            other = other.rpartition(": ")[2]
             raise ConfigError(f"{what}: {other} names the same file; name another")

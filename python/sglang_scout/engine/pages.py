@@ -42,11 +42,10 @@ class Pages:
         self._host, self._digests, self._table = parts.host, parts.digests, parts.table
         self._resident, self._recall = parts.resident.as_layers(), recall
         self.num_layers = parts.shape.num_layers
-        self._filled_here = np.zeros(
-            parts.host.num_pages, bool
-        )  # by decoding, so no digest arrived
+        count = parts.host.num_pages
+        self._filled_here = np.zeros(count, bool)  # by decoding, so no digest arrived
         self.step = 0
-        self.freed_at = np.full(parts.host.num_pages, -1, np.int64)
+        self.freed_at = np.full(count, -1, np.int64)
         self._last_freed = -1  # the maximum of them
         # By the steps that may still run.
         self._written: deque[PageIds] = deque(maxlen=RESULT_DELAY_STEPS)
@@ -172,9 +171,8 @@ class Pages:
         """Start copying ``pages`` ``[L, n]``, -1 padded, of a request that has not joined, during this step."""
         every, is_new = np.arange(self.num_layers), np.ones(1, bool)
         chosen = np.ascontiguousarray(pages[:, None], np.int32)
-        self._table.uses.touch(
-            every, chosen, self.step, is_new
-        )  # selected by the last prompt token
+        # The last prompt token selected them.
+        self._table.uses.touch(every, chosen, self.step, is_new)
         self._recall.prefetch_arrival(*self._with_slots(pages, self.step - 1, is_forced=False))
 
     def _with_slots(

@@ -121,7 +121,7 @@ class Requests:
             if not request.is_started:
                 request.is_started = True
                 held = self._held(request)
-                left -= held.size
+                left -= held.size  # with -1, as ranks differ in residency and must agree
                 self._pages.copy_beside(held)
 
     def needed(self, request: Request, full_pages: PageIds) -> PageIds:
@@ -129,6 +129,7 @@ class Requests:
         if request.first_pages is None:
             return self._pages.first_pages(full_pages)
         held = self._held(request)
+        request.first_pages = request.generations = None  # from now on policies decide
         return held[:, :0] if request.is_started and not request.is_covered else held
 
     def _held(self, request: Request) -> PageIds:

@@ -158,14 +158,18 @@ class Tracer:
                 self._file.write("\n]\n")
 
     def _worker_slices(self) -> Iterator[_Slice]:
-        """New events of CPU attention as slices."""
+        """New events of CPU attention as slices, but for impossible ones: any process of the user can write them."""
         if self._worker is None:
             return
         taken, lost = self._worker.take_events()
         self._events_lost += lost
         for thread in taken:
             row = f"attention thread {thread.thread} (CPU {thread.cpu})"
-            for event in thread.events:
+            events = thread.events
+            good = (events["step"] >= self._first_step) & (events["step"] <= self._step)
+            good &= events["begin_ns"] >= self._start_ns
+            self._events_lost += int(len(events) - np.count_nonzero(good))
+            for event in events[good]:
                 pid = _WORKER_PID + (int(event["seq"]) >> 40)
                 args = {name: int(event[name]) for name in ("layer", "pages", "items", "step")}
                 times = int(event["begin_ns"]), int(event["end_ns"])

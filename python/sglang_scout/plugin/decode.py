@@ -62,11 +62,8 @@ def around_init_pools(original, runner, **given):
     """Put the KV pool into the arena that the CPU attention process maps; use the allocator that reports pages."""
     tokens, max_batch = adapter.pool_sizes(runner, **given)
     size, cpus = size_of(runner, max_batch)
-    num_pages, context, ranks = (
-        tokens // PAGE_SIZE_TOKENS + 1,
-        size.context_tokens,
-        AttentionRanks(),
-    )
+    num_pages, context = tokens // PAGE_SIZE_TOKENS + 1, size.context_tokens
+    ranks = AttentionRanks()
     # Every rank reads both before any allocates.
     in_pool = not pool_lacks(size.arena(num_pages), arenas=ranks.size)
     available, on_cpu = ranks.least(available_bytes()), torch.device(runner.device).type == "cpu"

@@ -21,6 +21,7 @@ from sglang_scout.core.config import (
     parse_config,
 )
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin import limits
 from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import apply, hook, hooks_of
@@ -126,6 +127,8 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
     limits.check_deployment(self, config)
     if self.disaggregation_mode == "decode":
         check_files(config)
+    if config.recall_profile is not None:
+        load_profile(config.recall_profile)  # refused before a model is fetched
     _apply_defaults(self)
     original(self)
     if self.disaggregation_mode == "decode":

@@ -44,11 +44,7 @@ class AttentionRanks:
         """Sum or maximum of all ranks' ``x``, on the device."""
         if how == "sum":
             return self._group.all_reduce(x)
-        largest, nccl = torch.distributed.ReduceOp.MAX, self._group.pynccl_comm
-        if nccl is not None and not nccl.disabled:  # during SGLang's graph capture
-            nccl.all_reduce(x, largest)
-        else:
-            torch.distributed.all_reduce(x, largest, self._group.device_group)
+        torch.distributed.all_reduce(x, torch.distributed.ReduceOp.MAX, self._group.device_group)
         return x
 
     def least(self, value: int) -> int:
