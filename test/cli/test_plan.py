@@ -191,7 +191,7 @@ MODELS = [
     ({"intermediate_size": -5}, "1 of 1 MLPs of size -5"),
     ({"vocab_size": 0}, "and 0 words, expected positive numbers"),
     ({"torch_dtype": "float64"}, "dtype float64, expected one of bfloat16"),
-    ({"architectures": [5]}, "does not support 5; supported are"),
+    ({"architectures": ["5"]}, "does not support 5; supported are"),
     ({"architectures": ["DeepseekV3ForCausalLM"]}, "does not support DeepseekV3ForCausalLM"),
     ({"architectures": ["Gemma3ForCausalLM"]}, "does not support Gemma3ForCausalLM, some"),
     ({"use_sliding_window": True}, "does not support sliding-window attention"),
