@@ -145,7 +145,7 @@ def answer(url, path, body):
 def differences(expected, actual, where="answer") -> Iterator[str]:
     if isinstance(expected, dict) and isinstance(actual, dict):
         for key in (expected.keys() | actual.keys()) - IGNORED:
-            if not key.endswith(("latency", "_ts", "_time")):
+            if not key.endswith(("latency", "_ts", "_time", "_throughput")):
                 yield from differences(expected.get(key), actual.get(key), f"{where}.{key}")
     elif isinstance(expected, list) and isinstance(actual, list):
         for i, pair in enumerate(itertools.zip_longest(expected, actual)):
