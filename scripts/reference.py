@@ -17,7 +17,7 @@ from sglang_scout.core.config import KEYS, PUBLIC_KEYS
 from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import ROLES, Hook, hooks_of
 from sglang_scout.plugin.status import METRICS
-from sglang_scout.policy.base import policies
+from sglang_scout.policy import policies
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

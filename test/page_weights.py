@@ -5,7 +5,10 @@ import torch
 
 from sglang_scout.core.forecast import VERSION, Header, PageWeights
 from sglang_scout.core.profile import ModelIdentity
+from sglang_scout.engine.digest_kinds import DigestKind
+from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.ops.rotated import Coordinates
+from sglang_scout.policy import policies
 
 
 def identity(
@@ -64,3 +67,22 @@ def digest_weights(model=None):
     made = coordinates(model.num_layers, model.num_kv_heads, model.head_dim)
     arrays = {name: x.contiguous().numpy() for name, x in made._asdict().items()}
     return PageWeights(Header(VERSION, "digest", model), arrays)
+
+
+def digest_kinds():
+    """All kinds by name, those of policies too."""
+    policies()  # imports them
+    found, left = {}, [DigestKind]
+    while left:
+        kind = left.pop()
+        found[kind.name] = kind
+        left += kind.__subclasses__()
+    return found
+
+
+def rule_of(kind, model=None, weights=None, **choices):
+    """A rule with this kind of digest, with random weights if it is trained."""
+    made = {"pilot": pilot_weights, "calibrated": digest_weights}.get(kind)
+    if weights is None and made is not None:
+        weights = made(model)
+    return SelectionRule(digest_kinds()[kind], weights, **choices)

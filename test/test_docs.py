@@ -11,7 +11,7 @@ from sglang_scout.cli import COMMANDS
 from sglang_scout.core.config import KEYS, PUBLIC_KEYS
 from sglang_scout.engine.counters import Counters
 from sglang_scout.plugin import status
-from sglang_scout.policy.base import policies
+from sglang_scout.policy import policies
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_scout.policy.base import policies
+from sglang_scout.policy import policies
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "sglang_scout"

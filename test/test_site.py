@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.policy.base import Context, Policy
+from sglang_scout.engine.policy import Policy
+from sglang_scout.policy import Context
 
 ROOT = Path(__file__).resolve().parents[1]
 LOADED = re.compile(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, idle_keys
-from sglang_scout.policy.base import policies
+from sglang_scout.policy import policies
 
 WEIGHTS = Path(__file__).resolve().parents[2] / ".cache" / "weights"
 FULL = "full"

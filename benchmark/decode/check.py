@@ -64,7 +64,7 @@ def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[st
                 outputs.append(harness.out.cpu())
                 if faults := harness.engine.transport.faults():  # later steps are invalid too
                     raise RuntimeError(f"step {len(outputs) - 1}: {'; '.join(faults)}")
-            counters = harness.engine.counters
+            counters = harness.engine.parts.counters
             if counters.cpu_pages == 0:
                 wrong.append("no page was missing, nothing was tested")
             error = counters.verify_max_rel_error

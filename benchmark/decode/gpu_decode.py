@@ -264,7 +264,7 @@ class Measurement:
 
     def steps(self, harness: Harness, count: int) -> tuple[list[float], dict[str, Any]]:
         """Times of steps, and what was counted meanwhile."""
-        counters = harness.engine.counters
+        counters = harness.engine.parts.counters
         before = counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us
         taken = device.times_us(harness.step, count)
         after = counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us
@@ -279,7 +279,7 @@ class Measurement:
         if faults := harness.engine.transport.faults():
             raise RuntimeError("; ".join(faults))
         found["fallback_pages"] = store.worker.snapshot().fallback_pages
-        found["resident_pages"] = harness.engine.table.resident_pages
+        found["resident_pages"] = harness.engine.parts.table.resident_pages
         self.report(impl, about, taken, **found)
 
     def report(self, impl: str, about: dict[str, Any], taken: list[float], **more: Any) -> None:

@@ -8,10 +8,10 @@ realistic drift of the important pages, queries come from a separate generator (
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,14 @@ from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig, parse_config
 from sglang_scout.core.forecast import VERSION, Header, PageWeights
 from sglang_scout.core.profile import ModelIdentity
 from sglang_scout.engine.device import lock_memory
+from sglang_scout.engine.digest_kinds import KINDS
 from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.parts import Parts
+from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport, device_ring
-from sglang_scout.ops.predict import QueryProjector
-from sglang_scout.policy.base import Context, make_policy, policies
+from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
@@ -133,7 +135,8 @@ class Store:
         model = ModelIdentity("", size.layers, size.q_heads, size.kv_heads, size.head_dim, "")
         arrays = {name: x.numpy() for name, x in parts.items()}
         weights = PageWeights(Header(VERSION, "digest", model), arrays)
-        pool = DigestPool(self.shape, pages, self.device, digest, weights)
+        rule = SelectionRule(KINDS[digest], weights)
+        pool = DigestPool(self.shape, pages, self.device, rule)
         pool.build(np.arange(pages, dtype=np.int64), self.host)
         return pool
 
@@ -195,16 +198,13 @@ class Harness:
         budget = self.config.budget_pages
         slots = (slots or budget * batch) + batch + budget
         each = -(-context // PAGE) + room
+        policy = make_policy(Context(self.config, shape.num_layers, 2 * shape.page_bytes))
+        held = digests or DigestPool(shape, pages, store.device, policy.rule)
         self.engine = StepEngine(
-            dataclasses.replace(self.config, verify=verify),
-            make_policy(Context(self.config, shape.num_layers, 2 * shape.page_bytes)),
-            shape,
-            Sizes(budget, slots, batch, each),
-            store.host,
+            Parts(policy, shape, Sizes(budget, slots, batch, each), store.host, held),
             [self._projector(layer) for layer in range(shape.num_layers)],
             GraphTransport(store.ring, lambda: store.worker.device_epoch),
-            device=store.device,
-            digests=digests,
+            verify,
         )
         self.engine._step = store.steps  # the ring's slots alternate across engines
         of_context = context // PAGE
@@ -234,12 +234,12 @@ class Harness:
         # Captured before the first step, when rows are empty and nothing is posted.
         self._graph = captured(self._layers) if graph else None
 
-    def _projector(self, layer: int) -> QueryProjector:
+    def _projector(self, layer: int) -> SimpleNamespace:
         def finish(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             # Pay for the matrix product, but use the generator's query.
             return (self.drift.q[layer] + 0.0 * self.model.project_q(layer, x)).to(x.dtype)
 
-        return QueryProjector(self.model.normed, finish)
+        return SimpleNamespace(start=self.model.normed, finish=finish, weight_bytes=0)
 
     def _layers(self) -> None:
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

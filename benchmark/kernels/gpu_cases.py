@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from sglang_scout.core.page_bytes import PILOT_RANK
 
 from benchmark.kernels.gpu_pools import (
     DTYPE,
@@ -20,7 +21,6 @@ from benchmark.kernels.gpu_pools import (
     name_of,
     plain,
 )
-from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.ops import rotated
 from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.digest import build_layer_digests

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-
 from sglang_scout.core.page_bytes import PILOT_RANK
+
 from sglang_scout.ops import rotated
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.op import Op, Tolerance

@@ -11,7 +11,7 @@ from sglang_scout.core.config import check_files, parse_config
 from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
-from sglang_scout.policy.base import policies
+from sglang_scout.policy import policies
 
 
 def parse(**kwargs):

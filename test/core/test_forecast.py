@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ def test_what_is_written_comes_back_and_nothing_else_is_left(tmp_path, made):
     back = load_weights(path, made.header.kind)
     assert back.header == made.header and [p.name for p in tmp_path.iterdir()] == ["weights"]
     assert all(np.array_equal(back.arrays[name], x) for name, x in made.arrays.items())
-    check_weights(back, path, identity=identity(), hidden_size=24, model="m")
+    check_weights(back, identity=identity(), hidden_size=24, model="m")
 
 
 def refused(path, kind, *parts):
@@ -106,14 +107,14 @@ def test_another_model_is_refused(made):
     kind = made.header.kind
     other = msgspec.structs.replace(identity(), config_digest="fedcba9876543210")
     with pytest.raises(ConfigError) as caught:
-        check_weights(made, "f", identity=other, hidden_size=24, model="theirs")
+        check_weights(replace(made, path="f"), identity=other, hidden_size=24, model="theirs")
     for part in (f"{kind}_file = 'f'", "0123456789abcdef", "'theirs'", "fedcba", f"--kind {kind}"):
         assert part in str(caught.value)
 
 
 def test_another_hidden_size_is_refused():
     with pytest.raises(ConfigError, match="a hidden size of 24, that of 'm' is 32"):
-        check_weights(forecast_weights(), "f", identity=identity(), hidden_size=32, model="m")
+        check_weights(forecast_weights(), identity=identity(), hidden_size=32, model="m")
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -10,6 +10,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from sglang_scout.core.page_bytes import PILOT_RANK
 
 from harness import (
     PDCluster,
@@ -21,7 +22,6 @@ from harness import (
 from page_weights import digest_weights, forecast_weights, identity, pilot_weights
 from servers.group import flags
 from sglang_scout.core.forecast import save_weights
-from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.core.profile import config_digest
 
 pytestmark = pytest.mark.slow  # five servers, twice

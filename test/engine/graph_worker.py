@@ -13,9 +13,8 @@ import torch
 
 from mini_worker import SIZE, MiniWorker
 from sglang_scout import _native
-from sglang_scout.engine.context_cache import context_pages
 from sglang_scout.engine.memory import ServerSize
-from sglang_scout.engine.stores import HostPages
+from sglang_scout.engine.stores import HostPages, context_pages
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops import triton
 from sglang_scout.ops.doorbell import DeviceRing
@@ -37,7 +36,9 @@ class GraphWorker(MiniWorker):
 
     def _make_host(self, pages):
         s = self.shape
-        size = ServerSize(self.config, s, self.max_batch, MAX_PAGES * SIZE, node_cpus=[1])
+        size = ServerSize(
+            self.config, self.policy, s, self.max_batch, MAX_PAGES * SIZE, node_cpus=[1]
+        )
         self.arena = Arena.create(size.arena(pages))
         planes = (self.arena.k_pages, self.arena.v_pages)
         kv = [

@@ -97,17 +97,17 @@ class HgcaWorker(MiniWorker):
                 found = outputs[layer][row].numpy()
                 np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
             self.check_kept(request)
-        self.engine.older.wait()
+        self.engine.selector.wait()
 
     def older_of(self, request):
-        return self.engine.older._older[self.engine.requests._of_row[request.slot]]
+        return self.engine.selector._older[self.engine.requests._of_row[request.slot]]
 
     def check_kept(self, request):
         """The lists hold the oracle's tokens, in their order."""
         state = self.older_of(request)
         if state.whole:
             return
-        ids, counts = self.engine.older._cache.worker_ids(state.kept)
+        ids, counts = self.engine.selector._cache.worker_ids(state.kept)
         for layer, oracle in enumerate(request.oracles):
             for head, tokens in enumerate(oracle.kept):
                 pages = ids[layer, head, : counts[layer, head]]

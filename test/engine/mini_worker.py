@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
 
 from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.core.config import parse_config
-from sglang_scout.core.page_bytes import EMBEDDINGS, MARK_BYTES
+from sglang_scout.engine.digest_kinds import MARK_BYTES
 from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.predict import QueryProjector
-from sglang_scout.policy.base import Context, make_policy, policies
+from sglang_scout.policy import Context, make_policy, policies
 
 SIZE = 32
 HIDDEN = 48  # of the layer inputs
@@ -105,7 +105,7 @@ class MiniWorker:
         policy="scout",
         tracer=None,
         around_missing=None,
-        pool_kind=None,
+        pool_rule=None,
         verify=True,
         rank=0,
         of_ranks=1,
@@ -121,40 +121,39 @@ class MiniWorker:
         own = (heads // of_ranks, kv_heads // of_ranks)
         self.shape = ModelShape(layers, *own, dim, SIZE, dtype, dim**-0.5, fp8)
         self.max_batch = max_batch
+        self.policy = self._policy()
         self.host = self._make_host(pages)
-        self.digests = self._digest_pool(pool_kind or self.config.digest)
         budget = self.config.budget_pages
         slots = (resident_tokens or budget_tokens * max_batch) // SIZE + max_batch + budget
-        policy_of = make_policy(Context(self.config, layers, 2 * self.shape.page_bytes))
         self.missing = HereInstead(self.shape, self.host)
         weights = [self._randn(heads * dim, HIDDEN) * 0.4 for _ in range(layers)]
         self.weights = [w.chunk(of_ranks)[rank] for w in weights]
         missing = around_missing(self.missing) if around_missing else self.missing
+        sizes = Sizes(budget, slots, max_batch, max_pages, self.config.lists(own[1]))
+        self.digests = DigestPool(self.shape, pages, "cpu", pool_rule or self.policy.rule)
+        stores = self.shape, sizes, self.host, self.digests
         self.engine = StepEngine(
-            dataclasses.replace(self.config, verify=verify),
-            policy_of,
-            self.shape,
-            Sizes(budget, slots, max_batch, max_pages, self.config.lists(kv_heads // of_ranks)),
-            self.host,
-            [self._ahead(layer, policy_of.query.attends) for layer in range(layers)],
+            Parts(self.policy, *stores, tracer, ranks),
+            [self._ahead(layer, self.policy.query.attends) for layer in range(layers)],
             self._worker(missing),
-            digests=self.digests,
-            tracer=tracer,
-            ranks=ranks,
+            verify,
         )
-        self.table = self.engine.table
+        self.table = self.engine.parts.table
         self.free_pages = list(range(1, pages))
         self.requests: list[Request] = []
         self.drift = drift
         self.hidden = self._randn(layers, max_batch, HIDDEN)
         self._digested: set[int] = set()  # pages whose digests were compared
 
-    def _digest_pool(self, kind):
+    def _policy(self):
+        """With random weights in place of those in files."""
         shape = self.shape
         sizes = shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim
-        made = {"pilot": pilot_weights, "calibrated": digest_weights}.get(kind)
-        weights = made(identity(*sizes)) if made else None
-        return DigestPool(shape, self.host.num_pages, "cpu", kind, weights)
+        made = {"pilot": pilot_weights, "digest": digest_weights, "forecast": lambda *_: None}
+        with mock.patch(
+            "sglang_scout.policy.load_weights", lambda _, kind: made[kind](identity(*sizes))
+        ):
+            return make_policy(Context(self.config, shape.num_layers, 2 * shape.page_bytes))
 
     def _randn(self, *size):
         return torch.randn(size, generator=self.random)
@@ -183,9 +182,10 @@ class MiniWorker:
     def _ahead(self, layer, attends):
         """The predicted query; or, if it only selects, one vector per KV head: the mean of its queries."""
         project, heads = self._projector(layer), self.shape.num_kv_heads
-        return QueryProjector(
-            lambda x, residual: x + residual,
-            project if attends else lambda *x: project(*x).unflatten(1, (heads, -1)).mean(2),
+        return SimpleNamespace(
+            weight_bytes=0,
+            start=lambda x, residual: x + residual,
+            finish=project if attends else lambda *x: project(*x).unflatten(1, (heads, -1)).mean(2),
         )
 
     def admit(self, length: int, *args, **kwargs) -> Request:
@@ -292,11 +292,11 @@ class MiniWorker:
         self._digested |= full
         if not len(pages):
             return
-        expected = self._digest_pool(self.digests.kind)
+        expected = DigestPool(self.shape, self.host.num_pages, "cpu", self.engine.parts.policy.rule)
         expected.build(pages.numpy(), self.host)
         for both in zip(self.digests.parts, expected.parts, strict=True):
             built, again = (x[:, pages] for x in both)
-            if expected.kind in EMBEDDINGS:
+            if expected.kind in ("mean16", "pilot"):
                 dtype = self.shape.dtype if built.shape[-1] > MARK_BYTES else torch.int32
                 torch.testing.assert_close(
                     built.view(dtype), again.view(dtype), atol=1e-4, rtol=1e-2
@@ -367,6 +367,6 @@ def with_slow_link(worker) -> SlowLink:
     """Give a ``MiniWorker`` a slow link and zero patience."""
     worker.engine.recall.close()
     link = worker.engine.recall._side = SlowLink()
-    if worker.engine.policy.residency.patience_us is not None:
-        worker.engine.policy.residency.patience_us = 0.0
+    if worker.engine.parts.policy.residency.patience_us is not None:
+        worker.engine.parts.policy.residency.patience_us = 0.0
     return link

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 import mini_worker
 from mini_worker import SIZE, MiniWorker, check_table
-from sglang_scout.core.page_bytes import DIGESTS, EMBEDDINGS
-from sglang_scout.policy.base import QuerySource, make_policy
+from page_weights import digest_kinds, identity, rule_of
+from sglang_scout.core.config import DIGESTS
+from sglang_scout.engine.policy import QuerySource
+from sglang_scout.policy import make_policy
 
 BUDGET = 4 * SIZE
 QUERIES = {
@@ -21,6 +23,7 @@ QUERIES = {
     "forecast": QuerySource(attends=False),
 }
 # Digest, grain and query. Embeddings are per KV head: one is trained for a forecast, one for queries.
+EMBEDDINGS = [kind for kind in digest_kinds() if kind not in ("none", *DIGESTS)]
 CHOOSERS = [
     chooser
     for chooser in product([*DIGESTS, *EMBEDDINGS], ["layer", "head"], QUERIES)
@@ -63,7 +66,9 @@ def test_any_axes_attend_to_exactly_their_pages(
 
     def made(context):
         policy = make_policy(context)
-        rule = dataclasses.replace(policy.rule, kind=digest, only_selected=only_selected)
+        kind = rule_of(digest, identity(3, dim=64))
+        choices = {"digest": kind.digest, "weights": kind.weights, "only_selected": only_selected}
+        rule = dataclasses.replace(policy.rule, **choices)
         return dataclasses.replace(policy, rule=rule, query=QUERIES[query], route=route)
 
     with mock.patch.object(mini_worker, "make_policy", made):
@@ -73,11 +78,10 @@ def test_any_axes_attend_to_exactly_their_pages(
             resident_tokens=resident,
             config=json.dumps(keys),
             seed=seed,
-            pool_kind=digest,
         )
     worker.run(5, *lengths)
     check_table(worker.table)
-    counters = worker.engine.counters
+    counters = worker.engine.parts.counters
     assert counters.verify_checks == 5 * worker.shape.num_layers
     assert counters.verify_max_rel_error < 2e-5
     if route != "cpu":

@@ -5,6 +5,7 @@ Our ops are not run: only their arguments are checked. Between steps, tensors ar
 """
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,17 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from page_weights import identity, pilot_weights
 from sglang_scout.core.config import parse_config
-from sglang_scout.engine import digest_pool, older_tokens, step, step_inputs
+from sglang_scout.engine import digest_pool, step_inputs
 from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.op import Op
-from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.select import Selection
-from sglang_scout.policy.base import Context, make_policy, policies
+from sglang_scout.policy import Context, make_policy, policies
+from sglang_scout.policy.hgca import older_tokens
 from sglang_scout.worker.ring import ArenaSpec, layout_of
 
 LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 60, 3
@@ -110,7 +112,7 @@ def ran(monkeypatch):
         return torch.from_numpy(values).to(device)
 
     monkeypatch.setattr(Op, "__call__", call)
-    for module in (step, digest_pool, older_tokens, step_inputs):
+    for module in (digest_pool, older_tokens, step_inputs):
         monkeypatch.setattr(module, "upload", upload)
     # Arrived digests are read from the device, with a wait, when requests join.
     monkeypatch.setattr(DigestPool, "accept", lambda self, pages: pages)
@@ -130,7 +132,7 @@ def ran(monkeypatch):
         ("hgca", {}),
     ],
 )
-def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
+def test_every_tensor_of_a_step_is_on_the_device(ran, monkeypatch, policy, settings):
     names, host_memory = ran
     config = parse_config(
         policy=policy, policies=policies(), budget_tokens=4 * SIZE, config=json.dumps(settings)
@@ -141,23 +143,22 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
     ]
     host_memory.update(plane.data_ptr() for plane in planes)
     kept = [torch.zeros(PAGES, SIZE, DIM, dtype=shape.dtype)] * LAYERS
-    made = make_policy(Context(config, LAYERS, 2 * shape.page_bytes))
-    ring, pilot = NoRing(), pilot_weights(identity(LAYERS, HEADS, KV_HEADS, DIM))
+    weights = pilot_weights(identity(LAYERS, HEADS, KV_HEADS, DIM))
+    monkeypatch.setattr("sglang_scout.policy.load_weights", lambda *_: weights)
+    made, ring = make_policy(Context(config, LAYERS, 2 * shape.page_bytes)), NoRing()
 
     def predicted(x, positions):
         return x.new_empty(len(x), HEADS if made.query.attends else KV_HEADS, DIM)
 
-    engine = StepEngine(
-        config,
+    projector = SimpleNamespace(start=torch.add, finish=predicted, weight_bytes=0)
+    parts = Parts(
         made,
         shape,
         Sizes(4, 4 * BATCH + BATCH + 4, BATCH, max_pages=20, lists=config.lists(KV_HEADS)),
         HostPages(shape, planes[:LAYERS], planes[LAYERS:], LayerPages.of(kept, kept, "cpu")),
-        [QueryProjector(torch.add, predicted)] * LAYERS,
-        GraphTransport(ring, lambda: 1),
-        device=META,
-        digests=DigestPool(shape, PAGES, META, config.digest, pilot),
+        DigestPool(shape, PAGES, META, made.rule),
     )
+    engine = StepEngine(parts, [projector] * LAYERS, GraphTransport(ring, lambda: 1))
 
     def layers():
         positions = torch.zeros(BATCH, dtype=torch.int64, device=META)
@@ -185,7 +186,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
     engine.close()
     posts = list(range(LAYERS)) * 3 if made.route == "cpu" else []
     assert sorted(ring.posted) == sorted(posts)
-    chooses = {"salient_bits", "decay_mass"} if made.feedback else {"select_pages"}
+    chooses = {"salient_bits", "decay_mass"} if policy == "hgca" else {"select_pages"}
     assert {"append_tokens", "attend_pages", "copy_layer_pages"} | chooses <= names
 
 

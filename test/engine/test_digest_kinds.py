@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from page_weights import digest_weights, identity, pilot_weights
-from sglang_scout.core.page_bytes import EMBEDDINGS
+from page_weights import digest_weights, identity, pilot_weights, rule_of
+from sglang_scout.engine.digest_kinds import Calibrated
 from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.embed import half_means, pooled, score_embeddings
@@ -18,10 +19,10 @@ SHAPE = ModelShape(L, 4, H, D, SIZE, torch.float32, D**-0.5)
 WEIGHTS = pilot_weights(identity(L, 4, H, D), rank=8)
 
 
-@pytest.mark.parametrize("kind", EMBEDDINGS)
+@pytest.mark.parametrize("kind", ["mean16", "pilot"])
 def test_a_pool_scores_each_head_by_its_keys(kind):
     k = [torch.randn(9, SIZE, H, D) for _ in range(L)]
-    pool = DigestPool(SHAPE, 9, "cpu", kind, WEIGHTS)
+    pool = DigestPool(SHAPE, 9, "cpu", rule_of(kind, weights=WEIGHTS))
     host = HostPages(SHAPE, *([x.flatten(0, 1) for x in k] for _ in "kv"))
     pages = np.arange(1, 9)
     assert list(pool.accept(pages)) == list(pages)
@@ -51,11 +52,11 @@ def test_a_pool_scores_each_head_by_its_keys(kind):
 def test_digests_made_with_another_file_count_as_not_arrived():
     shape = dataclasses.replace(SHAPE, head_dim=32)
     here = digest_weights(identity(L, 4, H, 32))
-    pool = DigestPool(shape, 6, "cpu", "calibrated", here)
+    pool = DigestPool(shape, 6, "cpu", rule_of("calibrated", weights=here))
     host = HostPages(shape, *([torch.randn(6 * SIZE, H, 32) for _ in range(L)] for _ in "kv"))
     there = dataclasses.replace(here, arrays={k: x + 1e-3 for k, x in here.arrays.items()})
     for weights, pages in ((here, [1, 2]), (there, [3])):
-        sender = DigestPool(shape, 6, "cpu", "calibrated", weights)
+        sender = DigestPool(shape, 6, "cpu", rule_of("calibrated", weights=weights))
         sender.build(np.array(pages), host)
         for ours, theirs in zip(pool.parts, sender.parts, strict=True):
             ours[:, pages] = theirs[:, pages]
@@ -64,4 +65,4 @@ def test_digests_made_with_another_file_count_as_not_arrived():
     pool.valid[:] = False
     assert not len(pool.accept(np.array([1, 2, 3, 4])))
     with pytest.raises(ValueError, match="needs the weights of a pilot_file or a digest_file"):
-        DigestPool(shape, 6, "cpu", "calibrated")
+        DigestPool(shape, 6, "cpu", SelectionRule(Calibrated))

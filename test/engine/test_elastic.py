@@ -21,18 +21,18 @@ def test_a_late_copy_does_not_hold_the_step_and_its_pages_stay_with_the_cpu(make
     worker.run(6, 100 * SIZE)
     recall = worker.engine.recall
     assert link.forced == 0 and recall.late_pages > 0
-    assert worker.engine.counters.recalled_pages == 0
+    assert worker.engine.parts.counters.recalled_pages == 0
     taken = [copies.taken for copies in recall._in_flight]
     under_way = {at for t in taken for at in zip(t.layers.tolist(), t.pages.tolist(), strict=True)}
     worker.missing.asked.clear()
     worker.step()
     again = {(layer, int(p)) for layer, pages in worker.missing.asked for p in pages[pages >= 0]}
     assert under_way & again, "what has not landed is still computed on the CPU"
-    assert worker.engine.policy.residency.backoffs == 1
+    assert worker.engine.parts.policy.residency.backoffs == 1
     link.run(999)
     worker.step()
-    assert worker.engine.counters.recalled_pages == len(under_way)
-    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+    assert worker.engine.parts.counters.recalled_pages == len(under_way)
+    assert worker.engine.parts.counters.verify_max_rel_error <= FP32_TOLERANCE
 
 
 def test_fixed_recall_waits_for_its_copies(make):
@@ -43,14 +43,13 @@ def test_fixed_recall_waits_for_its_copies(make):
         under_way = list(worker.engine.recall._in_flight)
         worker.step()
         assert all(copies.done.done() for copies in under_way)
-    assert link.forced > 0 and worker.engine.counters.recalled_pages > 0
+    assert link.forced > 0 and worker.engine.parts.counters.recalled_pages > 0
 
 
 def test_a_request_that_fits_is_resident_whole_and_exact_once_the_others_have_left(make):
     worker = make(budget_tokens=128, max_batch=4, pages=160)
-    policy = worker.engine.policy
-    attends_to_all = dataclasses.replace(policy.rule, only_selected=False)
-    worker.engine.policy = dataclasses.replace(policy, rule=attends_to_all)
+    policy = worker.engine.parts.policy
+    worker.engine.selector._rule = dataclasses.replace(policy.rule, only_selected=False)
     policy.residency.patience_us = None
     first = worker.admit(19 * SIZE + 5)  # more than its budget of 4 pages, less than the 24 slots
     others = [worker.admit(30 * SIZE) for _ in range(3)]
@@ -75,7 +74,7 @@ def test_pages_that_are_opened_push_out_none_if_slots_were_held_back(make, max_n
     worker = make(budget_tokens=128, max_batch=3, layers=2, pages=90, drift=0.3, **rheo)
     for length in (300, 311, 322):
         worker.admit(length, max_new=max_new)
-    assert worker.table.pin_share == worker.engine.policy.residency.pin_share > 0
+    assert worker.table.pin_share == worker.engine.parts.policy.residency.pin_share > 0
     evict, pushed_out = worker.table.evict, []
 
     def heard(layer, want_free, before_step, is_forced=True):
@@ -184,7 +183,7 @@ class ElasticMachine(RuleBasedStateMachine):
     @invariant()
     def outputs_were_right_and_slots_are_of_requests(self):
         engine, table = self.worker.engine, self.worker.table
-        assert engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+        assert engine.parts.counters.verify_max_rel_error <= FP32_TOLERANCE
         check_table(table)
         owned = {page for r in (*self.worker.requests, *self.coming) for page in r.pages}
         for layer in range(2):

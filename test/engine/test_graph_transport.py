@@ -26,7 +26,7 @@ def test_worker_threads_answer_until_they_die_and_the_attendant_after(make):
     worker.end_threads()
     worker.run(4)
     assert worker.attendant.pages() > 0
-    assert worker.engine.counters.verify_max_rel_error <= TOLERANCE[torch.float32]
+    assert worker.engine.parts.counters.verify_max_rel_error <= TOLERANCE[torch.float32]
 
 
 def test_no_token_is_given_out_that_lacks_a_part_of_its_attention(make):
@@ -81,7 +81,7 @@ def test_what_boundaries_launch_is_compiled_before_the_first_request(make, diges
     assert list(worker.digests.accept(np.arange(3))) == [0, 1, 2]
     worker.admit(500)
     worker.step()
-    assert worker.digests.computed == 15 and worker.engine.counters.warmed_pages > 0
+    assert worker.digests.computed == 15 and worker.engine.parts.counters.warmed_pages > 0
     of_boundaries = {op for op in chosen() if op.startswith(("build_", "copy_"))}
     assert len(of_boundaries) == 2 and of_boundaries <= before
 
@@ -100,15 +100,15 @@ def test_layers_run_without_a_step_as_they_are_captured(make):
             assert (engine.attend(layer, q, k, v) == 0).all()
 
     capture()
-    assert not engine._chosen
+    assert not any(engine.selector._ahead)
     assert int(RingView(worker.arena).control["head"]) == 0
     worker.admit(900)
     worker.step()
     # Recapture with a request present, as after a weight update.
-    kept = [x.clone() for x in (*worker.host.k, *worker.host.v, engine.resident.k)]
+    kept = [x.clone() for x in (*worker.host.k, *worker.host.v, engine.parts.resident.k)]
     posted = int(RingView(worker.arena).control["head"])
     capture()
-    now = (*worker.host.k, *worker.host.v, engine.resident.k)
+    now = (*worker.host.k, *worker.host.v, engine.parts.resident.k)
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
     assert int(RingView(worker.arena).control["head"]) == posted
     worker.step()

@@ -9,7 +9,7 @@ import torch
 
 from hgca_worker import LANDS_AFTER, WINDOW, HgcaWorker
 from mini_worker import SIZE
-from sglang_scout.policy.base import RESULT_DELAY_STEPS
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_every_step_is_that_of_the_algorithms(make, keys):
         if step == 45:
             worker.finish(worker.requests[1])
         worker.checked_step()
-    counters = worker.engine.counters
+    counters = worker.engine.parts.counters
     assert counters.cpu_pages > 0 and 0 < counters.verify_max_rel_error <= 1e-5
     assert counters.verify_checks == 2 * counters.steps
     raised = sum(oracle.raised for oracle in worker.oracles)
@@ -71,7 +71,7 @@ def test_an_infinite_beta_is_the_window(make):
         length = worker.requests[0].length
         first = max(0, (length - 1) // SIZE - (WINDOW // SIZE - 1)) * SIZE
         check_last_step(worker, list(range(first, length)))
-    assert not worker.engine_missing.asked and worker.engine.older._cache.used_pages == 0
+    assert not worker.engine_missing.asked and worker.engine.selector._cache.used_pages == 0
 
 
 def test_until_an_evaluation_has_ended_attention_is_full(make, monkeypatch):
@@ -79,7 +79,7 @@ def test_until_an_evaluation_has_ended_attention_is_full(make, monkeypatch):
     worker = make()
     worker.admit(300)
     held = Future()
-    monkeypatch.setattr(worker.engine.older._thread, "submit", lambda *_: held)
+    monkeypatch.setattr(worker.engine.selector._thread, "submit", lambda *_: held)
     for _ in range(70):
         worker.step()
         check_last_step(worker)
@@ -100,13 +100,13 @@ def test_context_pages_come_back_when_requests_end(make):
         for _ in range(4):
             worker.checked_step()
         worker.finish(worker.requests[0])
-        assert worker.engine.older._cache.used_pages == 0
+        assert worker.engine.selector._cache.used_pages == 0
 
 
 def test_what_nobody_waits_for_is_not_evaluated(make, monkeypatch):
     """The thread has other requests to evaluate."""
     worker, begun, goes_on = make(), [], Event()
-    older = worker.engine.older
+    older = worker.engine.selector
     select = older._select
 
     def slow(queries, pages, state):
@@ -128,7 +128,7 @@ def test_what_nobody_waits_for_is_not_evaluated(make, monkeypatch):
 
 
 def test_pages_of_a_request_that_ended_are_used_again_when_no_step_may_read_them(make):
-    cache = make().engine.older._cache
+    cache = make().engine.selector._cache
     cache.begin_step()
     kept, zeros = cache.empty(), np.zeros(40, np.int64)
     cache.add(kept, zeros, zeros, np.arange(40))

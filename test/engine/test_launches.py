@@ -9,29 +9,25 @@ import torch
 from graph_worker import GraphWorker  # skips without Triton's interpreter
 from launches import Launches
 from mini_worker import HIDDEN, SIZE
-from sglang_scout.ops.predict import QueryProjector, add_norm, rotate_heads
+from sglang_scout.engine.projector import QueryHeads, QueryProjector
 
 ROWS, LAYERS = 2, 3
 PREDICTED = ["norm_kernel", "mm", "rotate_kernel"]
 SCORED = ["query_digits_kernel", "rotated_sums_kernel", "select_kernel"]
 ROTATED = [*PREDICTED, *SCORED, "post_kernel"]
 BOUNDS = [*PREDICTED, "bounds_kernel", "select_kernel", "post_kernel"]
-STAGED = ["lt", "masked_fill", "copy_", "stage_kernel"]
+STAGED = ["stage_kernel", "lt", "masked_fill"]
 FETCHED = [*PREDICTED, *SCORED, *STAGED]
 FORECAST = [*PREDICTED, "embedding_scores_kernel", "select_kernel", *STAGED]
 
 
 def projector(shape, heads):
-    """The plugin's projector for unquantised weights: with a head norm and RoPE."""
+    """A projector for unquantised weights: with a head norm and RoPE."""
     size, dtype = shape.head_dim, shape.dtype
     norm, head_norm = torch.ones(HIDDEN, dtype=dtype), torch.ones(size, dtype=dtype)
     w_q, table = torch.ones(heads * size, HIDDEN, dtype=dtype), torch.ones(4, size)
-
-    def finish(x, positions):
-        q = torch.nn.functional.linear(x, w_q)
-        return rotate_heads(q, head_norm, 1e-6, table, positions, size, True, heads, size)
-
-    return QueryProjector(lambda x, residual: add_norm(x, residual, norm, 1e-6), finish)
+    of_heads = QueryHeads(heads, size, size, True, lambda: table, head_norm, 1e-6)
+    return QueryProjector(norm, 1e-6, of_heads, w_q)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +46,8 @@ def test_launches_of_a_layer(make, policy, config, ahead, attends):
     sizes = {"layers": LAYERS, "max_batch": ROWS, "dtype": torch.bfloat16}
     worker = make(GraphWorker, verify=False, **sizes, **settings)
     engine, shape = worker.engine, worker.shape
-    heads = shape.num_q_heads if engine.policy.query.attends else shape.num_kv_heads
-    engine._projectors = [projector(shape, heads)] * LAYERS
+    heads = shape.num_q_heads if engine.parts.policy.query.attends else shape.num_kv_heads
+    engine.selector._projectors = [projector(shape, heads)] * LAYERS
     engine.pause()
     x, residual = torch.ones(2, ROWS, HIDDEN, dtype=shape.dtype)
     positions = torch.zeros(ROWS, dtype=torch.int64)

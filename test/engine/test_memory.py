@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hgca_worker import HgcaWorker
-from page_weights import digest_weights, identity, pilot_weights
+from page_weights import digest_weights, identity, pilot_weights, rule_of
 from sglang_scout.core.config import parse_config
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import HEADROOM_BYTES, ServerSize, check_memory
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.policy.base import policies
+from sglang_scout.policy import Context, make_policy, policies
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)  # Qwen3-14B
 PAGE_BYTES = 2 * 32 * 8 * 128 * 2 * 40
@@ -32,7 +32,9 @@ def config(keys=None, **kwargs):
 
 def size(settings=None, shape=SHAPE, **changes):
     sizes = {"max_batch": 8, "context_tokens": 131072, "node_cpus": [8]} | changes
-    return ServerSize(settings or config(), shape, **sizes)
+    settings = settings or config()
+    policy = sizes.pop("policy", None) or make_policy(Context(settings, shape.num_layers, 1))
+    return ServerSize(settings, policy, shape, **sizes)
 
 
 def test_bytes_follow_the_model():
@@ -59,11 +61,12 @@ def test_bytes_follow_the_model():
 )
 def test_bytes_of_digests_are_those_of_their_pool(digest, dtype, of_head):
     shape = dataclasses.replace(SHAPE, num_layers=3, dtype=dtype)
-    settings = dataclasses.replace(config(), digest=digest)
-    made = size(settings, shape, max_batch=1, context_tokens=100, node_cpus=[1], pilot_rank=96)
     model = identity(3, 40, 8, 128)
     weights = pilot_weights(model, rank=96) if digest == "pilot" else digest_weights(model)
-    held = DigestPool(shape, 7, "cpu", digest, weights)
+    rule = rule_of(digest, weights=weights)
+    policy = dataclasses.replace(make_policy(Context(config(), 3, 1)), rule=rule)
+    made = size(policy=policy, shape=shape, max_batch=1, context_tokens=100, node_cpus=[1])
+    held = DigestPool(shape, 7, "cpu", rule)
     assert (
         made.plan(7).bytes_of("digests")
         == sum(part.nbytes for part in held.parts)
@@ -80,22 +83,23 @@ FILES = {"sparda": '{"forecast_file": "w"}', "rheo": '{"pilot_file": "w"}'}
 def test_bytes_of_a_step_are_those_of_its_buffers(make, policy):
     engine = (made := make(policy=policy, config=FILES.get(policy, "{}"))).engine
     candidates, lists = engine._inputs.candidates, made.config.lists(made.shape.num_kv_heads)
-    held = [engine.transport._staged] if engine.policy.route == "fetch" else []
+    held = [engine.transport._staged] if engine.parts.policy.route == "fetch" else []
     if lists > 1:
         scores = torch.zeros(candidates.list_table.shape)
         held += [candidates.list_table, candidates.digest_rows, scores, engine._results._both]
-    context, route = 32 * engine.sizes.max_pages, engine.policy.route
-    planned = ServerSize(made.config, made.shape, made.max_batch, context, [1], route)
+    context = 32 * engine.parts.sizes.max_pages
+    planned = ServerSize(made.config, made.policy, made.shape, made.max_batch, context, [1])
     assert planned.step_bytes == sum(x.nbytes for x in held)
 
 
 def test_bytes_of_a_window_s_step_are_those_of_its_buffers(make):
     made = make(HgcaWorker)
-    older, feedback = made.engine.older, made.engine.policy.feedback
-    held = sum(x.nbytes for x in (older._ids, older._queries, feedback._maw))
+    older, salient = made.engine.selector, made.policy.salient
+    held = sum(x.nbytes for x in (older._ids, older._queries, salient._maw))
     settings = dataclasses.replace(made.config, context_share=0.3)
-    context = 32 * made.engine.sizes.max_pages
-    assert ServerSize(settings, made.shape, made.max_batch, context, [1]).step_bytes == held
+    context = 32 * made.engine.parts.sizes.max_pages
+    planned = ServerSize(settings, made.policy, made.shape, made.max_batch, context, [1])
+    assert planned.step_bytes == held
     assert made.engine._results._both.numel() == 0 and made.engine._inputs.candidates.lists == 1
 
 

@@ -114,10 +114,10 @@ def test_ranks_choose_and_attend_as_one_engine_with_all_heads(run):
             joined = torch.cat([outputs[rank][step][layer] for rank in range(2)], dim=1)
             torch.testing.assert_close(joined, wanted, rtol=TOLERANCE, atol=TOLERANCE)
     for worker in workers:
-        counters = worker.engine.counters
+        counters = worker.engine.parts.counters
         assert counters.verify_unequal_selections == 0
         assert counters.verify_max_rel_error <= 1e-5
-        assert counters.cpu_pages == one.engine.counters.cpu_pages > 0
+        assert counters.cpu_pages == one.engine.parts.counters.cpu_pages > 0
     scored = [call for call in meeting.calls[0] if call[1] == torch.float32]
     assert len(scored) == 3 * STEPS, "one call a layer and step"
     assert {call[0] for call in scored} == {"sum"}
@@ -138,8 +138,8 @@ def test_a_rank_whose_copies_are_late_chooses_the_same_pages(run):
     resident = [worker.table.slot_of >= 0 for worker in workers]
     assert (resident[0] != resident[1]).any(), "the ranks must have come to differ"
     for worker in workers:
-        assert worker.engine.counters.verify_unequal_selections == 0
-        assert worker.engine.counters.verify_max_rel_error <= 1e-5
+        assert worker.engine.parts.counters.verify_unequal_selections == 0
+        assert worker.engine.parts.counters.verify_max_rel_error <= 1e-5
 
 
 def test_the_check_sees_selections_that_differ(make):
@@ -149,9 +149,9 @@ def test_the_check_sees_selections_that_differ(make):
         said.append(x)
         return torch.stack(said).amax(0)
 
-    engine = make().engine
-    counters = engine.counters
-    verifier = Verifier(engine, SimpleNamespace(combine=combine))
+    parts = make().engine.parts
+    counters, parts.ranks = parts.counters, SimpleNamespace(combine=combine)
+    verifier = Verifier(parts)
     pages = torch.arange(8)
     for chosen, unequal in ((pages, 0), (pages.clone(), 0), (pages.flip(0), 1)):
         verifier.check_selection(chosen)

@@ -41,7 +41,10 @@ class ReplayingWorker(GraphWorker):
         self.engine.pause()
         self.engine.is_dense = is_dense
         for graph in (RecordedGraph(), RecordedGraph()):  # the first is the warm-up
-            with graph.capture(), mock.patch.object(self.engine, "_beside", graph):
+            with (
+                graph.capture(),
+                mock.patch.object(self.engine.selector, "_beside", graph, create=True),
+            ):
                 found = [
                     self._layer(layer, self.static_hidden[layer], k, v)
                     for layer, (k, v) in enumerate(self.static_new)
@@ -96,10 +99,10 @@ def test_replayed_steps_equal_eager_ones_that_attend_to_exactly_the_chosen_pages
                 worker.admit(length)
             rows = len(worker.requests)
             worker.step(extra_rows=ROWS - rows)
-            assert np.array_equal(worker.engine._slot_of.numpy(), worker.table.slot_of)
+            assert np.array_equal(worker.engine._inputs.slot_of.numpy(), worker.table.slot_of)
             check_table(worker.table)
-            if worker.engine.older is not None:
-                worker.engine.older.wait()  # both get its result at the same boundary
+            if policy == "hgca":
+                worker.engine.selector.wait()  # both get its result at the same boundary
             if 0 <= leaves < rows - 1:
                 worker.finish(worker.requests[leaves])
         assert replayed.engine.can_replay
@@ -111,12 +114,13 @@ def test_replayed_steps_equal_eager_ones_that_attend_to_exactly_the_chosen_pages
             for a, b in zip(getattr(eager.host, half), getattr(replayed.host, half), strict=True):
                 a, b = (x[one.pages].flatten(0, 1)[: one.length] for x in (a, b))
                 assert torch.equal(a, b)
-    first, second = (worker.engine.counters for worker in both)
+    first, second = (worker.engine.parts.counters for worker in both)
     for name in ("cpu_pages", "fetched_pages", "selected_pages", "recalled_pages"):
         assert getattr(first, name) == getattr(second, name)
     assert first.cpu_pages + first.fetched_pages > 0
     assert first.verify_checks == 2 * STEPS and first.verify_max_rel_error <= 1e-5
-    if (older := replayed.engine.older) is not None:
+    if policy == "hgca":
+        older = replayed.engine.selector
         posted = older._ids[..., 0][older._counts > 0]
         assert (posted >= replayed.host.num_pages).any(), "no kept tokens were posted"
     assert replayed.ring.errors() == []

@@ -15,7 +15,7 @@ BUDGET = 8  # pages
 def small(make, **kwargs):
     keys = {"budget_tokens": BUDGET * SIZE, "max_batch": 4, "pages": 300, "drift": 0.05}
     worker = make(**keys | {"config": '{"recall": "off"}'} | kwargs)
-    worker.engine.policy.residency.patience_us = None
+    worker.engine.parts.policy.residency.patience_us = None
     worker.hidden[:] = worker.hidden[:1].clone()  # of all layers, so that predictions are right
     return worker
 
@@ -28,7 +28,7 @@ def arrive(worker, request, row):
     queries = torch.cat(
         [worker._projector(i)(worker.hidden[i, row : row + 1], None) for i in layers]
     )
-    rule, scale = worker.engine.policy.rule, worker.shape.scale
+    rule, scale = worker.engine.parts.policy.rule, worker.shape.scale
     hint = choose_hint(worker.digests, queries, full, rule, scale)
     worker.engine.requests.arrive(request.slot, full, hint)
     return full if len(full) <= BUDGET else full[hint[:, :BUDGET]]
@@ -67,7 +67,7 @@ def test_hinted_pages_are_copied_beside_a_step_and_resident_in_the_first_one(mak
     assert link.forced == 0
     assert resident(worker, pages).all()
     assert cpu_pages(worker, 1) <= 0.3 * BUDGET * worker.shape.num_layers
-    assert worker.engine.counters.verify_max_rel_error <= 1e-5
+    assert worker.engine.parts.counters.verify_max_rel_error <= 1e-5
 
 
 @pytest.mark.parametrize("is_retracted", [False, True])
@@ -115,7 +115,7 @@ def test_only_those_with_room_are_copied_for_and_those_that_have_gone_are_forgot
 
 def test_a_prompt_within_the_budget_has_all_its_pages_even_if_their_copies_are_late(make):
     worker = small(make, config='{"recall": "adaptive"}')  # which does not wait long
-    worker.engine.policy.residency.patience_us = 0
+    worker.engine.parts.policy.residency.patience_us = 0
     worker.admit(500)
     worker.step()
     request = worker.bring(BUDGET * SIZE - 3, slot=1)

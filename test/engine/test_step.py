@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from mini_worker import SIZE
+from page_weights import rule_of
 from sglang_scout.engine import step
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS
 from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.verify import co_attention_reference
-from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 FP32_TOLERANCE = 1e-5
 """Relative; two online softmaxes and a merge against one softmax, in fp32."""
@@ -68,7 +69,7 @@ def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, settings):
     """In every dtype; test_axes.py has the policies' choices."""
     worker = make(budget_tokens=128, **settings)
     worker.run(12, 400, 37, 513, 320)
-    counters = worker.engine.counters
+    counters = worker.engine.parts.counters
     assert counters.verify_checks == 12 * 3
     assert counters.verify_max_rel_error <= (
         BF16_TOLERANCE if "dtype" in settings else FP32_TOLERANCE
@@ -86,7 +87,7 @@ def test_a_share_of_the_mass_takes_fewer_pages(make):
         worker.run(4, 1000, 500)
         for layer in range(3):
             close(worker.outputs[layer][1], worker.dense(1, layer))
-        selected.append(worker.engine.counters.selected_pages)
+        selected.append(worker.engine.parts.counters.selected_pages)
     assert selected[1] < selected[0]
 
 
@@ -116,7 +117,7 @@ def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
                     *range(SIZE * full.shape[1], request.length),
                 ]
                 close(worker.outputs[layer][row], worker.dense(row, layer, tokens=kept))
-    counters = worker.engine.counters
+    counters = worker.engine.parts.counters
     pages = counters.cpu_pages, counters.fetched_pages
     ours, none = pages if policy == "scout" else pages[::-1]
     assert ours > 20 and none == 0 and counters.recalled_pages > 0
@@ -127,7 +128,7 @@ def test_recall_lowers_the_cpu_share(make):
     for keys in ('{"recall": "off"}', '{"recall": "fixed", "recall_interval": 2}'):
         worker = make(budget_tokens=160, max_batch=1, pages=120, drift=0.05, seed=3, config=keys)
         worker.run(40, 96 * SIZE)
-        ratios.append(worker.engine.counters.cpu_compute_ratio)
+        ratios.append(worker.engine.parts.counters.cpu_compute_ratio)
     assert ratios[1] < 0.6 * ratios[0]
 
 
@@ -142,7 +143,7 @@ def test_shared_prefix_pages_are_resident_once_and_digested_once(make):
     second.length = 8 * SIZE + 1
     worker.step()
     assert worker.digests.computed == computed, "shared pages already have digests"
-    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+    assert worker.engine.parts.counters.verify_max_rel_error <= FP32_TOLERANCE
 
 
 def test_digests_that_arrived_are_used_and_absent_ones_built(make, monkeypatch):
@@ -174,7 +175,7 @@ def test_counters(make):
         worker.missing.asked.clear()
         worker.step()
         asked.append(sum((pages >= 0).sum() for _, pages in worker.missing.asked))
-    counters = worker.engine.counters
+    counters = worker.engine.parts.counters
     assert (
         counters.cpu_pages == sum(asked[:-RESULT_DELAY_STEPS]) == counters.cpu_pages_by_layer.sum()
     )
@@ -187,7 +188,7 @@ def test_sizes_that_do_not_fit_are_refused(make):
     with pytest.raises(ValueError, match="sink, recent and tail"):
         make(budget_tokens=128, max_batch=4, resident_tokens=SIZE)
     with pytest.raises(ValueError, match="digests are minmax, the policy scores rotated-2"):
-        make(config='{"digest": "rotated-2"}', pool_kind="minmax")
+        make(config='{"digest": "rotated-2"}', pool_rule=rule_of("minmax"))
     worker = make(max_batch=1)
     worker.admit(3)
     worker.admit(3)
@@ -202,10 +203,10 @@ def test_the_same_request_gives_the_same_outputs_every_time(make, recall):
     for _ in range(2):
         worker = make(budget_tokens=128, seed=11, config=f'{{"recall": "{recall}"}}')
         # Adaptive recall is deterministic unless a copy is late, which a busy machine may cause.
-        worker.engine.policy.residency.patience_us = None
+        worker.engine.parts.policy.residency.patience_us = None
         worker.admit(640)
         runs.append([torch.stack(worker.step()) for _ in range(20)])
-        assert worker.engine.counters.recalled_pages > 0
+        assert worker.engine.parts.counters.recalled_pages > 0
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -287,11 +288,11 @@ def test_a_few_pages_beyond_the_budget_are_attended_to_if_a_prediction_would_rea
     make, beyond
 ):
     worker = make(budget_tokens=4 * SIZE, max_batch=8)
-    worker.engine.policy.residency.patience_us = None
-    worker.engine.boundary._dense_pages = 3
+    worker.engine.parts.policy.residency.patience_us = None
+    worker.engine.selector.dense_pages = 3
     worker.run(20, (4 + beyond) * SIZE + 5)
     assert worker.engine.is_dense == (beyond == 3)
-    assert (worker.engine.counters.dense_steps > 0) == (beyond == 3)
+    assert (worker.engine.parts.counters.dense_steps > 0) == (beyond == 3)
     if beyond == 3:
         exact = worker.dense(0, 1)
         close(worker.outputs[1][0], exact)

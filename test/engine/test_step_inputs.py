@@ -11,12 +11,26 @@ from sglang_scout.engine.stores import Sizes
 LAYERS, ROWS, COLUMNS = 3, 5, 7
 
 
+class Changes:
+    """Stands in for the residency table."""
+
+    num_layers = LAYERS
+
+    def __init__(self):
+        self.slot_of = np.full((LAYERS, 3000), -1, np.int32)
+        self.changes = np.zeros(0, np.int64), np.zeros(0, np.int32)
+
+    def take_changes(self):
+        return self.changes
+
+
 @pytest.mark.parametrize("changes", [0, 5, 5000])
 def test_the_device_has_what_was_sent_and_nothing_of_before(changes):
     """Few changes of the slot table travel with the step's inputs, many on their own."""
     rng = np.random.default_rng(3)
     sizes = Sizes(budget_pages=2, num_slots=9, max_batch=ROWS, max_pages=COLUMNS)
-    inputs = StepInputs(LAYERS, sizes, torch.device("cpu"))
+    residency = Changes()
+    inputs = StepInputs(residency, sizes, torch.device("cpu"))
     for full in ([2, 6], [1], [0, 3, 5, 2, 6]):
         n, n_full = len(full), np.array(full, np.int32)
         table = rng.integers(1, 99, (n, max(full) + 1)).astype(np.int32)
@@ -24,10 +38,12 @@ def test_the_device_has_what_was_sent_and_nothing_of_before(changes):
         slots = rng.integers(0, 9, (LAYERS, n)).astype(np.int32)
         tail = n_full + 1, table[np.arange(n), full]
         sent = Batch([Request()] * n, table, n_full, slots, *tail, np.zeros(n))
-        keys = rng.permutation(10_000)[:changes] + 2**33
+        keys = rng.permutation(residency.slot_of.size)[:changes]
         now = rng.integers(-1, 9, changes).astype(np.int32)
-        got = inputs.send(sent, keys, now)
-        assert np.array_equal(got[0], keys) and np.array_equal(got[1], now)
+        residency.changes = keys, now
+        residency.slot_of.flat[keys] = now
+        inputs.send(sent)
+        assert np.array_equal(inputs.slot_of, residency.slot_of)
         padding = ROWS - n
         candidates = inputs.candidates
         assert candidates.n_full.tolist() == [*full, *[0] * padding]

@@ -33,7 +33,7 @@ def test_lines_are_what_was_counted(logged, tmp_path):
     for step in range(11):  # the selections of the last two are not known at the end
         if step == 4:
             mini.admit(11 * SIZE + 5)
-        recalled = {name: getattr(mini.engine.counters, name) for name in RECALLS}
+        recalled = {name: getattr(mini.engine.parts.counters, name) for name in RECALLS}
         mini.step(extra_rows=1)  # a padding row
         real, row = mini.queries[1], slice(len(mini.requests))
         ahead = mini._projector(1)(mini.hidden[0, row], None)
@@ -43,7 +43,7 @@ def test_lines_are_what_was_counted(logged, tmp_path):
     assert [s.step for s in log.steps] == list(range(1, 10))
     assert [s.ages for s in log.steps[3:6]] == [[3], [4, 0], [5, 1]]
     assert log.steps[4].full_pages == [20, 11]
-    counters = mini.engine.counters
+    counters = mini.engine.parts.counters
     by_layer = np.array([[sum(rows) for rows in s.cpu_pages] for s in log.steps])
     assert by_layer.sum(axis=0).tolist() == counters.cpu_pages_by_layer.tolist()
     assert counters.cpu_pages > 0 and counters.recalled_pages > 0

@@ -74,7 +74,7 @@ def test_what_a_stream_waited_for_copies_is_counted_once_it_is_known(make):
         return SimpleNamespace(ms=ms, query=lambda: known, elapsed_time=lambda other: other.ms - ms)
 
     worker = make()
-    recall, counters = worker.engine.recall, worker.engine.counters
+    recall, counters = worker.engine.recall, worker.engine.parts.counters
     copy = StreamCopy(event(1.0), event(3.0))
     copy._wait = event(5.0), event(5.25, known=False)
     recall._untimed.append((4, copy))

@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_scout.engine.ahead import Ahead
 from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.digest_kinds import MinMax
+from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.engine.verify import NOT_FINITE, Verifier, co_attention_reference
 
@@ -29,11 +32,10 @@ def error_of(change_out=lambda out: None, change_host=lambda host: None):
     counters, tail = Counters(1), (torch.tensor([TAIL]), torch.tensor([LENGTH]))
     pages, slot_of = torch.tensor([[1, 3, -1]]), torch.tensor([-1, 0, -1, -1], dtype=torch.int32)
     batch = SimpleNamespace(tail_page=tail[0], tail_len=tail[1])
-    policy = SimpleNamespace(route="cpu")
-    parts = SimpleNamespace(host=host, shape=shape, policy=policy, counters=counters)
-    Verifier(parts).check(
-        0, out, q, q_ahead, pages, slot_of, torch.tensor([[3, -1]]), torch.ones(1), batch, change
-    )
+    policy = SimpleNamespace(route="cpu", rule=SelectionRule(MinMax))
+    parts = SimpleNamespace(host=host, shape=shape, policy=policy, counters=counters, ranks=None)
+    ahead = Ahead(q_ahead, pages, None, torch.tensor([[3, -1]]), torch.ones(1))
+    Verifier(parts).check(0, out, q, ahead, slot_of, batch, change)
     return counters.verify_max_rel_error
 
 

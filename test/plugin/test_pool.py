@@ -9,16 +9,17 @@ import pytest
 import torch
 from sglang.srt.disaggregation.common import conn
 
-from page_weights import digest_weights, identity, pilot_weights
+from page_weights import digest_kinds, identity, rule_of
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.engine.digest_pool import KINDS, DigestPool
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.hints import HINT_PAGES
 from sglang_scout.engine.memory import ServerSize
+from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin import fixes, pool
 from sglang_scout.plugin import prefill as hooks
 from sglang_scout.plugin.ranks import RankCpus
-from sglang_scout.policy.base import SelectionRule
+from sglang_scout.policy import Context, make_policy
 from sglang_scout.worker.cpus import CpuPlan
 
 SIZE = 32
@@ -83,11 +84,10 @@ ONLY_K_AND_V = [(here + i, here + 40 + i, 100) for here in (10, 20) for i in ran
 
 def digest_pool(shape, pages, kind):
     model = identity(shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
-    weights = {"pilot": pilot_weights, "calibrated": digest_weights}.get(kind)
-    return DigestPool(shape, pages, "cpu", kind, weights and weights(model))
+    return DigestPool(shape, pages, "cpu", rule_of(kind, model))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", digest_kinds())
 def test_digests_land_in_digests_and_kv_in_kv(kind):
     """With one server that lacks the flag, or ``prefill_digests``, only K and V are sent."""
     here, there = digest_pool(SHAPE, 4, kind), digest_pool(SHAPE, 9, kind)
@@ -116,7 +116,7 @@ class Engine:
         return 0
 
 
-@pytest.mark.parametrize("digests_here", [*KINDS, None])
+@pytest.mark.parametrize("digests_here", [*digest_kinds(), None])
 @pytest.mark.parametrize("digests_there", ["minmax", None])
 def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     digests_here, digests_there
@@ -173,7 +173,14 @@ def host_pool(dtype):
     tokens = 40 * SIZE
     shape = dataclasses.replace(SHAPE, dtype=dtype)
     config = OffloadConfig("scout", digest="minmax", page_checksums=True)
-    size = ServerSize(config, shape, max_batch=2, context_tokens=4 * SIZE, node_cpus=[1])
+    size = ServerSize(
+        config,
+        make_policy(Context(config, shape.num_layers, 1)),
+        shape,
+        max_batch=2,
+        context_tokens=4 * SIZE,
+        node_cpus=[1],
+    )
     sglang = dict(page_size=SIZE, dtype=dtype, head_num=2, head_dim=64, layer_num=3, device="cpu")
     plan, cpus = size.plan(tokens // SIZE + 1), RankCpus(CpuPlan([0], [], [], ""), {})
     own = dict(server_size=size, plan=plan, cpus=cpus, weights=None)
@@ -227,7 +234,7 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
 
 def test_other_layers_fail_the_session_and_not_the_thread(caplog):
     """Through both senders, the second for another --tp-size; an exception would end SGLang's transfer thread."""
-    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", "minmax"))
+    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", rule_of("minmax")))
     assert sent(source, [50, 51, 60, 61]) is None
     manager = SimpleNamespace(
         kv_args=SimpleNamespace(kv_item_lens=source[2], kv_data_ptrs=source[0])
@@ -238,14 +245,14 @@ def test_other_layers_fail_the_session_and_not_the_thread(caplog):
 
 
 def test_kv_of_other_bytes_is_not_sent(caplog):
-    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", "minmax"))
+    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", rule_of("minmax")))
     assert sent(source, target_of(), item_bytes=200) is None
     assert "--kv-cache-dtype fp8_e4m3, --dtype auto: K of a page takes 100 bytes" in caplog.text
     assert "here and 200 on the decode" in caplog.text
 
 
 @pytest.mark.parametrize(("layer", "half"), [(0, 0), (1, 1), (2, 0)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", digest_kinds())
 def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half):
     k = [torch.randn(5 * SIZE, 2, 64) for _ in range(3)]
     host = HostPages(SHAPE, k, k)
@@ -295,10 +302,10 @@ def test_memory_that_the_transfer_engine_does_not_take_ends_the_server(transfer_
 def test_a_hint_is_sent_with_the_last_chunk_if_both_have_them(
     kind_there, hints_there, chunk_is_last
 ):
-    here = DigestPool(SHAPE, 4, "cpu", "minmax", hints=True)
+    here = DigestPool(SHAPE, 4, "cpu", rule_of("minmax"), hints=True)
     if chunk_is_last:
         here.hints.put(3, np.zeros((3, HINT_PAGES), np.int32))
-    there = DigestPool(SHAPE, 90, "cpu", kind_there, hints=hints_there)
+    there = DigestPool(SHAPE, 90, "cpu", rule_of(kind_there), hints=hints_there)
     target = target_of(there)
     pairs = sent(pool.with_digests(lists(), here), target)
     if kind_there != "minmax":
@@ -323,7 +330,7 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
     wanted = torch.tensor([8, 2, 7])  # page of each layer, with a key that stands out
     for of_layer, page in zip(keys, wanted, strict=True):
         of_layer[page * SIZE + 30] *= 10
-    digests = DigestPool(SHAPE, 9, "cpu", "minmax", hints=True)
+    digests = DigestPool(SHAPE, 9, "cpu", rule_of("minmax"), hints=True)
     request = SimpleNamespace(
         rid="r",
         disagg_kv_sender=SimpleNamespace(),

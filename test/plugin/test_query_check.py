@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.benchmark import one_batch
 
-from sglang_scout.ops.predict import QueryProjector, add_norm
+from sglang_scout.ops.predict import add_norm
 from sglang_scout.plugin import query_check
 
 LEFT_OUT = """
@@ -47,7 +48,7 @@ def project(x, residual):
 
 def probe(dtype=torch.float32):
     return query_check.QueryProbe(
-        [QueryProjector(project, lambda q, _: q.view(-1, 4, 8).to(dtype))] * 2
+        [SimpleNamespace(start=project, finish=lambda q, _: q.view(-1, 4, 8).to(dtype))] * 2
     )
 
 

@@ -11,20 +11,19 @@ import pytest
 import torch
 
 from fake_sys import use_sys
-from page_weights import forecast_weights, pilot_weights
+from page_weights import forecast_weights, pilot_weights, rule_of
 from sglang_scout.cli.sizes import make_plan
 from sglang_scout.core.config import OffloadConfig, parse_config
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import save_weights
-from sglang_scout.core.page_bytes import input_bytes
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.memory import ServerSize
+from sglang_scout.engine.memory import ServerSize, input_bytes
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin import limits
 from sglang_scout.plugin import prefill as prefill_hooks
 from sglang_scout.plugin import ranks as ranks_module
 from sglang_scout.plugin.release import VERSION
-from sglang_scout.policy.base import policies
+from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena_fits import pool, pool_lacks
 from sglang_scout.worker.cpus import CpuPlan
@@ -132,7 +131,14 @@ def config_of(**kwargs):
     return parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048, **kwargs)
 
 
-SIZE = ServerSize(config_of(), SHAPE, max_batch=64, context_tokens=40960, node_cpus=[5, 5])
+SIZE = ServerSize(
+    config_of(),
+    make_policy(Context(config_of(), 1, 1)),
+    SHAPE,
+    max_batch=64,
+    context_tokens=40960,
+    node_cpus=[5, 5],
+)
 
 
 @pytest.fixture
@@ -251,7 +257,9 @@ def test_pages_and_digests_of_a_prefill_server_share_what_sglang_found(monkeypat
     num_pages = got // page_bytes
     digests = 0
     if config.prefill_digests:
-        held = DigestPool(dataclasses.replace(SHAPE, num_layers=1), 1, "cpu", config.digest)
+        held = DigestPool(
+            dataclasses.replace(SHAPE, num_layers=1), 1, "cpu", rule_of(config.digest)
+        )
         digests = SHAPE.num_layers * sum(part.nbytes for part in held.parts)
     assert num_pages * (page_bytes + digests) <= found < (num_pages + 1) * (page_bytes + digests)
 

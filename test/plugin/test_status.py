@@ -53,7 +53,7 @@ def test_metrics_have_the_numbers_of_the_state(metrics):
 
 def test_each_step_is_observed_once(metrics):
     times = [StepTimes(0.03, 0.004, 0.0), StepTimes(0.05, 0.004, 0.001)]
-    metrics._backend.engine.counters.times.extend(times)
+    metrics._backend.engine.parts.counters.times.extend(times)
     for _ in range(2):
         metrics.publish()
     for name, total in (("step", 0.08), ("boundary", 0.008), ("gpu_wait", 0.001)):

@@ -8,15 +8,10 @@ import pytest
 from sglang_scout.core.config import parse_config
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import RecallProfile
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS, StepReport
 from sglang_scout.ops.residency import ResidencyTable
-from sglang_scout.policy.base import (
-    RESULT_DELAY_STEPS,
-    Context,
-    StepReport,
-    make_policy,
-    policies,
-)
-from sglang_scout.policy.rheo import HistoryAware
+from sglang_scout.policy import Context, make_policy, policies
+from sglang_scout.policy.learned.rheo import HistoryAware
 
 PAGE_BYTES = 2 * 32 * 8 * 128 * 2
 
@@ -54,7 +49,7 @@ def test_the_paper_s_choices():
     """Sections 2.2, 3.3 and 3.4."""
     policy = make(config(config='{"paper": true}'), 4)
     rule, residency = policy.rule, policy.residency
-    assert (rule.kind, rule.reweigh, rule.only_selected) == ("minmax", False, True)
+    assert (rule.digest.name, rule.reweigh, rule.only_selected) == ("minmax", False, True)
     assert policy.query.targets(0, 4) == (0, 1) and policy.query.attends
     due = [[step for step in range(1, 17) if residency.due(layer, step)] for layer in range(4)]
     assert all(len(steps) == 2 and steps[1] - steps[0] == 8 for steps in due)

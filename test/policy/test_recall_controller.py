@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.policy.base import RESULT_DELAY_STEPS, StepReport
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS, StepReport
 from sglang_scout.policy.recall_controller import (
     GRACE_STEPS,
     MAX_INTERVAL_STEPS,

@@ -35,11 +35,6 @@ START = (
     "--kv-offload scout (docs/tutorial.md)"
 )
 INSTALL = "in a clone, run scripts/setup.sh, or pip install '.[cpu]' or '.[cuda]' into your own environment"
-MISSING = {
-    "cpu": "missing pages are attended to on the CPU",
-    "fetch": "missing pages are copied to the device; the CPU computes no attention",
-}
-WITH_FEEDBACK = "the CPU attends to the tokens kept from outside the window"
 Run = Callable[[], CompletedProcess[str]]
 
 
@@ -151,17 +146,15 @@ def check_mooncake() -> Check:
 def check_policy(name: str, keys: str) -> Check:
     """What a policy needs with these keys of ``--kv-offload-config``."""
     from sglang_scout.cli.sizes import server_config  # imports torch
-    from sglang_scout.core.forecast import load_weights, weights_file
-    from sglang_scout.policy.base import Context, make_policy
+    from sglang_scout.policy import Context, make_policy
 
     config, files = server_config(name, keys), []
     layers = max(config.exact_layers, default=0) + 1
     policy = make_policy(Context(config, num_layers=layers, page_bytes=1))
-    if named := weights_file(config):
-        kind, path = named
-        model = load_weights(path, kind).header.identity
-        files.append(f"{kind}_file {path}, of {model.describe()}")
-    missing = MISSING[policy.route] if policy.feedback is None else WITH_FEEDBACK
+    if weights := policy.rule.weights:
+        about = weights.header
+        files.append(f"{about.kind}_file {weights.path}, of {about.identity.describe()}")
+    missing = policy.describe_missing()
     text = f"{name}: {missing}; budget of {config.budget_tokens} tokens"
     values = {"policy": policy.name, "budget_tokens": config.budget_tokens, "digest": config.digest}
     values |= {"worker": policy.route == "cpu", "missing": missing, "files": files}

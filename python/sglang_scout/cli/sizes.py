@@ -15,10 +15,10 @@ from sglang_scout.cli.model_config import ModelConfig, read_model
 from sglang_scout.cli.table import GIB
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig, parse_config
 from sglang_scout.core.errors import ArenaError, ConfigError
-from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import MemoryPlan, ServerSize
+from sglang_scout.engine.policy import Policy
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.policy.base import Context, Policy, make_policy, policies
+from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, available_bytes, free_pool_bytes
 from sglang_scout.worker.ring import MAX_BATCH, MOST_THREADS_PER_GROUP
 
@@ -40,7 +40,6 @@ class Server:
     model: ModelConfig
     config: OffloadConfig
     policy: Policy
-    pilot_rank: int
     context_tokens: int
 
     def size(self, requests: int) -> ServerSize:
@@ -51,7 +50,7 @@ class Server:
         shape = ModelShape(model.num_layers, *heads, page_size, dtype, scale=1.0, fp8=fp8)
         node_cpus = [max(requests * self.lists, MOST_THREADS_PER_GROUP)]
         sizes = requests, self.context_tokens, node_cpus
-        return ServerSize(self.config, shape, *sizes, self.policy.route, self.pilot_rank)
+        return ServerSize(self.config, self.policy, shape, *sizes)
 
     @property
     def lists(self) -> int:
@@ -175,7 +174,7 @@ def make_plan(
     model = read_model(model_path, dtype, kv_cache_dtype)
     made = make_policy(Context(settings, model.num_layers, page_bytes=1))
     context = context_tokens or model.max_context_tokens
-    server = Server(model, settings, made, pilot_rank(settings), context)
+    server = Server(model, settings, made, context)
     if host_gib is None:  # about as a server decides
         share, pool = available_bytes() * DEFAULT_HOST_SHARE, free_pool_bytes()
         host_gib = (pool if 2 * pool >= share else share) / GIB

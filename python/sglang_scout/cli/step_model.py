@@ -31,7 +31,7 @@ from sglang_scout.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang_scout.cli.sizes import Plan, Server
-    from sglang_scout.policy.base import Policy
+    from sglang_scout.engine.policy import Policy
 
 LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5, "dense": 12}
 """Kernel launches per layer: eleven of ours (docs/gpu-design.md), six on a side stream, or three in dense steps,

@@ -22,10 +22,12 @@ from msgspec import Meta
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_different, check_writable
-from sglang_scout.core.page_bytes import DIGESTS
 
 PAGE_SIZE_TOKENS = 32
 """Page size that ``--kv-offload`` implies (the paper's block size)."""
+
+DIGESTS = ("minmax", "rotated-2", "calibrated")
+"""Page digests to choose from; see ``engine/digest_kinds.py``."""
 
 DEFAULT_DIGEST = "rotated-2"
 DEFAULT_BUDGET_TOKENS = 1024

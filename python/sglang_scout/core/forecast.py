@@ -13,16 +13,15 @@ pilot     ``w_k [L, H, r, 2 D]`` is applied to a page's pooled K, ``w_q [L, H, r
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.config import FLAGS, OffloadConfig
+from sglang_scout.core.config import FLAGS
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.core.profile import ModelIdentity
 
 Kind = Literal["forecast", "pilot", "digest"]
@@ -47,6 +46,7 @@ class PageWeights:
 
     header: Header
     arrays: dict[str, Floats]
+    path: str = ""
 
     @property
     def rank(self) -> int:
@@ -69,7 +69,7 @@ class PageWeights:
             query = rank * model.num_q_heads // size - first * group
             columns = slice(query * dim, (query + min(group, queries)) * dim)
             arrays["w_q"] = arrays["w_q"][..., columns]
-        return PageWeights(self.header, arrays)
+        return replace(self, arrays=arrays)
 
 
 def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]]:
@@ -117,25 +117,7 @@ def load_weights(path: str, kind: Kind) -> PageWeights:
         what = _misfit(arrays, header)
     if what:
         raise _wrong(kind, path, what)
-    return PageWeights(header, arrays)
-
-
-def weights_file(config: OffloadConfig) -> tuple[Kind, str] | None:
-    """Kind and path of the configured file, if any."""
-    paths = {kind: getattr(config, f"{kind}_file") for kind in get_args(Kind)}
-    return next((named for named in paths.items() if named[1] is not None), None)
-
-
-def trained_weights(config: OffloadConfig) -> PageWeights | None:
-    """Weights of the configured file, if any."""
-    file = weights_file(config)
-    return load_weights(file[1], file[0]) if file else None
-
-
-def pilot_rank(config: OffloadConfig) -> int:
-    """Elements of the configured embeddings, if any."""
-    weights = trained_weights(config)
-    return weights.rank if weights and weights.header.kind == "pilot" else PILOT_RANK
+    return PageWeights(header, arrays, path)
 
 
 def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
@@ -174,10 +156,10 @@ def _wrong(kind: str, path: str, what: str) -> ConfigError:
 
 
 def check_weights(
-    weights: PageWeights, path: str, *, identity: ModelIdentity, hidden_size: int, model: str
+    weights: PageWeights, *, identity: ModelIdentity, hidden_size: int, model: str
 ) -> None:
     """Refuse the weights of another model than this server's; ``model`` is for the message."""
-    kind, made_for = weights.header.kind, weights.header.identity
+    kind, path, made_for = weights.header.kind, weights.path, weights.header.identity
     if made_for != identity:
         what = f"made for {made_for.describe()}, this server has {model!r} ({identity.describe()})"
         raise _wrong(kind, path, what)

@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.step_log import Step, StepLog
+from sglang_scout.engine.ahead import Selector
 from sglang_scout.engine.counters import StepTimes
-from sglang_scout.engine.older_tokens import OlderTokens
 from sglang_scout.engine.pages import Pages
 from sglang_scout.engine.parts import Parts
+from sglang_scout.engine.policy import StepReport
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Batch, Requests
 from sglang_scout.engine.step_results import LaunchedStep, StepResults
-from sglang_scout.policy.base import StepReport
 
 Ids = npt.NDArray[np.int64]
 PageIds = npt.NDArray[np.integer]
@@ -33,9 +33,6 @@ PageIds = npt.NDArray[np.integer]
 
 class StepBoundary:
     """Prepares each step.
-
-    Args:
-        dense_pages: most pages beyond its budget that a batch may have for a dense step; None: no dense steps.
 
     Attributes:
         step_log: if set, gets a line for each step whose results have arrived.
@@ -48,15 +45,14 @@ class StepBoundary:
         pages: Pages,
         requests: Requests,
         results: StepResults,
-        older: OlderTokens | None,
-        dense_pages: int | None,
+        selector: Selector,
     ) -> None:
         self._policy, self._page_size = parts.policy, parts.shape.page_size
         self._budget_pages = parts.sizes.budget_pages
         self._row_pages = parts.sizes.budget_pages * parts.sizes.lists
         self._table, self._counters = (table := parts.table), parts.counters
         self._recall, self._pages, self._requests, self._results = recall, pages, requests, results
-        self._older, self._dense_pages = older, dense_pages
+        self._selector = selector
         self.step_log: StepLog | None = None
         self._logged_recalls = np.zeros(3, np.int64)
         self._step_us = 0.0  # smoothed; 0 until known
@@ -107,8 +103,7 @@ class StepBoundary:
             ages=ages,
             is_dense=self._is_dense(table, full),
         )
-        if self._older is not None:
-            batch = self._older.begin(batch)
+        batch = self._selector.begin(batch)
         self._results.launch(step, start_ns, batch)
         return batch
 
@@ -178,8 +173,11 @@ class StepBoundary:
 
     def _is_dense(self, table: PageIds, full: Ids) -> bool:
         """Whether all pages are resident and so few that selecting among them would read more."""
-        beyond = np.maximum(full - self._budget_pages, 0).sum()
-        if self._dense_pages is None or beyond > self._dense_pages:
+        beyond, dense_pages = (
+            np.maximum(full - self._budget_pages, 0).sum(),
+            self._selector.dense_pages,
+        )
+        if dense_pages is None or beyond > dense_pages:
             return False
         is_full = np.arange(table.shape[1]) < full[:, None]
         return self._table.are_resident(table[is_full])

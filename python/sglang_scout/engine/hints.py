@@ -57,7 +57,7 @@ class PageHints:
 
 def hint_bytes(config: OffloadConfig, num_layers: int) -> int:
     """Bytes per page, on either server; 0 unless pages are selected for a whole layer, as in hints."""
-    has_hints = config.grain == "layer" and not config.context_share
+    has_hints = config.grain == "layer" and config.digest != "none"
     return 2 * HINT_PAGES * num_layers * has_hints
 
 

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.page_bytes import PILOT_RANK, digest_parts, input_bytes
 from sglang_scout.engine.hints import hint_bytes
-from sglang_scout.engine.stores import ModelShape
+from sglang_scout.engine.policy import Policy, SelectionRule
+from sglang_scout.engine.stores import ModelShape, Sizes
 from sglang_scout.engine.transport import staging_bytes
-from sglang_scout.policy.base import Route
 from sglang_scout.worker.arena import ArenaSpec
 from sglang_scout.worker.host_memory import LAST_RESORT, flag_gib
 from sglang_scout.worker.ring import WorkerMemory, layout_of, worker_memory
@@ -84,17 +83,14 @@ class ServerSize:
 
     Attributes:
         node_cpus: CPUs of CPU attention on each memory node that the pages are divided among.
-        route: of missing pages, see ``policy/base.py``.
-        pilot_rank: of the weights that compute digests, if any.
     """
 
     config: OffloadConfig
+    policy: Policy
     shape: ModelShape
     max_batch: int
     context_tokens: int
     node_cpus: Sequence[int]
-    route: Route = "cpu"
-    pilot_rank: int = PILOT_RANK
 
     @property
     def page_bytes(self) -> int:
@@ -104,37 +100,39 @@ class ServerSize:
     @property
     def digest_bytes(self) -> int:
         """Of a page, in all layers."""
-        return digest_bytes_of(self.shape, self.config.digest, self.pilot_rank)
+        return digest_bytes_of(self.shape, self.policy.rule)
 
     @property
     def budget_pages(self) -> int:
         """k, the most pages that a request can select in a layer."""
         config = self.config
-        pages = min(config.budget_pages, self._context_pages)
+        pages = min(config.budget_pages, self.context_pages)
         return max(pages, config.sink_pages + config.recent_pages)
 
     @property
-    def _context_pages(self) -> int:
+    def context_pages(self) -> int:
+        """Pages of the longest request."""
         return math.ceil(self.context_tokens / self.shape.page_size)
+
+    @property
+    def step_sizes(self) -> Sizes:
+        """Of the buffers for a step's selections."""
+        lists = self.config.lists(self.shape.num_kv_heads)
+        sizes = Sizes(self.budget_pages, 0, self.max_batch, self.context_pages, lists)
+        return self.policy.step_sizes(sizes)
 
     @cached_property
     def step_bytes(self) -> int:
-        """Device memory for pages fetched ahead, for lists per KV head, for the moving averages of window tokens, and
-        for the coordinates of calibrated digests."""
-        config, shape, listed = self.config, self.shape, self._context_pages
-        rows = self.max_batch * config.lists(shape.num_kv_heads)
-        if config.context_share:  # moving averages; lists and queries for the worker
-            queries = self.max_batch * shape.num_q_heads * shape.head_dim
-            return 4 * shape.num_layers * (rows * (config.budget_tokens + listed) + queries)
-        held = 0
-        if self.route == "fetch":
+        """Device memory for pages fetched ahead, lists per KV head, trained weights of digests, and the policy's own
+        needs."""
+        shape, sizes = self.shape, self.step_sizes
+        held = self.policy.device_bytes(self) + self.policy.rule.digest.weight_bytes(shape)
+        if self.policy.route == "fetch":
             held += staging_bytes(shape, self.max_batch, self.budget_pages)
-        if config.digest == "calibrated":
-            D = shape.head_dim
-            held += 4 * shape.num_layers * shape.num_kv_heads * (2 * D * D + 4 * D)
-        if rows > self.max_batch:
+        if sizes.lists > 1:
             # Candidates, their digests and scores; selections and the missing ones of them.
-            held += 4 * rows * (3 * listed + 2 * shape.num_layers * self.budget_pages)
+            rows = self.max_batch * sizes.lists
+            held += 4 * rows * (3 * sizes.max_pages + 2 * shape.num_layers * sizes.budget_pages)
         return held
 
     @cached_property
@@ -151,9 +149,7 @@ class ServerSize:
 
     def _slots(self, resident: int) -> int:
         """``resident`` pages, or the minimum, tails, and room for in-flight copies."""
-        forced = self.config.sink_pages + self.config.recent_pages
-        if self.config.context_share:  # a window of the whole budget
-            forced = self.budget_pages
+        forced = self.policy.forced_pages(self)
         return max(resident, forced * self.max_batch) + self.max_batch + self.budget_pages
 
     def arena(self, num_pages: int) -> ArenaSpec:
@@ -170,8 +166,7 @@ class ServerSize:
             kv_dtype=str(shape.kv_dtype).removeprefix("torch."),
             scale=shape.scale,
             max_batch=self.max_batch * lists,
-            # Before its evaluation a request keeps all its tokens.
-            max_pages=self._context_pages if config.context_share else self.budget_pages,
+            max_pages=self.policy.posted_pages(self),
             q_dtype="bfloat16" if dtype == "bfloat16" else "float32",
             lists=lists,
             num_nodes=len(self.node_cpus),
@@ -254,18 +249,22 @@ class ServerSize:
         return DeviceRoom(pages, pages)
 
 
-def digest_bytes_of(shape: ModelShape, kind: str, pilot_rank: int = PILOT_RANK) -> int:
+def digest_bytes_of(shape: ModelShape, rule: SelectionRule) -> int:
     """Bytes of one page's digests, over all layers."""
-    parts = digest_parts(kind, shape.head_dim, shape.dtype.itemsize, pilot_rank)
+    parts = rule.digest.part_bytes(shape.head_dim, shape.dtype.itemsize, rule.weights)
     return shape.num_layers * shape.num_kv_heads * sum(parts)
 
 
-def bytes_beside_digests(
-    shape: ModelShape, kind: str, nbytes: int, pilot_rank: int = PILOT_RANK
-) -> int:
+def bytes_beside_digests(shape: ModelShape, rule: SelectionRule, nbytes: int) -> int:
     """What is left of ``nbytes`` for pages if each needs a digest as well."""
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    return nbytes * page_bytes // (page_bytes + digest_bytes_of(shape, kind, pilot_rank))
+    return nbytes * page_bytes // (page_bytes + digest_bytes_of(shape, rule))
+
+
+def input_bytes(tokens: int) -> int:
+    """Device bytes of SGLang's buffers for all tokens of the KV pool: id, position, cache location and three positions
+    of multimodal models, of 8 bytes each (``build_decode_registry``)."""
+    return 6 * 8 * tokens
 
 
 def check_memory(

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.engine.parts import Parts
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS
 from sglang_scout.engine.recall import Recall
 from sglang_scout.ops.residency import distinct, rank_within
-from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 PageIds = npt.NDArray[np.integer]
 Ids = npt.NDArray[np.int64]

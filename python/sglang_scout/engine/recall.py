@@ -20,9 +20,9 @@ import torch
 
 from sglang_scout.engine.device import SideStream, StreamCopy
 from sglang_scout.engine.parts import Parts
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS
 from sglang_scout.ops.pages import copy_layer_pages
 from sglang_scout.ops.residency import Reservation
-from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 Layers = npt.NDArray[np.int64] | int
 PageIds = npt.NDArray[np.integer]

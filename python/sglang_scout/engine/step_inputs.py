@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.device import Staging, upload
 from sglang_scout.engine.stores import Sizes
+from sglang_scout.ops.residency import ResidencyTable
 
 if TYPE_CHECKING:
     from sglang_scout.engine.requests import Batch
-
-Ints = npt.NDArray[np.int32]
 
 
 def of_lists(x: torch.Tensor, lists: int) -> torch.Tensor:
@@ -89,9 +87,14 @@ class StepInputs:
         tail_len, tail_page: ``[B]``; see :class:`Batch`.
         tail_slot: ``[L, B]``.
         candidates: the full pages of each row.
+        slot_of: ``[L, P]`` of the residency table.
     """
 
-    def __init__(self, layers: int, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, table: ResidencyTable, sizes: Sizes, device: torch.device) -> None:
+        layers = table.num_layers
+        self._residency = table
+        table.take_changes()
+        self.slot_of = upload(table.slot_of, device).clone()
         max_batch, max_pages = sizes.max_batch, sizes.max_pages
         self._sizes, self._budget_pages = (layers, max_batch, max_pages), sizes.budget_pages
         self._head = (4 + layers) * max_batch
@@ -118,14 +121,9 @@ class StepInputs:
         words[: 3 * self._sizes[1]] = 0
         self.candidates.fill(self._sizes[1])
 
-    def send(
-        self, batch: Batch, changed: npt.NDArray[np.int64], slots: Ints
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill and send, ordered on the current stream.
-
-        Returns:
-            ``changed`` and ``slots`` ``[n]`` of :meth:`ResidencyTable.take_changes` on the device, until the next call.
-        """
+    def send(self, batch: Batch) -> None:
+        """Fill and send, with what has changed in the residency table, ordered on the current stream."""
+        changed, slots = self._residency.take_changes()
         layers, rows, columns = self._sizes
         count, used = batch.table.shape
         words = self._staging.fill()
@@ -145,15 +143,14 @@ class StepInputs:
         self._rows = count
         n = len(changed)
         if n > self._most_changes:
-            self._send(sent)
-            return upload(changed, self._device), upload(slots, self._device)
-        middle = self._changes + 2 * n
-        words[self._changes : middle] = changed.view(np.int32)
-        words[middle : middle + n] = slots
-        self._send(sent)
-        there = self._staging.device
-        return there[self._changes : middle].view(torch.int64), there[middle : middle + n]
-
-    def _send(self, rows: int) -> None:
-        self._staging.send(self._table + rows * self._sizes[2])
-        self.candidates.fill(rows)
+            there = upload(changed, self._device), upload(slots, self._device)
+        else:
+            middle = self._changes + 2 * n
+            words[self._changes : middle] = changed.view(np.int32)
+            words[middle : middle + n] = slots
+            block = self._staging.device
+            there = block[self._changes : middle].view(torch.int64), block[middle : middle + n]
+        self._staging.send(self._table + sent * columns)
+        self.candidates.fill(sent)
+        if n:
+            self.slot_of.view(-1).index_copy_(0, *there)

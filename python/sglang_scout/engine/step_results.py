@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.device import Fetching
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS
 from sglang_scout.engine.requests import Batch
 from sglang_scout.engine.stores import Sizes
 from sglang_scout.engine.trace import Cut, DeviceClock
-from sglang_scout.policy.base import RESULT_DELAY_STEPS
 
 
 @dataclass

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.checksums import PageChecksums
 
 
@@ -77,6 +78,20 @@ class Ranks(Protocol):
 
         ``x`` may be written into.
         """
+
+
+def context_pages(arena: Arena, shape: ModelShape) -> LayerPages | None:
+    """An arena's context pages, ``[C, S, D]`` of each layer, if it has any."""
+    if not arena.spec.context_pages:
+        return None
+    k, v = (
+        [
+            torch.from_numpy(arena.context(i, which)).view(shape.kv_dtype)
+            for i in range(shape.num_layers)
+        ]
+        for which in (0, 1)
+    )
+    return LayerPages.of(k, v, "cpu")
 
 
 class HostPages:

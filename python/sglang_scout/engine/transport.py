@@ -1,7 +1,8 @@
 """How attention over a layer's missing pages is computed: the routes ``cpu`` and ``fetch``.
 
 A step posts the missing pages of a layer as soon as they are selected and merges their attention into the device's in
-that layer. A missing page stays non-resident for the whole step, so that no page is counted twice.
+that layer; what ``post`` returns is given to ``merge``. A missing page stays non-resident for the whole step, so that
+no page is counted twice.
 
     route   post                                       merge
     cpu     ids and query go to the ring               the CPU's (out, lse) by log-sum-exp
@@ -16,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,12 +56,22 @@ class Transport:
 
     def post(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
-    ) -> None:
+    ) -> Any:
         """Request attention over the first ``n_pages`` ``[B*C]`` of ``pages`` ``[B*C, k]`` int32, row b * C + c for
-        list c of request b, with ``query`` ``[B, HQ, D]``."""
+        list c of request b, with ``query`` ``[B, HQ, D]``.
+
+        Returns:
+            A ticket for :meth:`merge`.
+        """
+        raise NotImplementedError
 
     def merge(
-        self, layer: int, query: torch.Tensor, here: Attended, change: torch.Tensor | None = None
+        self,
+        layer: int,
+        ticket: Any,
+        query: torch.Tensor,
+        here: Attended,
+        change: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``[B, HQ, D]`` of the dtype of ``query``: the result merged with the device's part.
 
@@ -67,7 +79,7 @@ class Transport:
             query: ``[B, HQ, D]``, the layer's real query; here: attention of the device.
             change: ``[B, HQ]`` correction to add to the result's log-sum-exp.
         """
-        return here[0].to(query.dtype)
+        raise NotImplementedError
 
     def faults(self) -> list[str]:
         """Why a finished step lacks a part of its attention; empty if none does."""
@@ -83,7 +95,6 @@ class HostTransport(Transport):
     def __init__(self, parts: Parts, client: WorkerClient) -> None:
         self._client, self._tracer, self._step = client, parts.tracer, 0
         shape, max_batch = parts.shape, parts.sizes.max_batch
-        self._tickets: dict[int, Ticket] = {}
         self._waited_ns = np.zeros(shape.num_layers, np.int64)
         super().__init__(torch.from_numpy(self._waited_ns))
         self._out = torch.zeros(max_batch, shape.num_q_heads, shape.head_dim)
@@ -91,24 +102,27 @@ class HostTransport(Transport):
 
     def begin_step(self, step: int) -> None:
         self._step = step
-        self._tickets.clear()
 
     def post(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
-    ) -> None:
+    ) -> Ticket | None:
         counts = n_pages.numpy()
         posted = int(counts.sum())
         if not posted:
-            return
+            return None
         with self._tracer.slice("ahead", "post", layer=layer, pages=posted):
-            self._tickets[layer] = self._client.post(
-                layer, self._step, query.float().numpy(), pages.numpy(), counts
-            )
+            q, ids = query.float().numpy(), pages.numpy()
+            return self._client.post(layer, self._step, q, ids, counts)
 
     def merge(
-        self, layer: int, query: torch.Tensor, here: Attended, change: torch.Tensor | None = None
+        self,
+        layer: int,
+        ticket: Ticket | None,
+        query: torch.Tensor,
+        here: Attended,
+        change: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        ticket, (out, lse) = self._tickets.pop(layer, None), here
+        out, lse = here
         if ticket is None:
             return out.to(query.dtype)
         cpu_out, cpu_lse = self._out[: len(out)], self._lse[: len(out)]
@@ -161,7 +175,12 @@ class GraphTransport(Transport):
             self._ring.post(layer, query, pages, n_pages)
 
     def merge(
-        self, layer: int, query: torch.Tensor, here: Attended, change: torch.Tensor | None = None
+        self,
+        layer: int,
+        ticket: None,
+        query: torch.Tensor,
+        here: Attended,
+        change: torch.Tensor | None = None,
     ) -> torch.Tensor:
         with self._slice("attention", "merge", layer):
             return self._ring.merge(layer, *here, change, query.dtype)
@@ -215,7 +234,7 @@ class Fetch(Transport):
 
     def __init__(self, parts: Parts) -> None:
         shape, sizes, device = parts.shape, parts.sizes, parts.device
-        self._shape, self._budget_pages, self._lists = shape, sizes.budget_pages, sizes.lists
+        self._shape, self._lists = shape, sizes.lists
         super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # no merge waits
         lists = sizes.lists
         staging = sizes.max_batch * lists * sizes.budget_pages
@@ -224,26 +243,26 @@ class Fetch(Transport):
         self._staged = torch.zeros((2, 2, staging, *slot), dtype=shape.kv_dtype, device=device)
         self._pages = parts.host.for_copies(device)
         self._slots = torch.arange(staging, dtype=torch.int32, device=device)
-        # Per layer parity: the slot by row and page, -1 where nothing was posted.
-        self._there = torch.full((2, staging), -1, dtype=torch.int32, device=device)
 
     def post(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
-    ) -> None:
-        count, parity = pages.numel(), layer % 2
-        slots = self._slots[:count].masked_fill(pages.flatten() < 0, -1)
-        self._there[parity, :count].copy_(slots)
-        stage_pages(self._pages, layer, pages, *self._staged[:, parity])
+    ) -> torch.Tensor:
+        """Returns ``[B * C, k]`` the slot of each page, -1 for padding."""
+        stage_pages(self._pages, layer, pages, *self._staged[:, layer % 2])
+        return self._slots[: pages.numel()].view_as(pages).masked_fill(pages < 0, -1)
 
     def merge(
-        self, layer: int, query: torch.Tensor, here: Attended, change: torch.Tensor | None = None
+        self,
+        layer: int,
+        ticket: torch.Tensor,
+        query: torch.Tensor,
+        here: Attended,
+        change: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows, parity = len(query) * self._lists, layer % 2
-        slots = self._there[parity, : rows * self._budget_pages].view(rows, -1)
         part, part_lse = attend_pages(
             of_lists(query, self._lists),
-            *self._staged[:, parity],
-            slots,
+            *self._staged[:, layer % 2],
+            ticket,
             None,
             None,
             self._shape.scale,

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import math
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.requests import Batch
-from sglang_scout.engine.stores import Ranks
 from sglang_scout.ops.layers import resident_slots
+
+if TYPE_CHECKING:
+    from sglang_scout.engine.ahead import Ahead
 
 NOT_FINITE = float(np.finfo(np.float32).max)
 """Deviation reported for NaN or infinity: larger than any other, and valid in JSON."""
 
 
 class Verifier:
-    """Compares layers' outputs with the reference and keeps the maximum deviation.
+    """Compares layers' outputs with the reference and keeps the maximum deviation."""
 
-    Args:
-        ranks: whose selections are compared, see :class:`Ranks`.
-    """
-
-    def __init__(self, parts: Parts, ranks: Ranks | None = None) -> None:
-        self._host, self._shape, self._ranks = parts.host, parts.shape, ranks
+    def __init__(self, parts: Parts) -> None:
+        self._host, self._shape = parts.host, parts.shape
+        self._ranks = None if parts.policy.rule.by_head else parts.ranks
         self._route, self._counters = parts.policy.route, parts.counters
 
     def check_selection(self, pages: torch.Tensor) -> None:
@@ -41,11 +41,8 @@ class Verifier:
         layer: int,
         out: torch.Tensor,
         q: torch.Tensor,
-        q_ahead: torch.Tensor,
-        pages: torch.Tensor,
+        ahead: Ahead,
         slot_of: torch.Tensor,
-        missing: torch.Tensor,
-        n_missing: torch.Tensor,
         batch: Batch,
         mass_change: torch.Tensor | None,
     ) -> None:
@@ -54,12 +51,17 @@ class Verifier:
         All K and V are read from the host pages, the ground truth, not from the device's copies.
 
         Args:
-            q, q_ahead: ``[B, HQ, D]``.
-            pages: ``[B * C, any]``, or one list for all heads, -1 padded: the device attended to those in ``slot_of``.
-            missing: ``[B * C, k]`` took the policy's route, the first ``n_missing`` of each row; may be kept tokens.
+            q: ``[B, HQ, D]`` the real query.
+            slot_of: ``[P]`` the device attended to those of ``ahead.pages`` that have a slot.
             batch: rows behind its requests are padding.
             mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.
         """
+        pages, missing, n_missing, q_ahead = (
+            ahead.pages,
+            ahead.missing,
+            ahead.n_missing,
+            ahead.query,
+        )
         is_resident = resident_slots(slot_of, pages) >= 0
         is_missing = torch.arange(missing.shape[1], device=missing.device) < n_missing[:, None]
         on_device, on_cpu = (

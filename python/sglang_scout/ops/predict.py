@@ -1,34 +1,12 @@
-"""Predict a layer's query from the input of the layer before it.
-
-ScoutAttention Algorithm 1 line 4: Q_pred = W_Q^(l+1) X^l. The residual stream changes little from one layer to the
-next, so the next layer's norm, projection, head norm and RoPE of this layer's input approximate its query."""
+"""What makes a query of a layer's input, besides the projection (``engine/projector.py``): norm, head norm and RoPE."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 
 from .op import Call, Tolerance, op
-
-
-@dataclass(frozen=True)
-class QueryProjector:
-    """A layer's query from any layer's input, in two parts.
-
-    Attributes:
-        start: (layer input [B, hidden], residual to add to it or None) -> a newly allocated tensor [B, ...]. Runs on
-            the model's stream, as the model overwrites the layer input afterwards.
-        finish: (that, positions [B]) -> query after RoPE, [B, HQ, D] of the model's dtype. May run on a side stream.
-        weight_bytes: that it reads.
-    """
-
-    start: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-    finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    weight_bytes: int = 0
-
 
 TOLERANCES = {
     "float32": Tolerance(2e-5, 2e-5, "fp32 sums over the hidden size in another order"),

@@ -39,7 +39,6 @@ from typing import Annotated, NamedTuple
 
 import torch
 
-from ..core.page_bytes import ROTATED_STATS_BYTES as STATS_BYTES
 from . import native, triton
 from .digest import given_rows, same_rows
 from .embed import limited
@@ -48,6 +47,9 @@ from .op import Call, Tolerance, op
 from .score import reduce_heads
 
 PAGE_TOKENS = 32
+STATS_BYTES = 112
+"""Besides D bytes of mean, see above."""
+
 FIRST, SECOND = 0.98160, 0.52880
 FLIP = 0x9E3779B1
 """Channel d is negated where bit 31 of (d + 1) times this is set."""

@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
+from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import Sizes
 from sglang_scout.engine.trace import Tracer
@@ -23,12 +24,11 @@ from sglang_scout.plugin.allocator import RequestTables, ScoutAllocator
 from sglang_scout.plugin.dummy_kv import DummyKV
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.limits import check_context, uses_graph_transport
-from sglang_scout.plugin.model import before_layer, decoder_layers, make_projectors, rank_weights
+from sglang_scout.plugin.model import before_layer, decoder_layers, make_projectors, rank_policy
 from sglang_scout.plugin.pool import HostKVPool, lock
 from sglang_scout.plugin.query_check import QueryProbe
 from sglang_scout.plugin.ranks import AttentionRanks
 from sglang_scout.plugin.release import adapter
-from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,7 @@ class ScoutAttnBackend(AttentionBackend):
         shape, cpus = self.pool.shape, self.cpu_plan.threads
         path = self.config.recall_profile
         profile = None if path is None else load_profile(path)  # validated by the launcher
-        self.policy = make_policy(
-            Context(self.config, shape.num_layers, 2 * shape.page_bytes, profile)
-        )
+        self.policy = rank_policy(self.config, shape, profile)
         in_graph = uses_graph_transport(self.config, device)
         self.transport = "graph" if in_graph else "host"
         of_worker = WorkerConfig(
@@ -88,20 +86,21 @@ class ScoutAttnBackend(AttentionBackend):
         if in_graph:
             check_context(context_tokens, shape.page_size)
         lists = self.config.lists(shape.num_kv_heads)
-        self.engine = StepEngine(
-            self.config,
+        parts = Parts(
             self.policy,
             shape,
             Sizes(self.plan.budget_pages, self.plan.num_slots, num_requests, max_pages, lists),
             self.pool.host_pages,
-            make_projectors(layers, rank_weights(self.config)),
-            self._graph_transport(device, of_worker.wait_timeout_s) if in_graph else self.worker,
-            device=device,
-            digests=self.pool.digests,
-            tracer=Tracer(self.config.trace, self.config.trace_steps, self.worker, facts),
-            ranks=self.ranks if self.ranks.size > 1 else None,
+            self.pool.digests,
+            Tracer(self.config.trace, self.config.trace_steps, self.worker, facts),
+            self.ranks if self.ranks.size > 1 else None,
         )
-        self._probe = QueryProbe(make_projectors(layers))
+        own, attention = make_projectors(layers), self.worker
+        if in_graph:
+            attention = self._graph_transport(device, of_worker.wait_timeout_s)
+        projectors = self.policy.projectors(own)
+        self.engine = StepEngine(parts, projectors, attention, self.config.verify)
+        self._probe = QueryProbe(own)
         self.tables = RequestTables(runner.req_to_token_pool, self.config.page_size_tokens)
         self._announced = self._begun = False
         self.dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
@@ -190,10 +189,10 @@ class ScoutAttnBackend(AttentionBackend):
         Raises:
             ConfigError: graphs of more rows than the buffers have.
         """
-        if max_bs > self.engine.sizes.max_batch:
+        if max_bs > self.engine.parts.sizes.max_batch:
             raise ConfigError(
                 f"--cuda-graph-max-bs {max_bs}: more than --max-running-requests "
-                f"({self.engine.sizes.max_batch}); lower it"
+                f"({self.engine.parts.sizes.max_batch}); lower it"
             )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -21,7 +21,6 @@ from sglang_scout.plugin import status
 from sglang_scout.plugin.backend import ScoutAttnBackend, current_backend
 from sglang_scout.plugin.hooks import hook
 from sglang_scout.plugin.limits import BACKEND_NAME
-from sglang_scout.plugin.model import rank_weights
 from sglang_scout.plugin.pool import HostKVPool, build_pools, pools_target
 from sglang_scout.plugin.ranks import AttentionRanks, host_bytes, size_of
 from sglang_scout.plugin.release import adapter
@@ -77,9 +76,7 @@ def around_init_pools(original, runner, **given):
             context,
         )
     build = functools.partial(original, runner, **given)
-    make_pool = functools.partial(
-        HostKVPool, server_size=size, plan=plan, cpus=cpus, weights=rank_weights(size.config)
-    )
+    make_pool = functools.partial(HostKVPool, server_size=size, plan=plan, cpus=cpus)
     return build_pools(build, runner, make_pool)[0]
 
 
@@ -87,7 +84,7 @@ def around_init_pools(original, runner, **given):
 def after_pop_transferred(result: list[Any], *args, **kwargs) -> list[Any]:
     """Notice that a request's KV has arrived."""
     backend = current_backend()
-    hints = backend.engine.digests.hints
+    hints = backend.engine.parts.digests.hints
     for request in result:
         prompt = request.origin_input_ids
         pages = backend.tables.pages_of(adapter.row_of(request), len(prompt))
@@ -181,7 +178,7 @@ def around_process_batch_result(original, processor, batch, result) -> None:
     backend = current_backend()
     if result.copy_done is not None:
         result.copy_done.synchronize()
-    elif backend.engine.resident.k.is_cuda:
+    elif backend.engine.parts.resident.k.is_cuda:
         torch.cuda.current_stream().synchronize()
     backend.engine.end_step()  # raises if tokens may be wrong
     damaged = backend.damaged_pages()
@@ -265,7 +262,7 @@ def before_trace_slice(context, slice, *_, **__) -> None:
     They are the batch's, since the request's previous token.
     """
     if slice.slice_name == "decode_loop":
-        counters = current_backend().engine.counters
+        counters = current_backend().engine.parts.counters
         now = {name: getattr(counters, name) for name in TRACED}
         before = getattr(context, "kv_offload_before", now)
         context.kv_offload_before = now

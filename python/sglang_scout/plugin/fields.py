@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, KEYS
-from sglang_scout.policy.base import policies
+from sglang_scout.policy import policies
 
 _OTHER_BUDGETS = "".join(
     f"; {keys['budget_tokens']} with `{name}`"

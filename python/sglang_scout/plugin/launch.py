@@ -26,7 +26,7 @@ from sglang_scout.plugin import limits
 from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import apply, hook, hooks_of
 from sglang_scout.plugin.release import adapter
-from sglang_scout.policy.base import policies
+from sglang_scout.policy import policies
 
 logger = logging.getLogger(__name__)
 

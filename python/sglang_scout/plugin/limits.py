@@ -11,13 +11,13 @@ from sglang.srt.utils import get_device
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_socket_folder
-from sglang_scout.core.forecast import check_weights, trained_weights, weights_file
+from sglang_scout.core.forecast import check_weights
 from sglang_scout.core.profile import check_profile, load_profile
 from sglang_scout.core.served_models import DTYPES, FP8_KV, check_architecture, check_attention
 from sglang_scout.ops import triton
 from sglang_scout.plugin.model import TORCH_DTYPES, model_identity
 from sglang_scout.plugin.release import VERSION, adapter
-from sglang_scout.policy.base import Context, make_policy
+from sglang_scout.policy import Context, make_policy
 from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes, free_pool_bytes
 from sglang_scout.worker.ring import MAX_BATCH
 
@@ -231,7 +231,7 @@ def check_context(context_tokens: int, page_size: int) -> None:
 def check_model(server_args: Any, config: OffloadConfig) -> None:
     """Refuse a model that the decode step does not support, or that the files do not match."""
     path = config.recall_profile
-    profile, weights = None if path is None else load_profile(path), trained_weights(config)
+    profile = None if path is None else load_profile(path)
     model = f"--model-path {server_args.model_path}"
     policy = f"--kv-offload {server_args.kv_offload}"
     served = adapter.model_config(server_args)
@@ -255,13 +255,12 @@ def check_model(server_args: Any, config: OffloadConfig) -> None:
             f"{', '.join(DTYPES)}"
         )
     # It refuses unsupported settings.
-    make_policy(Context(config, served.num_hidden_layers, 1, profile))
+    weights = make_policy(Context(config, served.num_hidden_layers, 1, profile)).rule.weights
     if weights is None and profile is None:
         return
     of_model = {"identity": model_identity(served), "model": server_args.model_path}
     if weights is not None:
-        file = (weights_file(config) or ("", ""))[1]
-        check_weights(weights, file, hidden_size=served.hidden_size, **of_model)
+        check_weights(weights, hidden_size=served.hidden_size, **of_model)
     if profile is not None:
         layers = served.num_hidden_layers
         check_profile(profile, path, num_layers=layers, config=config, **of_model)

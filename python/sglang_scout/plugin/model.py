@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,28 @@ from transformers.utils.hub import cached_file
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.forecast import PageWeights, trained_weights
-from sglang_scout.core.profile import ModelIdentity, config_digest
+from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest
 from sglang_scout.core.served_models import DTYPES, FP8_KV
+from sglang_scout.engine.policy import Policy
+from sglang_scout.engine.projector import QueryHeads, QueryProjector
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.ops.predict import QueryProjector, add_norm, rotate_heads
 from sglang_scout.plugin.release import adapter
+from sglang_scout.policy import Context, make_policy
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 TORCH_FP8 = tuple(getattr(torch, name) for name in FP8_KV.values())
 
 
-def rank_weights(config: OffloadConfig) -> PageWeights | None:
-    """The part of :func:`trained_weights` for this tensor-parallel rank's heads."""
-    weights, group = trained_weights(config), adapter.tp_group()
-    return None if weights is None else weights.of_rank(group.rank_in_group, group.world_size)
+def rank_policy(
+    config: OffloadConfig, shape: ModelShape, profile: RecallProfile | None = None
+) -> Policy:
+    """The configured policy, with the part of its weights for this tensor-parallel rank's heads."""
+    page_bytes, group = 2 * shape.page_bytes, adapter.tp_group()
+    policy = make_policy(Context(config, shape.num_layers, page_bytes, profile))
+    if (weights := policy.rule.weights) is None:
+        return policy
+    weights = weights.of_rank(group.rank_in_group, group.world_size)
+    return replace(policy, rule=replace(policy.rule, weights=weights))
 
 
 def model_identity(config: Any) -> ModelIdentity:
@@ -125,72 +133,41 @@ def _check_fp8(
                 )
 
 
-def make_projectors(
-    layers: list[torch.nn.Module], weights: PageWeights | None = None
-) -> list[QueryProjector]:
-    """Per layer, a function from a layer input to its query: the layer's own norm, W_q, q-norm and RoPE.
-
-    With forecast ``weights`` one vector per KV head instead, from the normed input of the previous layer (layer 0: its
-    own).
-    """
-    made = [_projector(index, layer) for index, layer in enumerate(layers)]
-    if weights is None or weights.header.kind != "forecast":
-        return made
-    before = [layers[0], *layers[:-1]]
-    of_layers = zip(before, layers, map(torch.from_numpy, weights.arrays["w"]), strict=True)
-    return [_forecast(*of_layer) for of_layer in of_layers]
-
-
-def _forecast(before: Any, layer: Any, weight: torch.Tensor) -> QueryProjector:
-    norm, size = before.input_layernorm, layer.self_attn.head_dim
-    w = weight.to(norm.weight)
-    heads = _heads(layer, len(w) // size, norm_heads=False)
-    linear = torch.nn.functional.linear
-    return QueryProjector(_normed(norm), lambda x, at: heads(linear(x, w), at), w.nbytes)
-
-
-def _normed(norm: Any) -> Callable[..., torch.Tensor]:
-    return lambda x, residual: add_norm(x, residual, norm.weight, norm.variance_epsilon)
-
-
-def _heads(layer: Any, heads: int, *, norm_heads: bool = True) -> Callable[..., torch.Tensor]:
-    """``[B, heads, D]`` of the projection and positions ``[B]``."""
-    attention, rope = layer.self_attn, layer.self_attn.rotary_emb
-    norm = getattr(attention, "q_norm", None) if norm_heads else None
-    norm_by = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-    sizes = rope.rotary_dim, rope.is_neox_style, heads, attention.head_dim
-    return lambda q, at: rotate_heads(q, *norm_by, rope.cos_sin_cache, at, *sizes)
+def make_projectors(layers: list[torch.nn.Module]) -> list[QueryProjector]:
+    """What computes each layer's query from a layer input: the layer's own norm, W_q, head norm and RoPE."""
+    return [_projector(index, layer) for index, layer in enumerate(layers)]
 
 
 def _projector(index: int, layer: Any) -> QueryProjector:
     attention, norm = layer.self_attn, layer.input_layernorm
-    rope = attention.rotary_emb
+    rope, projection = attention.rotary_emb, getattr(attention, "qkv_proj", None)
     parts = {
         "input_layernorm": type(norm) is RMSNorm,
         "rotary_emb": isinstance(rope, RotaryEmbedding) and not isinstance(rope, MRotaryEmbedding),
-        "qkv_proj": callable(getattr(attention, "qkv_proj", None)),
+        "qkv_proj": callable(projection),
     }
     if wrong := [what for what, is_known in parts.items() if not is_known]:
         raise ConfigError(
             f"--kv-offload: layer {index} of {type(layer).__name__} has an unexpected {wrong[0]}; this model is not "
             "supported"
         )
-    normed, heads = _normed(norm), _heads(layer, attention.num_heads)
-    q_size, projection = attention.q_size, attention.qkv_proj
-    if _has_plain_rows(projection):
-        w_q, bias = projection.weight[:q_size], projection.bias
-        b_q = None if bias is None else bias[:q_size]
-        linear = torch.nn.functional.linear
-        return QueryProjector(normed, lambda x, at: heads(linear(x, w_q, b_q), at), w_q.nbytes)
-
-    def product(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """The layer's own quantised projection, K and V too: 1 + 2 H / HQ times the work. In order with the model, as
-        such GEMMs may share a workspace."""
-        qkv, bias = projection(normed(x, residual))
-        q: torch.Tensor = qkv[:, :q_size]
-        return q if bias is None else q + bias[:q_size]  # the bias is left to the caller
-
-    return QueryProjector(product, heads, sum(p.nbytes for p in projection.parameters()))
+    q_norm = getattr(attention, "q_norm", None)
+    heads = QueryHeads(
+        num_heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        rotary_dim=rope.rotary_dim,
+        is_neox=rope.is_neox_style,
+        cos_sin=lambda: rope.cos_sin_cache,
+        norm_weight=None if q_norm is None else q_norm.weight,
+        norm_eps=0.0 if q_norm is None else q_norm.variance_epsilon,
+    )
+    of_norm = norm.weight, norm.variance_epsilon, heads
+    if not _has_plain_rows(projection):
+        nbytes = sum(p.nbytes for p in projection.parameters())
+        return QueryProjector(*of_norm, quantized=projection, weight_bytes=nbytes)
+    w_q, bias = projection.weight[: attention.q_size], projection.bias
+    b_q = None if bias is None else bias[: attention.q_size]
+    return QueryProjector(*of_norm, w_q, b_q, weight_bytes=w_q.nbytes)
 
 
 def _has_plain_rows(projection: Any) -> bool:

@@ -17,16 +17,14 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.forecast import PageWeights
-from sglang_scout.engine.context_cache import context_pages
 from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import MemoryPlan, ServerSize
-from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.engine.policy import SelectionRule
+from sglang_scout.engine.stores import HostPages, ModelShape, context_pages
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.ranks import RankCpus
 from sglang_scout.plugin.release import VERSION, adapter
-from sglang_scout.policy.base import SelectionRule
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.checksums import PageChecksums
 
@@ -81,7 +79,6 @@ class HostKVPool(MHATokenToKVPool):
     Args:
         server_size, plan: of this rank.
         cpus: of its attention process; the arena's pages are bound to their NUMA nodes.
-        weights: that compute the digests, if any.
     """
 
     def __init__(
@@ -90,17 +87,16 @@ class HostKVPool(MHATokenToKVPool):
         server_size: ServerSize,
         plan: MemoryPlan,
         cpus: RankCpus,
-        weights: PageWeights | None,
         **kwargs: Any,
     ) -> None:
         self.plan, self.cpus = plan, cpus
         super().__init__(*args, **kwargs)
-        self.shape, kind = server_size.shape, server_size.config.digest
+        self.shape, rule = server_size.shape, server_size.policy.rule
         context = context_pages(self.arena, self.shape)
         checksums = PageChecksums(self.arena) if plan.arena.checksums else None
         self.host_pages = HostPages(self.shape, self.k_buffer, self.v_buffer, context, checksums)
         hints = plan.bytes_of("hints") > 0
-        self.digests = DigestPool(self.shape, plan.num_pages, self.device, kind, weights, hints)
+        self.digests = DigestPool(self.shape, plan.num_pages, self.device, rule, hints)
 
     def _create_buffers(self) -> None:
         adapter.create_buffers(self, super()._create_buffers)
@@ -152,14 +148,12 @@ class HostKVPool(MHATokenToKVPool):
 class DigestKVPool(MHATokenToKVPool):
     """Prefill side: SGLang's pool, with digests that are sent along."""
 
-    def add_digests(
-        self, shape: ModelShape, rule: SelectionRule, weights: PageWeights | None, hints: bool
-    ) -> None:
+    def add_digests(self, shape: ModelShape, rule: SelectionRule, hints: bool) -> None:
         """Before SGLang asks for the buffers to be transferred."""
         self.shape, self.rule = shape, rule
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
         pages = self.host_pages.num_pages
-        self.digests = DigestPool(shape, pages, self.device, rule.kind, weights, hints)
+        self.digests = DigestPool(shape, pages, self.device, rule, hints)
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
         return with_digests(super().get_contiguous_buf_infos(), self.digests)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_pool import choose_hint
 from sglang_scout.engine.hints import has_hint, hint_bytes
@@ -21,10 +20,9 @@ from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import DigestListener
 from sglang_scout.plugin.hooks import hook
 from sglang_scout.plugin.launch import parse
-from sglang_scout.plugin.model import model_shape, rank_weights
+from sglang_scout.plugin.model import model_shape, rank_policy
 from sglang_scout.plugin.pool import DigestKVPool, build_pools, pools_target
 from sglang_scout.plugin.release import adapter
-from sglang_scout.policy.base import Context, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +72,8 @@ def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
     available, config = original(runner, *args, **kwargs), parse(runner.server_args)
     if not config.prefill_digests:
         return available
-    rank = pilot_rank(config)
-    return bytes_beside_digests(model_shape(runner), config.digest, available, rank)
+    shape = model_shape(runner)
+    return bytes_beside_digests(shape, rank_policy(config, shape).rule, available)
 
 
 @hook(pools_target("_init_pools"), "around")
@@ -86,9 +84,8 @@ def around_init_pools(original, runner, **given):
         return build_pools(build, runner)[0]
     result, pool, allocator = build_pools(build, runner, DigestKVPool)
     shape = model_shape(runner)
-    rule = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).rule
     hints = bool(hint_bytes(config, shape.num_layers))
-    pool.add_digests(shape, rule, rank_weights(config), hints)
+    pool.add_digests(shape, rank_policy(config, shape).rule, hints)
     allocator.listener = DigestListener(pool.digests)
     return result
 

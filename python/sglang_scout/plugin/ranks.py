@@ -17,12 +17,10 @@ import torch
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import LEAST_PAGES, ServerSize
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
-from sglang_scout.plugin.model import model_shape
+from sglang_scout.plugin.model import model_shape, rank_policy
 from sglang_scout.plugin.release import adapter
-from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena_fits import pool
 from sglang_scout.worker.cpus import CpuPlan, deal_cpus, plan_cpus
@@ -139,9 +137,8 @@ def size_of(runner: Any, max_batch: int) -> tuple[ServerSize, RankCpus]:
     """What the memory of this rank follows from; ``runner`` is SGLang's, with a loaded model."""
     config, shape = parse(runner.server_args), model_shape(runner)
     cpus = rank_cpus(runner, config, AttentionRanks())
-    route = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route
-    context, rank = runner.model_config.context_len, pilot_rank(config)
-    return ServerSize(config, shape, max_batch, context, cpus.counts, route, rank), cpus
+    policy, context = rank_policy(config, shape), runner.model_config.context_len
+    return ServerSize(config, policy, shape, max_batch, context, cpus.counts), cpus
 
 
 def host_bytes(

@@ -98,10 +98,10 @@ def open_step_log(
 
 def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     """The documented fields, plain numbers and strings only."""
-    counters, worker = backend.engine.counters, backend.worker.snapshot()
-    digests, older = backend.pool.digests, backend.engine.older
-    checksums, table = backend.pool.host_pages.checksums, backend.engine.table
-    context_used, context_total = (0, 0) if older is None else older.context_pages
+    counters, worker = backend.engine.parts.counters, backend.worker.snapshot()
+    digests, table = backend.pool.digests, backend.engine.parts.table
+    checksums = backend.pool.host_pages.checksums
+    context_used, context_total = backend.engine.selector.context_pages
     ratios = counters.cpu_pages_by_layer / np.maximum(1, counters.budget_pages_by_layer)
     return {
         "policy": backend.policy.name,
@@ -121,7 +121,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "resident_pages": table.resident_pages,
         "resident_pages_by_layer": table.resident_pages_by_layer.tolist(),
         "copying_pages_by_layer": table.copying_pages_by_layer.tolist(),
-        "resident_slots": backend.plan.num_slots * backend.engine.shape.num_layers,
+        "resident_slots": backend.plan.num_slots * backend.engine.parts.shape.num_layers,
         "context_pages_total": context_total,
         "context_pages_used": context_used,
         **counters.totals(),
@@ -186,7 +186,7 @@ class Metrics:
         worker = state["worker"]
         state |= {"worker_restarts": worker["restarts"], "worker_up": worker["state"] == "ready"}
         state["recall_wait_seconds"] = state["recall_wait_us"] / 1e6
-        times = self._backend.engine.counters.times
+        times = self._backend.engine.parts.counters.times
         while times:
             for key, seconds in times.popleft()._asdict().items():
                 self._series[key].observe(seconds)

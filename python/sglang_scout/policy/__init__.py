@@ -1,1 +1,114 @@
-"""Policies: four small choices (digest, predictor, missing pages, residency) that decide and never move bytes."""
+"""The policies. Each is a module or a folder here, or one in a folder that several share, named after it.
+
+``make(context)`` returns its :class:`Policy`; ``DEFAULTS`` override keys' defaults. Removing it removes the policy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from sglang_scout.core.config import FLAGS, OffloadConfig, check_layers
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.forecast import Kind, PageWeights, load_weights
+from sglang_scout.core.profile import RecallProfile
+from sglang_scout.engine.digest_kinds import KINDS, DigestKind
+from sglang_scout.engine.policy import Policy, QuerySource, SelectionRule
+
+
+@dataclass(frozen=True)
+class Context:
+    """Inputs for making a policy; ``page_bytes`` are those of K and V of one page in one layer."""
+
+    config: OffloadConfig
+    num_layers: int
+    page_bytes: int
+    profile: RecallProfile | None = None
+
+    @property
+    def step_pages(self) -> int:
+        """Pages of ``recall_step_mib``."""
+        return max(1, int(self.config.recall_step_mib * 2**20) // self.page_bytes)
+
+
+def _modules(package: ModuleType) -> dict[str, ModuleType]:
+    found = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        if hasattr(module, "make"):
+            found[info.name] = module
+        elif info.ispkg:
+            found |= _modules(module)
+    return found
+
+
+@cache
+def _policies() -> dict[str, ModuleType]:
+    return dict(sorted(_modules(importlib.import_module(__name__)).items()))
+
+
+def policies() -> dict[str, dict[str, Any]]:
+    """All policies, each with its ``DEFAULTS``, which override keys' defaults."""
+    return {name: getattr(module, "DEFAULTS", {}) for name, module in _policies().items()}
+
+
+def make_policy(context: Context) -> Policy:
+    """The policy that the configuration names.
+
+    Raises:
+        ConfigError: settings that it cannot have, or files that it cannot read.
+    """
+    check_layers(context.config, context.num_layers)
+    policy: Policy = _policies()[context.config.policy].make(context)
+    return policy
+
+
+def trained_weights(config: OffloadConfig, kind: Kind) -> PageWeights:
+    """The weights that the key of this ``kind`` names.
+
+    Raises:
+        ConfigError: it names no file, or one that does not hold such weights.
+    """
+    key = f"{kind}_file"
+    path: str | None = getattr(config, key)
+    if path is None:
+        raise ConfigError(
+            f"{FLAGS['policy']} {config.policy}: needs {FLAGS['config']} '{{\"{key}\": FILE}}'; make one with "
+            f"scripts/train_forecast.py --kind {kind}"
+        )
+    return load_weights(path, kind)
+
+
+def selection_rule(
+    config: OffloadConfig, *own_kinds: type[DigestKind], **choices: Any
+) -> SelectionRule:
+    """As the keys of ``--kv-offload-config`` say, but for the policy's own kinds of digest and ``choices``.
+
+    Raises:
+        ConfigError: calibrated digests without their file, or with a policy or a grain that has no use for them.
+    """
+    if config.digest == "calibrated":
+        other = ""
+        if "digest_file" not in policies()[config.policy]:
+            other = f"{FLAGS['policy']} {config.policy}"
+        elif config.grain != "layer":
+            other = f"grain = {config.grain!r}"
+        if other:
+            raise ConfigError(
+                f"{FLAGS['config']}: digest = 'calibrated' cannot be used with {other}; drop one"
+            )
+        choices["weights"] = trained_weights(config, "digest")
+    kinds = KINDS | {kind.name: kind for kind in own_kinds}
+    keys = "sink_pages", "recent_pages", "mass", "reweigh"
+    of_keys = {key: getattr(config, key) for key in keys}
+    by_head = config.grain == "head"
+    return SelectionRule(kinds[config.digest], by_head=by_head, **of_keys | choices)
+
+
+def query_source(config: OffloadConfig) -> QuerySource:
+    """As the keys of ``--kv-offload-config`` say."""
+    return QuerySource(config.precompute, config.exact_layers)

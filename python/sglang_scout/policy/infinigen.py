@@ -6,15 +6,16 @@ pages that stay important become resident.
 
 from __future__ import annotations
 
-from sglang_scout.policy.base import Context, Policy, QuerySource, SelectionRule
+from sglang_scout.engine.policy import Policy
+from sglang_scout.policy import Context, query_source, selection_rule
 from sglang_scout.policy.residency import ImportantPages
 
 
 def make(context: Context) -> Policy:
     return Policy(
         name="infinigen",
-        rule=SelectionRule.of(context.config),
-        query=QuerySource.of(context.config),
+        rule=selection_rule(context.config),
+        query=query_source(context.config),
         route="fetch",
         residency=ImportantPages((1,) * context.num_layers),
     )

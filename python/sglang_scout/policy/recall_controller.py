@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS, Ids, Residency, StepReport
 from sglang_scout.ops.residency import PageUses
-from sglang_scout.policy.base import RESULT_DELAY_STEPS, Ids, Residency, StepReport
 
 Floats = npt.NDArray[np.float64]
 

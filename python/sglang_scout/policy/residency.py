@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sglang_scout.engine.policy import Ids, Residency, StepReport
 from sglang_scout.ops.residency import PageUses
-from sglang_scout.policy.base import Ids, Residency, StepReport
 
 
 @dataclass

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD
-from sglang_scout.policy.base import Context, Policy, QuerySource, Residency, SelectionRule
+from sglang_scout.engine.policy import Policy, QuerySource, Residency
+from sglang_scout.policy import Context, query_source, selection_rule
 from sglang_scout.policy.recall_controller import RecallController
 from sglang_scout.policy.residency import ImportantPages
 
@@ -21,10 +22,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make(context: Context) -> Policy:
-    query = QuerySource.of(context.config)
+    query = query_source(context.config)
     return Policy(
         name="scout",
-        rule=SelectionRule.of(context.config),
+        rule=selection_rule(context.config),
         query=query,
         route="cpu",
         residency=_residency(context, query),

@@ -23,12 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.context_cache import ContextCache, Ids, Kept
+from sglang_scout.engine.ahead import Ahead, Selector
 from sglang_scout.engine.device import Fetching, Staging, upload
 from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.requests import Batch, Request
+from sglang_scout.engine.step_inputs import StepInputs
 from sglang_scout.engine.transport import Transport
-from sglang_scout.policy.salient_tokens import SalientTokens
+from sglang_scout.policy.hgca.context_cache import ContextCache, Ids, Kept
+from sglang_scout.policy.hgca.salient_tokens import SalientTokens
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
@@ -50,21 +52,24 @@ class Older:
     version: int = 0
 
 
-class OlderTokens:
+class OlderTokens(Selector):
     """Tracks requests and posts their older tokens.
 
     Args:
-        parts: whose policy has feedback, and whose host pages have context pages.
+        parts: whose host pages have context pages.
     """
 
-    def __init__(self, parts: Parts, feedback: SalientTokens, transport: Transport) -> None:
-        self._feedback, self._transport, self._counters = feedback, transport, parts.counters
+    def __init__(
+        self, parts: Parts, salient: SalientTokens, transport: Transport, inputs: StepInputs
+    ) -> None:
+        self._salient, self._transport, self._inputs = salient, transport, inputs
+        self._counters = parts.counters
         rule, device = parts.policy.rule, parts.device
         self._sinks, self._recent = rule.sink_pages, rule.recent_pages
         self._host, self._shape, self._device = parts.host, (shape := parts.shape), device
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, parts.sizes.max_batch
-        self._cache = ContextCache(parts.host, parts.sizes.max_pages, feedback.cap_tokens)
-        feedback.allocate(layers, rows, heads, shape.page_size, device)
+        self._cache = ContextCache(parts.host, parts.sizes.max_pages, salient.cap_tokens)
+        salient.allocate(layers, rows, heads, shape.page_size, device)
         lists = layers, rows, heads
         self._ids = torch.full(
             (*lists, parts.sizes.max_pages), -1, dtype=torch.int32, device=device
@@ -114,7 +119,7 @@ class OlderTokens:
             is_new = older is None
             if older is None:
                 state, pages = self._free_states.pop(), table[row, len(sinks) : begin].tolist()
-                self._feedback.joins(state)
+                self._salient.joins(state)
                 older = Older(state, begin, self._cache.empty(), self._queries[:, row], pages)
                 self._older[request] = older
             else:
@@ -168,7 +173,7 @@ class OlderTokens:
         kept, scale = self._cache.empty(), self._shape.scale
         was_full = np.zeros(kept.tokens.shape, bool)
         for layer, k in enumerate(self._host.k):
-            found = self._feedback.select(state, layer, queries[layer], k, pages, scale)
+            found = self._salient.select(state, layer, queries[layer], k, pages, scale)
             heads, tokens = (x.numpy() for x in found)
             was_full |= self._cache.add(kept, np.full_like(heads, layer), heads, tokens)
         return kept, was_full
@@ -196,7 +201,7 @@ class OlderTokens:
     def _raise(self, older: Older, was_full: npt.NDArray[np.bool_]) -> None:
         if was_full.any():
             self._counters.raised_thresholds += int(was_full.sum())
-            self._feedback.raise_threshold(older.state, was_full)
+            self._salient.raise_threshold(older.state, was_full)
 
     def _ask_of_leaving(self, batch: Batch) -> None:
         """Request the kept tokens of pages that leave with the next step. A first step's statistics are too few."""
@@ -206,7 +211,7 @@ class OlderTokens:
         states = [self._older[requests[row]].state for row in rows]
         places = (full[rows] - self._recent) % (self._recent + 1)
         asked = [upload(np.array(x, np.int32), self._device) for x in (states, places)]
-        found = self._feedback.leaving(*asked) if len(rows) else torch.zeros(0)
+        found = self._salient.leaving(*asked) if len(rows) else torch.zeros(0)
         self._leaving = {requests[row]: i for i, row in enumerate(rows)}, Fetching([found])
 
     def _bits(self) -> npt.NDArray[np.int32]:
@@ -231,17 +236,14 @@ class OlderTokens:
         self._row_pages[:, row] = counts.sum(1)
         self._sent[row] = older, older.version
 
-    def post(self, layer: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Request attention over the older tokens of a layer, for ``query`` ``[B, HQ, D]``.
-
-        Returns:
-            ``[B * H, R]`` their ids, see :meth:`ContextCache.worker_ids`, and ``[B * H]`` how many of each list.
-        """
+    def take(self, layer: int, query: torch.Tensor) -> Ahead:
+        """The window, and the older tokens: ``[B * H, R]`` ids (:meth:`ContextCache.worker_ids`)."""
         rows = len(query)
         self._queries[layer, :rows] = query
         ids, counts = (x[layer, :rows].flatten(0, 1) for x in (self._ids, self._counts))
-        self._transport.post(layer, query, ids, counts)
-        return ids, counts
+        window = self._inputs.candidates.first(rows)
+        ticket = self._transport.post(layer, query, ids, counts)
+        return Ahead(query, window.table, window.n_full, ids, counts, ticket)
 
     def attended(
         self,
@@ -255,7 +257,7 @@ class OlderTokens:
         """The device attended to a window of a layer; arguments as of :func:`decay_mass`, without those known here."""
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, : len(query)]
         window = query, lse, k, pages, recent, *slots, first_at, state, fresh
-        self._feedback.attended(layer, *window, scale=self._shape.scale)
+        self._salient.attended(layer, *window, scale=self._shape.scale)
 
     def wait(self) -> None:
         """Wait for all evaluations in progress."""

@@ -17,28 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.stores import HostPages, ModelShape
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS
+from sglang_scout.engine.stores import HostPages
 from sglang_scout.ops.pages import copy_tokens
 from sglang_scout.ops.residency import rank_within
-from sglang_scout.policy.base import RESULT_DELAY_STEPS
-from sglang_scout.worker.arena import Arena
 
 Ids = npt.NDArray[np.int64]
-
-
-def context_pages(arena: Arena, shape: ModelShape) -> LayerPages | None:
-    """An arena's context pages, ``[C, S, D]`` of each layer, if it has any."""
-    if not arena.spec.context_pages:
-        return None
-    k, v = (
-        [
-            torch.from_numpy(arena.context(i, which)).view(shape.kv_dtype)
-            for i in range(shape.num_layers)
-        ]
-        for which in (0, 1)
-    )
-    return LayerPages.of(k, v, "cpu")
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,38 @@
-"""The parts of a policy: the choices in which GPU-CPU offload methods differ.
+"""What the engine asks of a policy: the choices in which GPU-CPU offload methods differ.
 
-The engine queries these objects and never checks which policy it serves. A policy is one file of this folder, named
-after it; ``make(context)`` returns its :class:`Policy`. The parts are shared.
+The engine queries these objects and never checks which policy it serves; ``policy/`` has the policies.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.config import DEFAULT_DIGEST, FLAGS, OffloadConfig, check_layers
-from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import RecallProfile
+from sglang_scout.core.forecast import PageWeights
+from sglang_scout.engine.digest_kinds import DigestKind
+from sglang_scout.engine.stores import Sizes
 from sglang_scout.ops.residency import PageUses
-from sglang_scout.policy.salient_tokens import SalientTokens
+
+if TYPE_CHECKING:
+    from sglang_scout.engine.ahead import Selector
+    from sglang_scout.engine.memory import ServerSize
+    from sglang_scout.engine.parts import Parts
+    from sglang_scout.engine.projector import QueryProjector
+    from sglang_scout.engine.step_inputs import StepInputs
+    from sglang_scout.engine.transport import Transport
 
 Ids = npt.NDArray[np.int64]
 Route = Literal["cpu", "fetch"]
 """Missing pages are attended to on the CPU in place; or copied to the device ahead of the layer, for the real query."""
+
+_MISSING = {
+    "cpu": "missing pages are attended to on the CPU",
+    "fetch": "missing pages are copied to the device; the CPU computes no attention",
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,9 @@ class SelectionRule:
     """How a page is summarised and scored.
 
     Attributes:
-        kind: name of the digest's layout (``engine/digest_pool.py``).
+        digest: the kind of digest.
+        weights: the policy's trained weights, if any.
+        by_head: each KV head selects its own pages, not all heads of a layer together.
         sink_pages, recent_pages: leading and newest full pages that are always selected.
         mass: select no more pages than hold this share of the attention (``ops/select.py``).
         only_selected: attend to the selected pages only, not to other resident ones.
@@ -39,33 +50,14 @@ class SelectionRule:
             real query.
     """
 
-    kind: str = DEFAULT_DIGEST
+    digest: type[DigestKind]
+    weights: PageWeights | None = None
+    by_head: bool = False
     sink_pages: int = 1
     recent_pages: int = 1
     mass: float = 1.0
     only_selected: bool = True
     reweigh: bool = True
-
-    @classmethod
-    def of(cls, config: OffloadConfig, **choices: Any) -> SelectionRule:
-        """As the keys of ``--kv-offload-config`` say; ``choices`` are the policy's own.
-
-        Raises:
-            ConfigError: calibrated digests without their file, or with a policy or a grain that has no use for them.
-        """
-        if config.digest == "calibrated":
-            other = ""
-            if "digest_file" not in policies()[config.policy]:
-                other = f"{FLAGS['policy']} {config.policy}"
-            elif config.grain != "layer":
-                other = f"grain = {config.grain!r}"
-            if other:
-                raise ConfigError(
-                    f"{FLAGS['config']}: digest = 'calibrated' cannot be used with {other}; drop one"
-                )
-            trained_file(config, "digest_file")
-        keys = "sink_pages", "recent_pages", "mass", "reweigh"
-        return cls(config.digest, **{key: getattr(config, key) for key in keys}, **choices)
 
 
 @dataclass(frozen=True)
@@ -84,11 +76,6 @@ class QuerySource:
     is_ahead: bool = True
     exact: tuple[int, ...] = ()
     attends: bool = True
-
-    @classmethod
-    def of(cls, config: OffloadConfig) -> QuerySource:
-        """As the keys of ``--kv-offload-config`` say."""
-        return cls(config.precompute, config.exact_layers)
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
         """Layers whose query is predicted at the input of ``layer``; the others use the real one in their own layer."""
@@ -185,64 +172,40 @@ class Residency:
         return {}
 
 
-def trained_file(config: OffloadConfig, key: str) -> str:
-    """The file of trained weights that ``key`` names.
-
-    Raises:
-        ConfigError: it names none.
-    """
-    path: str | None = getattr(config, key)
-    if path is None:
-        kind = key.removesuffix("_file")
-        raise ConfigError(
-            f"{FLAGS['policy']} {config.policy}: needs {FLAGS['config']} '{{\"{key}\": FILE}}'; make one with "
-            f"scripts/train_forecast.py --kind {kind}"
-        )
-    return path
-
-
 @dataclass(frozen=True)
 class Policy:
-    """A named set of choices. With ``feedback`` nothing is selected: the device attends to a recent window, and the CPU
-    to older tokens that were salient in it."""
+    """A named set of choices. The methods are for what else a few policies need; here they change nothing."""
 
     name: str
     rule: SelectionRule
     query: QuerySource
     route: Route
     residency: Residency
-    feedback: SalientTokens | None = None
 
+    def describe_missing(self) -> str:
+        """What happens to missing pages, for ``sglang-scout doctor``."""
+        return _MISSING[self.route]
 
-@dataclass(frozen=True)
-class Context:
-    """Inputs for making a policy; ``page_bytes`` are those of K and V of one page in one layer."""
+    def projectors(self, own: Sequence[QueryProjector]) -> Sequence[QueryProjector]:
+        """What predicts each layer's query, given what does so with the model's ``own`` weights."""
+        return own
 
-    config: OffloadConfig
-    num_layers: int
-    page_bytes: int
-    profile: RecallProfile | None = None
+    def selector(self, parts: Parts, transport: Transport, inputs: StepInputs) -> Selector | None:
+        """What selects in place of :class:`LookAhead`."""
+        return None
 
-    @property
-    def step_pages(self) -> int:
-        """Pages of ``recall_step_mib``."""
-        return max(1, int(self.config.recall_step_mib * 2**20) // self.page_bytes)
+    def step_sizes(self, sizes: Sizes) -> Sizes:
+        """Sizes of the buffers for a step's selections, given those of the server."""
+        return sizes
 
+    def forced_pages(self, size: ServerSize) -> int:
+        """Resident pages that each request needs besides its tail."""
+        return self.rule.sink_pages + self.rule.recent_pages
 
-def _policies() -> dict[str, ModuleType]:
-    folder = importlib.import_module(__package__).__path__
-    names = [info.name for info in pkgutil.iter_modules(folder)]
-    modules = {name: importlib.import_module(f"{__package__}.{name}") for name in names}
-    return {name: module for name, module in modules.items() if hasattr(module, "make")}
+    def posted_pages(self, size: ServerSize) -> int:
+        """Most pages of a list that the CPU attends to."""
+        return size.budget_pages
 
-
-def policies() -> dict[str, dict[str, Any]]:
-    """Policy files of this folder, each with its ``DEFAULTS``, which override keys' defaults."""
-    return {name: getattr(module, "DEFAULTS", {}) for name, module in _policies().items()}
-
-
-def make_policy(context: Context) -> Policy:
-    """The policy that the configuration names."""
-    check_layers(context.config, context.num_layers)
-    policy: Policy = _policies()[context.config.policy].make(context)
-    return policy
+    def device_bytes(self, size: ServerSize) -> int:
+        """Device memory of the policy's own."""
+        return 0

@@ -14,21 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS, Ids, Policy, Residency, StepReport
 from sglang_scout.ops.residency import PageUses
-from sglang_scout.policy.base import (
-    RESULT_DELAY_STEPS,
-    Context,
-    Ids,
-    Policy,
-    QuerySource,
-    Residency,
-    SelectionRule,
-    StepReport,
-    trained_file,
-)
+from sglang_scout.policy import Context, query_source, selection_rule, trained_weights
+from sglang_scout.policy.learned.embeddings import Pilots
 
 DEFAULTS: dict[str, Any] = {
-    "digest": "pilot",
+    "digest": Pilots.name,
     "grain": "head",
     "precompute": False,
     "pilot_file": None,
@@ -36,13 +28,13 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make(context: Context) -> Policy:
-    config = context.config
-    if config.digest == DEFAULTS["digest"]:
-        trained_file(config, "pilot_file")
+    config, weights = context.config, None
+    if config.digest == Pilots.name:
+        weights = trained_weights(config, "pilot")
     return Policy(
         name="rheo",
-        rule=SelectionRule.of(config, only_selected=False),
-        query=QuerySource.of(config),
+        rule=selection_rule(config, Pilots, weights=weights, only_selected=False),
+        query=query_source(config),
         route="cpu",
         residency=HistoryAware(page_size=config.page_size_tokens, step_pages=context.step_pages),
     )

@@ -1,0 +1,194 @@
+"""Look-ahead: which pages the device and the CPU attend to in each layer (Algorithm 1, lines 4 to 7).
+
+At the input of layer l the query of layer l+1 is predicted and its important pages selected; those not resident are
+posted at once. What came of it waits in one :class:`Ahead` until layer l+1 merges it. This runs on a side stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sglang_scout.engine.device import ForkedStream
+from sglang_scout.engine.parts import Parts
+from sglang_scout.engine.requests import Batch
+from sglang_scout.engine.step_inputs import StepInputs, of_lists
+from sglang_scout.engine.step_results import StepResults
+from sglang_scout.engine.transport import Transport
+from sglang_scout.engine.verify import Verifier
+from sglang_scout.ops.select import select_pages
+
+
+class Projector(Protocol):
+    """What predicts a query: :class:`QueryProjector`, or a stand-in."""
+
+    weight_bytes: int
+
+    def start(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor: ...
+
+    def finish(self, started: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
+
+
+class Clock(Protocol):
+    """A timeline: :class:`Tracer`, or :class:`DeviceClock`."""
+
+    def slice(self, row: str, name: str, **args: Any) -> AbstractContextManager[None]: ...
+
+
+@dataclass
+class Ahead:
+    """One layer's selection, from look-ahead to merge; B requests of C lists.
+
+    Attributes:
+        query: ``[B, HQ, D]``, attends to the missing pages: the predicted one, or the real one.
+        pages: ``[B * C, N]``, or ``[B, N]`` for all lists: the device attends to those that are resident.
+        n_pages: how many each row of ``pages`` has; None: -1 padded.
+        missing: ``[B * C, k]``, of which each row has the first ``n_missing``: the others, which are posted.
+        ticket: of the transport.
+    """
+
+    query: torch.Tensor
+    pages: torch.Tensor
+    n_pages: torch.Tensor | None
+    missing: torch.Tensor
+    n_missing: torch.Tensor
+    ticket: Any = None
+
+
+class Selector:
+    """What the engine asks about each layer of a step. One that selects nothing ahead has only :meth:`take`.
+
+    Attributes:
+        dense_pages: most pages beyond its budget that a batch may have for a step with full attention over resident
+            pages; None: there are no such steps.
+        context_pages: used, and total, over all layers: pages of tokens that single heads keep.
+    """
+
+    dense_pages: int | None = None
+    context_pages: tuple[int, int] = (0, 0)
+
+    def pause(self) -> None:
+        """Launches until the next step belong to no request."""
+
+    def begin(self, batch: Batch) -> Batch:
+        """Step boundary: the batch with the pages that the device may attend to."""
+        return batch
+
+    def layer_input(
+        self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> None:
+        """As :meth:`StepEngine.layer_input`, of steps that are not dense."""
+
+    def take(self, layer: int, query: torch.Tensor) -> Ahead:
+        """What the layer, with this real ``query`` ``[B, HQ, D]``, attends to; posted."""
+        raise NotImplementedError
+
+    def attended(
+        self, layer: int, query: torch.Tensor, lse: torch.Tensor, *window: torch.Tensor
+    ) -> None:
+        """The device attended to the layer's resident pages.
+
+        Args:
+            query, lse: ``[B, HQ, D]``, and ``[B, HQ]`` the log-sum-exp.
+            window: K of the slots, pages, ``slot_of``, tail slots and tail lengths.
+        """
+
+    def close(self) -> None:
+        """No step follows."""
+
+
+class LookAhead(Selector):
+    """Selects pages by their digests, one layer ahead where the policy's query can be predicted.
+
+    Args:
+        verifier: compares the selections of ranks, if any.
+        clock: of the timeline.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        transport: Transport,
+        inputs: StepInputs,
+        results: StepResults,
+        projectors: Sequence[Projector],
+        verifier: Verifier | None,
+        clock: Clock,
+    ) -> None:
+        self._rule, self._query = parts.policy.rule, parts.policy.query
+        self._shape, self._sizes, self._digests = parts.shape, parts.sizes, parts.digests
+        self._transport, self._inputs, self._results = transport, inputs, results
+        self._projectors, self._verifier, self._clock = projectors, verifier, clock
+        # With a list per KV head each selects for itself, even if a rank has only one.
+        self._ranks = None if self._rule.by_head else parts.ranks
+        self._beside = ForkedStream(
+            parts.device if self._ranks is None else None
+        )  # collectives need order
+        self._posts_late = parts.policy.route == "cpu" and not self._query.attends
+        self._ahead: list[Ahead | None] = [None] * self._shape.num_layers
+        if (
+            parts.ranks is None
+        ):  # ranks may differ in residency, and would then replay different graphs
+            predicts = self._query.targets(0, 2)
+            read_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
+            self.dense_pages = read_bytes // (2 * self._shape.page_bytes)
+
+    def begin(self, batch: Batch) -> Batch:
+        self._beside.join()
+        self._ahead = [None] * len(self._ahead)
+        return batch
+
+    def layer_input(
+        self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> None:
+        for target in self._query.targets(layer, len(self._ahead)):
+            projector = self._projectors[target]
+            started = projector.start(x, residual)
+            with self._beside.fork(target, started, positions):
+                with self._clock.slice("ahead", "predict", layer=target):
+                    query = projector.finish(started, positions)
+                self._ahead[target] = self._select(target, query)
+
+    def _select(self, layer: int, query: torch.Tensor) -> Ahead:
+        """Select the pages of a layer, and post the missing ones."""
+        rule, candidates = self._rule, self._inputs.candidates.first(len(query))
+        by_list = of_lists(query, self._sizes.lists)
+        with self._clock.slice("ahead", "score", layer=layer):
+            scores = self._digests.score(layer, by_list, candidates, self._shape.scale)
+            if self._ranks is not None:
+                # Softmax shares are per head over its pages, so they can be summed over any heads.
+                scores = self._ranks.combine(scores, "sum")
+        with self._clock.slice("ahead", "select", layer=layer):
+            tables = candidates.list_table, candidates.list_n_full, self._inputs.slot_of[layer]
+            forced = rule.sink_pages, rule.recent_pages
+            out = self._results.of(layer, len(by_list))
+            selection = select_pages(
+                scores, *tables, self._sizes.budget_pages, *forced, rule.mass, out
+            )
+        if self._verifier is not None:
+            self._verifier.check_selection(selection.pages)
+        attended = (selection.pages, None) if rule.only_selected else candidates[:2]
+        ahead = Ahead(query, *attended, selection.missing, selection.n_missing)
+        if not self._posts_late:
+            self._post(layer, ahead)
+        return ahead
+
+    def _post(self, layer: int, ahead: Ahead) -> None:
+        query = ahead.query.contiguous()
+        ahead.ticket = self._transport.post(layer, query, ahead.missing, ahead.n_missing)
+
+    def take(self, layer: int, query: torch.Tensor) -> Ahead:
+        ahead, self._ahead[layer] = self._ahead[layer], None
+        if ahead is None:  # not computed ahead
+            self._beside.join()  # the ring needs posts in single-stream order
+            ahead = self._select(layer, query)
+        self._beside.join(layer)
+        if not self._query.attends:
+            ahead.query = query
+        if self._posts_late:
+            self._post(layer, ahead)
+        return ahead

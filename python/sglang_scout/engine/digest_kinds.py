@@ -1,0 +1,182 @@
+"""How pages are summarised: the kinds of digest that policies choose from, and how each is built and scored.
+
+Shapes: L layers, P pages, S tokens a page, H KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglang_scout.core.forecast import PageWeights
+from sglang_scout.engine.step_inputs import Candidates
+from sglang_scout.engine.stores import ModelShape
+from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.rotated import (
+    STATS_BYTES,
+    Coordinates,
+    build_layer_rotated,
+    mass_change_rotated,
+    planes_shape,
+    score_rotated,
+)
+from sglang_scout.ops.score import score_pages
+
+Parts = tuple[torch.Tensor, torch.Tensor]
+
+UNSET = 0x7FC0
+"""Sentinel: a NaN in bfloat16, and in any kind two bytes that hardly any page has in both marks."""
+
+MARK_BYTES = 4
+"""Second part of a kind that needs one: zeros that mark it as written. A transfer identifies kinds by their parts'
+ratio."""
+
+
+class DigestKind:
+    """How digests are built and scored. This kind, for policies without page selection, has marks alone.
+
+    Args:
+        parts: of the pool, viewed here as the kind's ops expect.
+        weights: arrays of the file (``core/forecast.py``) that has the ``trained`` ones; empty for other kinds.
+
+    Attributes:
+        name: as the key ``digest`` has it.
+        mark: the last word of every digest that is written, None: any.
+        mass_change: see :meth:`Rotated.mass_change`; None: scores are bounds, not estimates.
+    """
+
+    name = "none"
+    trained: tuple[str, ...] = ()
+    mark: int | None = 0
+    mass_change: Callable[..., torch.Tensor] | None = None
+
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+        self.first, self.second = parts
+
+    @classmethod
+    def part_bytes(
+        cls, head_dim: int, value_bytes: int, weights: PageWeights | None
+    ) -> tuple[int, int]:
+        """Bytes of the two parts for one page and KV head, of K with ``value_bytes`` a value."""
+        return MARK_BYTES, 2 * MARK_BYTES
+
+    @classmethod
+    def weight_bytes(cls, shape: ModelShape) -> int:
+        """Device memory of what a kind holds besides the pages' digests."""
+        return 0
+
+    def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """As :func:`build_layer_digests`."""
+        self.first.index_fill_(1, ids, 0)
+
+    def score(self, layer: int, query: torch.Tensor, of: Candidates, scale: float) -> torch.Tensor:
+        """``[B * C, N]`` fp32 scores of each list's candidates, for ``query`` ``[B * C, HQ / C, D]``; undefined where
+        the budget covers them all."""
+        raise NotImplementedError("pages without digests cannot be scored")
+
+
+class MinMax(DigestKind):
+    """Bounds of each channel, and so of scores."""
+
+    name = "minmax"
+    mark = None
+    score_op: Callable[..., torch.Tensor] = staticmethod(score_pages)
+
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+        self.first, self.second = (part.view(shape.dtype) for part in parts)
+
+    @classmethod
+    def part_bytes(
+        cls, head_dim: int, value_bytes: int, weights: PageWeights | None
+    ) -> tuple[int, int]:
+        return head_dim * value_bytes, head_dim * value_bytes
+
+    def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+        build_layer_digests(source, ids, self.first, self.second, rows)
+
+    def trained_of(self, layer: int) -> dict[str, Coordinates]:
+        """More arguments of the ops of a layer."""
+        return {}
+
+    def score(self, layer: int, query: torch.Tensor, of: Candidates, scale: float) -> torch.Tensor:
+        parts = self.first[layer], self.second[layer]
+        if of.lists > 1:  # each head's digests as separate pages
+            parts = tuple(part.flatten(0, 1).unsqueeze(1) for part in parts)
+        pages, more = (of.digest_rows, of.list_n_scored), self.trained_of(layer)
+        return self.score_op(query, *parts, *pages, scale, **more)
+
+
+class Rotated(MinMax):
+    """Bits of rotated keys about the page's mean."""
+
+    name = "rotated-2"
+    bits = 2
+    score_op = staticmethod(score_rotated)
+    coordinates: Coordinates | None = None
+
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+        first, self.second = parts
+        self.first = first.unflatten(-1, planes_shape(self.bits, shape.head_dim))
+
+    @classmethod
+    def part_bytes(
+        cls, head_dim: int, value_bytes: int, weights: PageWeights | None
+    ) -> tuple[int, int]:
+        return cls.bits * 4 * head_dim, head_dim + STATS_BYTES
+
+    def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+        build_layer_rotated(source, ids, self.first, self.second, rows, self.coordinates)
+
+    def mass_change(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        query_ahead: torch.Tensor,
+        pages: torch.Tensor,
+        n_pages: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """``[B, HQ]`` estimated increase of the log mass of a list's missing pages under the real query.
+
+        The CPU attends to them one layer ahead, weighted by the predicted query. Pages important to the real query
+        may be among them, and get the mass that they should have.
+
+        Args:
+            query, query_ahead: ``[B, HQ, D]``.
+            pages: ``[B * C, k]``, of which each row has the first ``n_pages`` ``[B * C]``; the change is 0 for a row
+                without any.
+        """
+        parts, more = (self.first[layer], self.second[layer]), self.trained_of(layer)
+        return mass_change_rotated(query, query_ahead, *parts, pages, n_pages, scale, **more)
+
+
+class Calibrated(Rotated):
+    """The same in coordinates of a file; digests made with another file have another mark."""
+
+    name = "calibrated"
+    bits = 1
+    trained = Coordinates._fields
+
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+        super().__init__(parts, shape, weights)
+        self.coordinates = Coordinates(*weights)
+        self._by_layer = [{"coordinates": Coordinates(*x)} for x in zip(*weights, strict=True)]
+        sums = [zlib.crc32(x.cpu().numpy()) for x in weights]
+        self.mark = 1 + sum(sums) % (UNSET - 1)
+
+    @classmethod
+    def weight_bytes(cls, shape: ModelShape) -> int:
+        D = shape.head_dim
+        return 4 * shape.num_layers * shape.num_kv_heads * (2 * D * D + 4 * D)
+
+    def trained_of(self, layer: int) -> dict[str, Coordinates]:
+        return self._by_layer[layer]
+
+
+KINDS: dict[str, type[DigestKind]] = {
+    kind.name: kind for kind in (DigestKind, MinMax, Rotated, Calibrated)
+}
+"""Kinds for selection by all heads of a layer, or for none; policies may have others."""
