@@ -127,7 +127,7 @@ def test_a_token_s_span_has_what_was_counted_since_the_one_before(monkeypatch):
     monkeypatch.setattr(trace, "opentelemetry_initialized", True)
     monkeypatch.setattr(trace, "tracer", provider.get_tracer("test"))
     counters, original = Counters(4), trace.TraceReqContext.trace_slice
-    backend = SimpleNamespace(engine=SimpleNamespace(counters=counters))
+    backend = SimpleNamespace(engine=SimpleNamespace(parts=SimpleNamespace(counters=counters)))
     monkeypatch.setattr(hooks, "current_backend", lambda: backend)
 
     def hooked(*given, **named):

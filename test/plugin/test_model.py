@@ -9,10 +9,13 @@ from sglang.srt.layers import linear
 
 from page_weights import forecast_weights, identity
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.engine.policy import QuerySource, Residency, SelectionRule
 from sglang_scout.ops import triton
 from sglang_scout.ops.predict import rms_norm, rotate_heads
 from sglang_scout.plugin import model
 from sglang_scout.plugin.release import VERSION
+from sglang_scout.policy.learned.embeddings import Means
+from sglang_scout.policy.learned.sparda import SparDA
 
 HIDDEN, HQ, H, D, TOKENS = 96, 6, 2, 64, 5
 Q, ALL = HQ * D, (HQ + 2 * H) * D
@@ -156,7 +159,9 @@ def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(ag
     layers = [attention_layer()[0] for _ in range(3)]
     weights = forecast_weights(identity(3, HQ, H, D), HIDDEN)
     layers[0].input_layernorm.weight.data *= 3
-    for target, project in enumerate(model.make_projectors(layers, weights)):
+    rule = SelectionRule(Means, weights)
+    policy = SparDA("", rule, QuerySource(attends=False), "fetch", Residency())
+    for target, project in enumerate(policy.projectors(model.make_projectors(layers))):
         norm, w = layers[max(target - 1, 0)].input_layernorm, weights.arrays["w"][target]
         got = predict(project, *token)
         assert got.shape == (TOKENS, H, D)

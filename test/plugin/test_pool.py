@@ -14,7 +14,6 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.hints import HINT_PAGES
 from sglang_scout.engine.memory import ServerSize
-from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin import fixes, pool
 from sglang_scout.plugin import prefill as hooks
@@ -183,7 +182,7 @@ def host_pool(dtype):
     )
     sglang = dict(page_size=SIZE, dtype=dtype, head_num=2, head_dim=64, layer_num=3, device="cpu")
     plan, cpus = size.plan(tokens // SIZE + 1), RankCpus(CpuPlan([0], [], [], ""), {})
-    own = dict(server_size=size, plan=plan, cpus=cpus, weights=None)
+    own = dict(server_size=size, plan=plan, cpus=cpus)
     made = pool.HostKVPool(tokens, enable_memory_saver=False, **sglang, **own)
     for plane in (*made.k_buffer, *made.v_buffer):
         plane.copy_(torch.randn(plane.shape))
@@ -344,7 +343,7 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
         page_size=SIZE,
         device="cpu",
         digests=digests,
-        rule=SelectionRule(kind="minmax"),
+        rule=rule_of("minmax"),
         host_pages=HostPages(SHAPE, keys, keys),
         shape=SHAPE,
     )

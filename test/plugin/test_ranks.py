@@ -305,6 +305,8 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
     known = {"parse": config, "model_shape": shape, "rank_cpus": cpus, "AttentionRanks": None}
     for name, value in known.items():
         monkeypatch.setattr(ranks_module, name, lambda *_, value=value: value)
+    alone = SimpleNamespace(rank_in_group=0, world_size=1)
+    monkeypatch.setattr(adapter, "tp_group", lambda: alone)
     model_config = SimpleNamespace(context_len=8192)
     runner = SimpleNamespace(server_args=None, model_config=model_config)
     size, _ = ranks_module.size_of(runner, 8)

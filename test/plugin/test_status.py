@@ -23,7 +23,8 @@ def metrics(monkeypatch):
     monkeypatch.setattr(status, "PUBLISH_INTERVAL_S", 3600.0)
     before = set(REGISTRY._collector_to_names)
     backend = SimpleNamespace(
-        engine=SimpleNamespace(counters=Counters(1)), ranks=SimpleNamespace(rank=0)
+        engine=SimpleNamespace(parts=SimpleNamespace(counters=Counters(1))),
+        ranks=SimpleNamespace(rank=0),
     )
     made = status.Metrics(backend, SimpleNamespace(served_model_name="m", extra_metric_labels=None))
     yield made

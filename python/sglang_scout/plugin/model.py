@@ -33,10 +33,11 @@ def rank_policy(
     config: OffloadConfig, shape: ModelShape, profile: RecallProfile | None = None
 ) -> Policy:
     """The configured policy, with the part of its weights for this tensor-parallel rank's heads."""
-    page_bytes, group = 2 * shape.page_bytes, adapter.tp_group()
+    page_bytes = 2 * shape.page_bytes
     policy = make_policy(Context(config, shape.num_layers, page_bytes, profile))
     if (weights := policy.rule.weights) is None:
         return policy
+    group = adapter.tp_group()
     weights = weights.of_rank(group.rank_in_group, group.world_size)
     return replace(policy, rule=replace(policy.rule, weights=weights))
 
