@@ -22,7 +22,7 @@ from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin import limits
 from sglang_scout.plugin import prefill as prefill_hooks
 from sglang_scout.plugin import ranks as ranks_module
-from sglang_scout.plugin.release import VERSION
+from sglang_scout.plugin.release import VERSION, adapter
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena_fits import pool, pool_lacks
