@@ -32,7 +32,7 @@ def implementations(*functions: Callable, also: str = "") -> pytest.MarkDecorato
     named = ["-".join(str(getattr(x, "__name__", x)) for x in row[:-1]) for row in rows]
     ids = [f"{name}-{name_of(row[-1])}".strip("-") for name, row in zip(named, rows, strict=True)]
     values = [(*row[:-1], usable(row[-1])) for row in rows]
-    names = [*also.split(), "impl"]
+    names = ",".join([*also.split(), "impl"])
     return pytest.mark.parametrize(names, values if also else [x for (x,) in values], ids=ids)
 
 

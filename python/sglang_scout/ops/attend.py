@@ -6,8 +6,9 @@ from typing import Annotated
 
 import torch
 
-from . import native, triton
-from .layers import KV_DTYPE_NAMES, resident_slots
+from .. import _native
+from . import triton
+from .layers import HEAD_DIMS, KV_DTYPE_NAMES, resident_slots
 from .op import Call, Tolerance, op
 
 # Whatever the dtypes: q, K and V are multiplied with fp32 accuracy. Exception: see the result below.
@@ -87,20 +88,13 @@ def attend_pages(
     return mean, lse.flatten(1)
 
 
-@attend_pages.native(sizes=native.HEAD_DIMS)
-def _native(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
-    P, S, H, D = k.shape
-    pages = resident_slots(slot_of, pages)
-    q = q.float()
-    out = torch.empty_like(q), q.new_empty(q.shape[:2])
-    last = [0 if x is None else x.data_ptr() for x in (last_page, last_len)]
-    of_kv = k.data_ptr(), v.data_ptr(), P, S, H, D, native.KV_DTYPES[k.dtype]
-    of_pages = pages.data_ptr(), len(q), _lists(q, pages), pages.shape[1], *last
-    results = out[0].data_ptr(), out[1].data_ptr()
-    native.module.attend_batch(
-        q.data_ptr(), *of_kv, q.shape[1] // H, scale, *of_pages, *results, torch.get_num_threads()
-    )
-    return out
+@attend_pages.native(sizes=HEAD_DIMS)
+def _attend_pages_native(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
+    q, pages = q.float(), resident_slots(slot_of, pages)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+    threads = torch.get_num_threads()
+    _native.attend_batch(q, k, v, pages, last_page, last_len, scale, out, lse, threads)
+    return out, lse
 
 
 attend_pages.triton("attend", sizes=triton.PAGES)

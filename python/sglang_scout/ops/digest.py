@@ -7,8 +7,9 @@ from typing import Annotated
 
 import torch
 
-from . import native, triton
-from .layers import KV_DTYPE_NAMES, LayerPages, source_rows
+from .. import _native
+from . import triton
+from .layers import HEAD_DIMS, KV_DTYPE_NAMES, LayerPages, source_rows
 from .op import Call, Tolerance, op
 
 _EXACT = Tolerance(0.0, 0.0, "a minimum is one of the inputs: nothing is rounded")
@@ -76,15 +77,9 @@ def _values(dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
     return values.to(to)
 
 
-@build_layer_digests.native(sizes=native.HEAD_DIMS, unless=given_rows)
-def _native(source, ids, kmin, kmax, rows):
-    P, S, H, D = source.k[0].shape
-    native.check_ids("build_layer_digests", ids=(ids, P))
-    values = _values(source.k[0].dtype, kmin.dtype)
-    of_digests = native.DTYPES[kmin.dtype], values.data_ptr()
-    for k, low, high in zip(source.k, kmin, kmax, strict=True):
-        of_keys = k.data_ptr(), S, H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel()
-        native.module.digest_pages(*of_keys, *of_digests, low.data_ptr(), high.data_ptr())
+@build_layer_digests.native(sizes=HEAD_DIMS, unless=given_rows)
+def _build_layer_digests_native(source, ids, kmin, kmax, rows):
+    _native.digest_layers(source.k, ids, _values(source.k[0].dtype, kmin.dtype), kmin, kmax)
 
 
 build_layer_digests.triton("pages", sizes=triton.PAGES)

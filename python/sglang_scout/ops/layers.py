@@ -9,6 +9,7 @@ import torch
 
 KV_DTYPE_NAMES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 """Storage dtypes of K and V."""
+HEAD_DIMS = {"D": range(16, 16385, 16)}
 
 
 @dataclass(frozen=True, repr=False)

@@ -39,8 +39,9 @@ from typing import Annotated, NamedTuple
 
 import torch
 
+from .. import _native
 from ..core.page_bytes import ROTATED_STATS_BYTES as STATS_BYTES
-from . import native, triton
+from . import triton
 from .digest import given_rows, same_rows
 from .embed import limited
 from .layers import KV_DTYPE_NAMES, LayerPages, source_rows
@@ -268,32 +269,24 @@ _NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overfl
 
 
 @build_layer_rotated.native(sizes=_NATIVE_DIMS, unless=given_rows)
-def _build(source, ids, planes, stats, rows, coordinates):
-    P, _, H, D = source.k[0].shape
-    native.check_ids("build_layer_rotated", ids=(ids, P))
-    for layer, (k, v) in enumerate(zip(source.k, source.v, strict=True)):
-        by = [x[layer].data_ptr() for x in coordinates[::2]] if coordinates else [0, 0]
-        of_kv = k.data_ptr(), v.data_ptr(), H, D, native.KV_DTYPES[k.dtype]
-        to = planes[layer].data_ptr(), stats[layer].data_ptr(), *by
-        native.module.rotate_pages(*of_kv, ids.data_ptr(), ids.numel(), *to)
+def _build_layer_rotated_native(source, ids, planes, stats, rows, coordinates):
+    turn, _, bits = coordinates or (None,) * 3
+    _native.rotate_layers(source.k, source.v, ids, planes, stats, turn, bits)
 
 
 build_layer_rotated.triton("rotate", sizes=triton.HEAD_DIMS)
 
 
 def _scored(log_masses, out_shape, q, planes, stats, table, n_full, scale, coordinates):
-    P, H = planes.shape[:2]
-    by = [x.data_ptr() for x in coordinates[1:]] if coordinates else [0, 0]
-    digests = planes.data_ptr(), stats.data_ptr(), P, H, q.shape[1] // H, q.shape[2]
-    rows = table.data_ptr(), n_full.data_ptr(), *table.shape
-    q, out = q.float(), q.new_empty(out_shape, dtype=torch.float32)
-    how = scale, log_masses, out.data_ptr(), torch.get_num_threads()
-    native.module.score_rotated(q.data_ptr(), *digests, *rows, *how, *by)
+    _, turn, bits = coordinates or (None,) * 3
+    out, threads = q.new_empty(out_shape, dtype=torch.float32), torch.get_num_threads()
+    of_pages = planes, stats, table, n_full, scale, log_masses
+    _native.score_rotated(q.float(), *of_pages, turn, bits, out, threads)
     return out
 
 
 @score_rotated.native(sizes=_NATIVE_DIMS)
-def _score(q, planes, stats, table, n_full, scale, coordinates):
+def _score_rotated_native(q, planes, stats, table, n_full, scale, coordinates):
     return _scored(False, table.shape, q, planes, stats, table, n_full, scale, coordinates)
 
 
@@ -356,7 +349,7 @@ def mass_change_rotated(
 
 
 @mass_change_rotated.native(sizes=_NATIVE_DIMS)
-def _mass_change(q, q_ahead, planes, stats, pages, n_pages, scale, coordinates):
+def _mass_change_rotated_native(q, q_ahead, planes, stats, pages, n_pages, scale, coordinates):
     lists = len(pages) // len(q) if len(q) else 1
     planes, stats, rows = _of_lists(pages, planes, stats, lists)
     size = len(rows), q.shape[1] // lists, q.shape[2]

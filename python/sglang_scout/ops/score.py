@@ -6,7 +6,9 @@ from typing import Annotated
 
 import torch
 
-from . import native, triton
+from .. import _native
+from . import triton
+from .layers import HEAD_DIMS
 from .op import Tolerance, op
 
 _REASON = "fp32 sums of up to 256 products in another order, then exp or log"
@@ -63,14 +65,11 @@ def score_pages(
     return reduce_heads(u.flatten(1, 2), table, n_full)
 
 
-@score_pages.native(sizes=native.HEAD_DIMS)
-def _native(q, kmin, kmax, table, n_full, scale):
-    (P, H, D), (B, N) = kmin.shape, table.shape
-    q, out = q.float(), q.new_empty((B, N), dtype=torch.float32)
-    digests = kmin.data_ptr(), kmax.data_ptr(), native.DTYPES[kmin.dtype]
-    sizes, rows = (P, H, q.shape[1] // H, D), (table.data_ptr(), n_full.data_ptr(), B, N)
-    how = scale, out.data_ptr(), torch.get_num_threads()
-    native.module.score_pages(q.data_ptr(), *digests, *sizes, *rows, *how)
+@score_pages.native(sizes=HEAD_DIMS)
+def _score_pages_native(q, kmin, kmax, table, n_full, scale):
+    out = q.new_empty(table.shape, dtype=torch.float32)
+    threads = torch.get_num_threads()
+    _native.score_pages(q.float(), kmin, kmax, table, n_full, scale, out, threads)
     return out
 
 
