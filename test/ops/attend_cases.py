@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from implementations import name_of
 from sglang_scout.ops import native
 from sglang_scout.ops.attend import attend_pages
 
@@ -43,7 +44,7 @@ def agrees(agree, impl, got, call, times=1.0):
     (out, lse), (q, k, v, *rest) = densely(*call), call
     by_kernel = q.dtype == torch.bfloat16 and v.dtype in (torch.bfloat16, *FP8)
     by_cpu = v.dtype in FP8 and native.module.isa() == "avx512bf16"
-    rounds = {"triton": by_kernel, "native": by_cpu}.get(impl, False)
+    rounds = {"triton": by_kernel, "native": by_cpu}.get(name_of(impl), False)
     rounding = rounds * 2.0**-8 * densely(q, k, v.float().abs(), *rest)[0]
     gap = got[0].double() - out
     gap -= gap.clamp(-rounding, rounding)

@@ -157,7 +157,7 @@ def for_each_page(kernel, source, ids, rows, to, *constants, num_warps=4):
         )
 
 
-def build_layer_digests(source, ids, kmin, kmax, rows):
+def build_layer_digests(source, ids, kmin, kmax, rows=None):
     for_each_page(digest_kernel, source, ids, rows, (kmin, kmax))
 
 
