@@ -23,7 +23,7 @@ def replaced(replacement):
     with contextlib.ExitStack() as stack:
         for module in modules(ops):
             for name, function in list(vars(module).items()):
-                op = re.fullmatch("_?(.*)_(native|reference)", name)
+                op = re.fullmatch(r"_?(\w+)_(native|reference)", name)
                 if op and function.__module__ == module.__name__:
                     instead = replacement(op[1], function)
                     stack.enter_context(mock.patch.object(module, name, instead))
