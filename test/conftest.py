@@ -29,10 +29,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Shapes and dtypes in the signatures of ops are checked at every call. Not those of their kernels, which are compiled.
-install_import_hook(
-    [f"sglang_scout.ops.{path.stem}" for path in (ROOT / "python/sglang_scout/ops").glob("*.py")],
-    "beartype.beartype",
-)
+OPS = (ROOT / "python/sglang_scout/ops").glob("*.py")
+with_shapes = [path.stem for path in OPS if "from jaxtyping" in path.read_text(encoding="utf-8")]
+install_import_hook([f"sglang_scout.ops.{name}" for name in with_shapes], "beartype.beartype")
 
 # The same examples in every run: a change is judged by what it does, not by luck. Those who look for
 # faults run `pytest --hypothesis-profile=explore`. No deadline: the first case loads kernels.

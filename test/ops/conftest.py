@@ -5,7 +5,8 @@ import torch
 from hypothesis import settings
 
 from implementations import chosen, plane
-from sglang_scout.ops import native, triton
+from sglang_scout import _native
+from sglang_scout.ops import triton
 from sglang_scout.ops.layers import LayerPages
 
 # The interpreter is a hundred times slower than the C++ code, and on a device each new size of an
@@ -51,13 +52,13 @@ def isa(request):
     impl = chosen(request.node.callspec.params)
     if impl not in ("native", "") and request.param != "avx2":
         pytest.skip(f"{impl} has no instruction sets: once is enough")
-    before = native.module.isa()
+    before = _native.isa()
     try:
-        native.module.set_isa(request.param)
+        _native.set_isa(request.param)
     except ValueError as error:
         pytest.skip(str(error))
     yield request.param
-    native.module.set_isa(before)
+    _native.set_isa(before)
 
 
 @pytest.fixture(scope="session")

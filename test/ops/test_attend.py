@@ -179,9 +179,9 @@ def test_a_wide_table_gives_what_its_pages_give(agree, impl, columns, with_last)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"last_len": None}, "attend_pages: last_page and last_len must be given together"),
-        ({"pages": i32([[1]] * 9)}, "pages has 3 lists per request, expected 1 or H=2"),
-        ({"k": torch.zeros(7, 0, 2, 64), "v": torch.zeros(7, 0, 2, 64)}, "S=0"),
+        ({"last_len": None}, "attend_batch: last_page and last_len must be given together"),
+        ({"pages": i32([[1]] * 9)}, "expected 1 or H page lists per request"),
+        ({"k": torch.zeros(7, 0, 2, 64), "v": torch.zeros(7, 0, 2, 64)}, "have no tokens"),
     ],
 )
 def test_malformed_arguments_are_named(change, message):

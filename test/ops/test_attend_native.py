@@ -12,7 +12,7 @@ import torch
 
 from attend_cases import FP8, densely, i32, inputs
 from implementations import implementations
-from sglang_scout.ops import native
+from sglang_scout import _native
 from sglang_scout.ops.attend import _attend_pages_native, attend_pages
 from sglang_scout.ops.triton import attend as kernels
 from sglang_scout.worker.ring import Split
@@ -21,8 +21,8 @@ from sglang_scout.worker.ring import Split
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("pages", 7, "a page id of row 0 is not below num_pages=7"),
-        ("pages", 2**31 - 1, "a page id of row 0"),
+        ("pages", 7, r"pages has 7, expected values in \[0, 7\)"),
+        ("pages", 2**31 - 1, "pages has 2147483647"),
         ("last_page", 7, "last_page=7"),
         ("last_len", 0, "last_len=0"),
         ("last_len", 9, "last_len=9"),
@@ -153,7 +153,7 @@ def test_threads_share_a_sequence(agree, threads, dtype, per_head, rows, count):
     pages_of = (pages >= 0).sum(1)
     split = Split(count, 16, least_pages=lists * (4 if dtype == torch.bfloat16 else 2))
     batch = int((pages_of > 0).sum()), int(pages_of.sum()), int(pages_of.max())
-    runs = native.module.split_runs(*split, *batch)
+    runs = _native.split_runs(*split, *batch)
     assert torch.equal(shared[0], alone[0]) == (runs == 1)  # split: sums in another order
 
 
@@ -192,10 +192,10 @@ def test_the_best_instruction_set_is_the_default():
         assert done.returncode == 0, done.stderr
         return done.stdout.split(), done.stderr
 
-    best = native.module.best_isa()
+    best = _native.best_isa()
     assert shown({}) == ([best, best], "")
     assert shown({"SCOUT_ISA": "avx2"}) == (["avx2", best], "")
     used, said = shown({"SCOUT_ISA": "sse9"})
     assert used == [best, best] and "SCOUT_ISA=sse9 is unknown" in said
     with pytest.raises(ValueError, match="sse9"):
-        native.module.set_isa("sse9")
+        _native.set_isa("sse9")

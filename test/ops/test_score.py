@@ -72,7 +72,7 @@ def test_native_refuses_what_would_read_outside(kind, name, value):
     *arguments, table, n_full = inputs(kind, 1)
     n_full[0] = 9
     {"table": table, "n_full": n_full}[name].view(-1)[0] = value
-    with pytest.raises(ValueError, match=rf"{OPS[kind].__name__}: {name}\[0.*\]={value} is "):
+    with pytest.raises(ValueError, match=rf"{OPS[kind].__name__}: {name}.*{value}"):
         scores(kind, *arguments, table, n_full, IMPLEMENTATIONS[OPS[kind]][0])
 
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 
-from . import native
+from .. import _native
 from . import triton as kernels
 from .layers import resident_slots
 
@@ -73,19 +73,11 @@ def attend_pages_reference(q, k, v, pages, last_page, last_len, scale, slot_of=N
 
 
 def _attend_pages_native(q, k, v, pages, last_page, last_len, scale, slot_of=None, n_pages=None):
-    P, S, H, D = k.shape
-    pages = resident_slots(slot_of, pages)
-    q = q.float()
-    out = torch.empty_like(q), q.new_empty(q.shape[:2])
-    last = [0 if x is None else x.data_ptr() for x in (last_page, last_len)]
-    of_kv = k.data_ptr(), v.data_ptr(), P, S, H, D, native.KV_DTYPES[k.dtype]
-    lists = len(pages) // len(q) if len(q) else 1
-    of_pages = pages.data_ptr(), len(q), lists, pages.shape[1], *last
-    results = out[0].data_ptr(), out[1].data_ptr()
-    native.module.attend_batch(
-        q.data_ptr(), *of_kv, q.shape[1] // H, scale, *of_pages, *results, torch.get_num_threads()
-    )
-    return out
+    q, pages = q.float(), resident_slots(slot_of, pages)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+    threads = torch.get_num_threads()
+    _native.attend_batch(q, k, v, pages, last_page, last_len, scale, out, lse, threads)
+    return out, lse
 
 
 def merge_states(

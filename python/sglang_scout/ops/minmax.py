@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
-from . import native
+from .. import _native
 from . import triton as kernels
 from .layers import LayerPages, source_rows
 
@@ -58,13 +58,7 @@ def _values(dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
 
 
 def _build_layer_digests_native(source, ids, kmin, kmax, rows=None):
-    P, S, H, D = source.k[0].shape
-    native.check_ids("build_layer_digests", ids=(ids, P))
-    values = _values(source.k[0].dtype, kmin.dtype)
-    of_digests = native.DTYPES[kmin.dtype], values.data_ptr()
-    for k, low, high in zip(source.k, kmin, kmax, strict=True):
-        of_keys = k.data_ptr(), S, H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel()
-        native.module.digest_pages(*of_keys, *of_digests, low.data_ptr(), high.data_ptr())
+    _native.digest_layers(source.k, ids, _values(source.k[0].dtype, kmin.dtype), kmin, kmax)
 
 
 def reduce_heads(
@@ -122,10 +116,7 @@ def score_pages_reference(q, kmin, kmax, table, n_full, scale):
 
 
 def _score_pages_native(q, kmin, kmax, table, n_full, scale):
-    (P, H, D), (B, N) = kmin.shape, table.shape
-    q, out = q.float(), q.new_empty((B, N), dtype=torch.float32)
-    digests = kmin.data_ptr(), kmax.data_ptr(), native.DTYPES[kmin.dtype]
-    sizes, rows = (P, H, q.shape[1] // H, D), (table.data_ptr(), n_full.data_ptr(), B, N)
-    how = scale, out.data_ptr(), torch.get_num_threads()
-    native.module.score_pages(q.data_ptr(), *digests, *sizes, *rows, *how)
+    out = q.new_empty(table.shape, dtype=torch.float32)
+    threads = torch.get_num_threads()
+    _native.score_pages(q.float(), kmin, kmax, table, n_full, scale, out, threads)
     return out

@@ -41,8 +41,8 @@ import torch
 from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
+from .. import _native
 from ..core.page_bytes import ROTATED_STATS_BYTES
-from . import native
 from . import triton as kernels
 from .layers import LayerPages, limited, source_rows
 
@@ -191,10 +191,5 @@ def build_layer_rotated_reference(source, ids, planes, stats, rows=None, coordin
 
 
 def _build_layer_rotated_native(source, ids, planes, stats, rows=None, coordinates=None):
-    P, _, H, D = source.k[0].shape
-    native.check_ids("build_layer_rotated", ids=(ids, P))
-    for layer, (k, v) in enumerate(zip(source.k, source.v, strict=True)):
-        by = [x[layer].data_ptr() for x in coordinates[::2]] if coordinates else [0, 0]
-        of_kv = k.data_ptr(), v.data_ptr(), H, D, native.KV_DTYPES[k.dtype]
-        to = planes[layer].data_ptr(), stats[layer].data_ptr(), *by
-        native.module.rotate_pages(*of_kv, ids.data_ptr(), ids.numel(), *to)
+    turn, _, bits = coordinates or (None,) * 3
+    _native.rotate_layers(source.k, source.v, ids, planes, stats, turn, bits)

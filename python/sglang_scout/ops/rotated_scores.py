@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Float32, Int32, UInt8
 from torch import Tensor
 
-from . import native
+from .. import _native
 from . import triton as kernels
 from .minmax import reduce_heads
 from .rotated import PAGE_TOKENS, Coordinates, decode, rotate, value_norms
@@ -70,13 +70,10 @@ def score_rotated_reference(q, planes, stats, table, n_full, scale, coordinates=
 
 
 def _scored(log_masses, out_shape, q, planes, stats, table, n_full, scale, coordinates):
-    P, H = planes.shape[:2]
-    by = [x.data_ptr() for x in coordinates[1:]] if coordinates else [0, 0]
-    digests = planes.data_ptr(), stats.data_ptr(), P, H, q.shape[1] // H, q.shape[2]
-    rows = table.data_ptr(), n_full.data_ptr(), *table.shape
-    q, out = q.float(), q.new_empty(out_shape, dtype=torch.float32)
-    how = scale, log_masses, out.data_ptr(), torch.get_num_threads()
-    native.module.score_rotated(q.data_ptr(), *digests, *rows, *how, *by)
+    _, turn, bits = coordinates or (None,) * 3
+    out, threads = q.new_empty(out_shape, dtype=torch.float32), torch.get_num_threads()
+    of_pages = planes, stats, table, n_full, scale, log_masses
+    _native.score_rotated(q.float(), *of_pages, turn, bits, out, threads)
     return out
 
 

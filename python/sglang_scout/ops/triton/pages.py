@@ -183,7 +183,7 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
     )
 
 
-def append_tokens(k, v, lens, pool, mirror):
+def append_tokens(k, v, lens, pool, mirror=None):
     B, H, D = k.shape
     block = min(1024, triton.next_power_of_2(H * D))
     pools = *map(as_loaded, pool), *(map(as_loaded, mirror) if mirror else [None] * 3)
