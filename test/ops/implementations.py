@@ -28,12 +28,12 @@ def name_of(implementation: Callable) -> str:
 def implementations(*functions: Callable, also: str = "") -> pytest.MarkDecorator:
     """Parametrises a test with functions as ``impl``; or with tuples whose last item is one, ``also`` naming the others
     before it."""
-    rows = [x if isinstance(x, tuple) else (x,) for x in functions]
-    named = ["-".join(str(getattr(x, "__name__", x)) for x in row[:-1]) for row in rows]
-    ids = [f"{name}-{name_of(row[-1])}".strip("-") for name, row in zip(named, rows, strict=True)]
-    values = [(*row[:-1], usable(row[-1])) for row in rows]
-    names = ",".join([*also.split(), "impl"])
-    return pytest.mark.parametrize(names, values if also else [x for (x,) in values], ids=ids)
+    values = []
+    for row in functions:
+        *before, function = row if isinstance(row, tuple) else (row,)
+        name = "-".join([*(getattr(x, "__name__", x) for x in before), name_of(function)])
+        values.append(pytest.param(*before, usable(function), id=name))
+    return pytest.mark.parametrize(f"{also},impl".strip(","), values)
 
 
 def usable(implementation: Callable) -> Callable:

@@ -19,17 +19,11 @@ from sglang_scout.engine.device import upload
 from sglang_scout.engine.hints import HINT_PAGES, PageHints
 from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
-from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.rotated import (
-    Coordinates,
-    build_layer_rotated,
-    mass_change_rotated,
-    planes_shape,
-    score_rotated,
-)
-from sglang_scout.ops.score import score_pages
+from sglang_scout.ops.minmax import build_layer_digests, score_pages
+from sglang_scout.ops.rotated import Coordinates, build_layer_rotated, planes_shape
+from sglang_scout.ops.rotated_scores import mass_change_rotated, score_rotated
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.base import SelectionRule
 

@@ -10,9 +10,6 @@ import os
 from importlib import import_module
 from types import ModuleType
 
-HEAD_DIMS = {"D": range(16, 257, 16)}
-PAGES = HEAD_DIMS | {"S": range(1, 129)}
-
 
 def __getattr__(name: str) -> ModuleType:
     try:
