@@ -19,9 +19,10 @@ ARCH=9.0
 # transformers and tokenizers than such an image has.
 SITE=(sglang sglang-kernel flashinfer-python transformers tokenizers
     annotated-types apache-tvm-ffi cffi compressed-tensors dill distro fastapi gguf ipython
-    jsonschema jsonschema-specifications loguru msgspec openai opentelemetry-api orjson
+    jaxtyping jsonschema jsonschema-specifications loguru msgspec openai opentelemetry-api orjson
     partial-json-parser pybase64 pydantic pydantic-core python-multipart pyzmq referencing rpds-py
-    setproctitle sniffio soundfile starlette traitlets typing-inspection uvicorn watchfiles)
+    setproctitle sniffio soundfile starlette traitlets typing-inspection uvicorn wadler-lindig
+    watchfiles)
 # Parts of these that a language model server on Hopper does not load, nor its modules need: FlashAttention-3 alone has 1.7 GB.
 LEFT_OUT='(^|/)__pycache__/|^\.\.|direct_url\.json$|^sgl_kernel/(flash_ops|flashmla_ops|spatial_ops|sm100)'
 LEFT_OUT="$LEFT_OUT|^flashinfer/data/cutlass/|^sglang/(multimodal_gen|test|jit_kernel/(tests|benchmark))/"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -26,6 +27,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The tensors of unit tests are small: torch's thread pool costs more than it saves, most of all where
 # several processes share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Shapes and dtypes in the signatures of ops are checked at every call. Not those of their kernels, which are compiled.
+OPS = (ROOT / "python/sglang_scout/ops").glob("*.py")
+with_shapes = [path.stem for path in OPS if "from jaxtyping" in path.read_text(encoding="utf-8")]
+install_import_hook([f"sglang_scout.ops.{name}" for name in with_shapes], "beartype.beartype")
 
 # The same examples in every run: a change is judged by what it does, not by luck. Those who look for
 # faults run `pytest --hypothesis-profile=explore`. No deadline: the first case loads kernels.
@@ -112,13 +118,15 @@ def agree() -> Callable[..., None]:
     ``times`` widens it where the inputs are larger than those it was declared for.
     """
 
+    from sglang_scout.ops.tolerances import TOLERANCES
+
     def check(op, actual, expected, dtype="float32", times=1.0):
         actual = actual if isinstance(actual, tuple) else (actual,)
         expected = expected if isinstance(expected, tuple) else (expected,)
-        declared = op.tolerances[str(dtype).removeprefix("torch.")]
+        declared = TOLERANCES[op.__name__][str(dtype).removeprefix("torch.")]
         tolerance = declared._replace(atol=times * declared.atol, rtol=times * declared.rtol)
         for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
             mismatch = tolerance.mismatch(a.double(), e.double())
-            assert not mismatch, f"{op.name}, result {index}: {mismatch}"
+            assert not mismatch, f"{op.__name__}, result {index}: {mismatch}"
 
     return check

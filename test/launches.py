@@ -9,9 +9,9 @@ from unittest import mock
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime import interpreter
 
-from sglang_scout.ops.op import Op
+from op_calls import kernels, replaced
 
-NONE = {"empty", "empty_like", "new_empty", "_unsafe_view", "is_pinned"}  # of torch's, beside views
+NONE = {"empty", "empty_like", "new_empty", "_unsafe_view"}  # of torch's, beside views
 
 
 class Launches(TorchDispatchMode):
@@ -19,18 +19,14 @@ class Launches(TorchDispatchMode):
 
     def __enter__(self):
         self.names, self._stack = [], contextlib.ExitStack()
-        call_op, launch = Op.__call__, interpreter.GridExecutor.__call__
-
-        def op(op, *args, **kwargs):
-            kwargs["impl"] = "triton" if "triton" in op.names() else "auto"
-            return call_op(op, *args, **kwargs)
+        launch, of_device = interpreter.GridExecutor.__call__, kernels()
 
         def kernel(executor, *args, **kwargs):
             self.names.append(executor.fn.__name__)
             with _disable_current_modes():
                 return launch(executor, *args, **kwargs)
 
-        self._stack.enter_context(mock.patch.object(Op, "__call__", op))
+        self._stack.enter_context(replaced(lambda name, run: of_device.get(name, run)))
         self._stack.enter_context(mock.patch.object(interpreter.GridExecutor, "__call__", kernel))
         return super().__enter__()
 

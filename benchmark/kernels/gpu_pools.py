@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from sglang_scout.core.page_bytes import PILOT_RANK
+from sglang_scout.ops.op import Op, Tolerance
 
 from sglang_scout.ops import rotated
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.op import Op, Tolerance
 
 S, G, D = 32, 5, 128  # Qwen3-14B, which has 8 KV heads
 REPEATS = 8

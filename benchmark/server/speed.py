@@ -163,7 +163,7 @@ def about_server(info: dict[str, Any]) -> dict[str, Any]:
         "max_running_requests": found("max_running_requests"),
     }
     if ours := offload_state(info):
-        names = ("backend", "ops", "plan", "host_pages_total", "resident_slots", "resident_pages")
+        names = ("backend", "plan", "host_pages_total", "resident_slots", "resident_pages")
         fields |= {name: ours.get(name) for name in names}
         fields["worker_cpus"] = ours["worker"]["cpus"]
     return fields

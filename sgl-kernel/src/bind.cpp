@@ -1,113 +1,92 @@
-// Python module sglang_scout._native. Tensors are passed as addresses and sizes, in the order of
-// the functions below; callers check them (ops/op.py, ops/native.py), except page ids, which are
-// checked here. Calls release the GIL.
+// Python module sglang_scout._native: attention and scores; see bind_*.cpp for the rest. Calls
+// release the GIL.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "isa.h"
-#include "pages.h"
 #include "score_cpu.h"
 #include "scout/attend.h"
 #include "split.h"
+#include "tensors.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
 
+void bind_pages(nb::module_& m);
 void bind_residency(nb::module_& m);
 void bind_runtime(nb::module_& m);
 
 namespace {
 
+using scout::AnyIn;
 using scout::DType;
+using scout::dtype_of;
+using scout::expect_shape;
+using scout::In;
+using scout::Out;
+using scout::require;
+using scout::require_lazily;
+using scout::sizes;
 
-template <typename T>
-T* at(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
+// Returns G, the query heads of a KV head.
+int group_of(const char* op, int64_t q_heads, int64_t heads, int64_t dim, int64_t end) {
+  require_lazily(op, heads > 0 && q_heads % heads == 0 && dim > 0 && dim % 16 == 0 && dim <= end,
+                 [&] {
+                   return "HQ=" + std::to_string(q_heads) + " H=" + std::to_string(heads) +
+                          " D=" + std::to_string(dim) +
+                          "; expected whole groups of query heads, D a multiple of 16 up to " +
+                          std::to_string(end);
+                 });
+  return static_cast<int>(q_heads / heads);
 }
 
-// For checks in loops over pages: the message is only built on failure.
-template <class Message>
-void require_lazily(bool condition, const Message& message) {
-  if (!condition) throw std::invalid_argument(message());
-}
-
-void require(bool condition, const std::string& message) {
-  if (!condition) throw nb::value_error(message.c_str());
-}
-
-void check_shape(const char* op, int page_size, int heads, int dim, int group, int end = 16384) {
-  require(page_size > 0 && heads > 0 && group > 0 && dim > 0 && dim % 16 == 0 && dim <= end,
-          std::string(op) + ": S=" + std::to_string(page_size) + " H=" + std::to_string(heads) +
-              " G=" + std::to_string(group) + " D=" + std::to_string(dim) +
-              "; all must be positive, D a multiple of 16 up to " + std::to_string(end));
-}
-
-void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int page_size,
-                  int heads, int dim, int dtype, int group, float scale, uintptr_t pages, int batch,
-                  int lists, int columns, uintptr_t last_page, uintptr_t last_len, uintptr_t out,
-                  uintptr_t lse, int threads) {
-  check_shape("attend_batch", page_size, heads, dim, group);
-  const scout::KvPages kv{at<const void>(k),
-                          at<const void>(v),
-                          num_pages,
-                          page_size,
-                          heads,
-                          dim,
-                          static_cast<DType>(dtype),
-                          heads};
-  const int32_t* const ids = at<const int32_t>(pages);
-  const int32_t* const last_ids = at<const int32_t>(last_page);
-  const int32_t* const last_lens = at<const int32_t>(last_len);
-  for (int64_t i = 0; i < int64_t{batch} * lists * columns; ++i) {
-    require_lazily(ids[i] < num_pages, [&] {
-      return "attend_batch: a page id of row " + std::to_string(i / columns) +
-             " is not below num_pages=" + std::to_string(num_pages);
-    });
+void attend_batch(const In<float, 3>& q, const AnyIn<4>& k, const AnyIn<4>& v,
+                  const In<int32_t, 2>& pages, const std::optional<In<int32_t, 1>>& last_page,
+                  const std::optional<In<int32_t, 1>>& last_len, float scale,
+                  const Out<float, 3>& out, const Out<float, 2>& lse, int threads) {
+  const char* const op = "attend_batch";
+  const auto [B, HQ, D] = sizes(q);
+  const auto [P, S, H, K] = sizes(k);
+  const auto [rows, columns] = sizes(pages);
+  const int group = group_of(op, HQ, H, D, 16384);
+  const int64_t lists = B > 0 ? rows / B : 1;
+  const DType type = dtype_of(op, k.dtype());
+  require(op, lists == 1 || lists == H, "expected 1 or H page lists per request");
+  require(op, S > 0 && v.dtype() == k.dtype(), "k and v differ, or have no tokens");
+  require(op, last_page.has_value() == last_len.has_value(),
+          "last_page and last_len must be given together");
+  expect_shape(op, "k", k, {P, S, H, D});
+  expect_shape(op, "v", v, {P, S, H, D});
+  expect_shape(op, "pages", pages, {B * lists, columns});
+  expect_shape(op, "out", out, {B, HQ, D});
+  expect_shape(op, "lse", lse, {B, HQ});
+  scout::expect_ids(op, "pages", pages.data(), rows * columns, P, true);
+  if (last_page) {
+    expect_shape(op, "last_page", *last_page, {B});
+    expect_shape(op, "last_len", *last_len, {B});
+    for (int64_t b = 0; b < B; ++b) {
+      const int32_t id = last_page->data()[b], length = last_len->data()[b];
+      require_lazily(op, id < 0 || (id < P && length >= 1 && length <= S), [&] {
+        return "request " + std::to_string(b) + " has last_page=" + std::to_string(id) +
+               " last_len=" + std::to_string(length) + "; expected a page below " +
+               std::to_string(P) + " and a length in 1.." + std::to_string(S);
+      });
+    }
   }
-  for (int b = 0; b < batch; ++b) {
-    if (last_ids == nullptr || last_ids[b] < 0) continue;
-    require_lazily(last_ids[b] < num_pages && last_lens[b] >= 1 && last_lens[b] <= page_size, [&] {
-      return "attend_batch: request " + std::to_string(b) +
-             " has last_page=" + std::to_string(last_ids[b]) +
-             " last_len=" + std::to_string(last_lens[b]) + "; expected a page below " +
-             std::to_string(num_pages) + " and a length in 1.." + std::to_string(page_size);
-    });
-  }
-  scout::attend_batch(kv, {group, scale},
-                      {at<const float>(q), ids, batch, columns, lists, last_ids, last_lens,
-                       at<float>(out), at<float>(lse)},
+  const auto to_int = [](int64_t size) { return static_cast<int>(size); };
+  scout::attend_batch({k.data(), v.data(), P, to_int(S), to_int(H), to_int(D), type, to_int(H)},
+                      {group, scale},
+                      {q.data(), pages.data(), to_int(B), to_int(columns), to_int(lists),
+                       last_page ? last_page->data() : nullptr,
+                       last_len ? last_len->data() : nullptr, out.data(), lse.data()},
                       threads);
-}
-
-void copy_pages(uintptr_t src, uintptr_t dst, int64_t page_bytes, uintptr_t src_ids,
-                uintptr_t dst_ids, int64_t n) {
-  scout::copy_pages(at<const void>(src), at<void>(dst), page_bytes, at<const int64_t>(src_ids),
-                    at<const int64_t>(dst_ids), n);
-}
-
-void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uintptr_t ids,
-                  int64_t n, int digest_dtype, uintptr_t values, uintptr_t kmin, uintptr_t kmax) {
-  check_shape("digest_pages", page_size, heads, dim, 1);
-  scout::digest_pages(at<const void>(k), page_size, heads, dim, static_cast<DType>(dtype),
-                      at<const int64_t>(ids), n, static_cast<DType>(digest_dtype),
-                      at<const void>(values), at<void>(kmin), at<void>(kmax));
-}
-
-scout::Coordinates coordinates(uintptr_t turn, uintptr_t bits) {
-  return {at<const float>(turn), at<const float>(bits)};
-}
-
-void rotate_pages(uintptr_t k, uintptr_t v, int heads, int dim, int dtype, uintptr_t ids, int64_t n,
-                  uintptr_t planes, uintptr_t stats, uintptr_t turn, uintptr_t bits) {
-  check_shape("rotate_pages", scout::kRotatedTokens, heads, dim, 1, scout::kRotatedMaxDim);
-  scout::rotate_pages({at<const void>(k), at<const void>(v), static_cast<DType>(dtype),
-                       at<const int64_t>(ids), n, at<uint8_t>(planes), at<uint8_t>(stats),
-                       coordinates(turn, bits), heads, dim});
 }
 
 // Thread-local; grows to the largest size requested.
@@ -124,62 +103,80 @@ float* scratch(size_t floats) {
   return buffer.get();
 }
 
-void check_tables(const char* op, const int32_t* ids, const int32_t* counts, int batch, int columns,
-                  int64_t num_pages) {
-  const std::string name = op;
-  for (int b = 0; b < batch; ++b) {
-    require_lazily(counts[b] >= 0 && counts[b] <= columns, [&] {
-      return name + ": n_full[" + std::to_string(b) + "]=" + std::to_string(counts[b]) +
-             " is outside 0.." + std::to_string(columns);
+// Scores of the pages of B requests: score(arguments of one) for each, with `results` numbers in
+// out.
+template <class Score>
+void score_requests(const char* op, const In<float, 3>& q, const In<int32_t, 2>& table,
+                    const In<int32_t, 1>& n_full, int64_t pages, const Out<float, 2>& out,
+                    int64_t results, size_t floats, scout::ScoreArgs args, int threads,
+                    const Score& score) {
+  const auto [B, HQ, D] = sizes(q);
+  const int64_t columns = table.shape(1), q_floats = HQ * D;
+  expect_shape(op, "table", table, {B, columns});
+  expect_shape(op, "n_full", n_full, {B});
+  expect_shape(op, "out", out, {B, results});
+  const int32_t *const ids = table.data(), *const counts = n_full.data();
+  for (int64_t b = 0; b < B; ++b) {
+    require_lazily(op, counts[b] >= 0 && counts[b] <= columns, [&] {
+      return "n_full[" + std::to_string(b) + "]=" + std::to_string(counts[b]) + " is outside 0.." +
+             std::to_string(columns);
     });
-    for (int i = 0; i < counts[b]; ++i) {
-      const int32_t page = ids[static_cast<int64_t>(b) * columns + i];
-      require_lazily(page < num_pages, [&] {
-        return name + ": table[" + std::to_string(b) + ", " + std::to_string(i) +
-               "]=" + std::to_string(page) + " is not below P=" + std::to_string(num_pages);
-      });
-    }
+    scout::expect_ids(op, "table", ids + b * columns, counts[b], pages, true);
   }
-}
-
-void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages,
-                 int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
-                 int columns, float scale, uintptr_t out, int threads) {
-  check_shape("score_pages", 1, heads, dim, group);
-  const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
-                               static_cast<DType>(dtype), heads, dim};
-  const int32_t* const ids = at<const int32_t>(table);
-  const int32_t* const counts = at<const int32_t>(n_full);
-  check_tables("score_pages", ids, counts, batch, columns, num_pages);
-  const int64_t q_heads = static_cast<int64_t>(heads) * group;
-  const size_t floats = scout::score_scratch_floats(heads * group, dim, columns);
-  scout::parallel_for(batch, threads, [&](int b) {
-    const int64_t row = static_cast<int64_t>(b) * columns;
-    scout::score_sequence(
-        digests, {group, scale, false, at<const float>(q) + b * q_heads * dim, ids + row, counts[b],
-                  columns, scratch(floats), at<float>(out) + row});
+  scout::parallel_for(static_cast<int>(B), threads, [&](int b) {
+    scout::ScoreArgs own = args;
+    own.q = q.data() + b * q_floats;
+    own.table = ids + b * columns;
+    own.n_full = counts[b];
+    own.columns = static_cast<int>(columns);
+    own.scratch = scratch(floats);
+    own.out = out.data() + b * results;
+    score(own);
   });
 }
 
-void score_rotated(uintptr_t q, uintptr_t planes, uintptr_t stats, int64_t num_pages, int heads,
-                   int group, int dim, uintptr_t table, uintptr_t n_full, int batch, int columns,
-                   float scale, bool log_masses, uintptr_t out, int threads, uintptr_t turn,
-                   uintptr_t bits) {
-  check_shape("score_rotated", scout::kRotatedTokens, heads, dim, group, scout::kRotatedMaxDim);
-  const int64_t results = log_masses ? heads * group : columns;
-  const scout::RotatedDigests digests{at<const uint8_t>(planes), at<const uint8_t>(stats),
-                                      coordinates(turn, bits), heads, dim};
-  const int32_t* const ids = at<const int32_t>(table);
-  const int32_t* const counts = at<const int32_t>(n_full);
-  check_tables("score_rotated", ids, counts, batch, columns, num_pages);
-  const int64_t q_heads = static_cast<int64_t>(heads) * group;
-  const size_t floats = scout::rotated_scratch_floats(heads * group, dim, columns);
-  scout::parallel_for(batch, threads, [&](int b) {
-    const int64_t row = static_cast<int64_t>(b) * columns;
-    scout::score_rotated_sequence(
-        digests, {group, scale, log_masses, at<const float>(q) + b * q_heads * dim, ids + row,
-                  counts[b], columns, scratch(floats), at<float>(out) + b * results});
-  });
+void score_pages(const In<float, 3>& q, const AnyIn<3>& kmin, const AnyIn<3>& kmax,
+                 const In<int32_t, 2>& table, const In<int32_t, 1>& n_full, float scale,
+                 const Out<float, 2>& out, int threads) {
+  const char* const op = "score_pages";
+  const int64_t P = kmin.shape(0), H = kmin.shape(1), HQ = q.shape(1), D = q.shape(2);
+  const int columns = static_cast<int>(table.shape(1)), group = group_of(op, HQ, H, D, 16384);
+  const DType type = dtype_of(op, kmin.dtype());
+  require(op, scout::bytes_of(type) > 1 && kmax.dtype() == kmin.dtype(),
+          "expected kmin and kmax of 16 or 32 bits");
+  expect_shape(op, "kmin", kmin, {P, H, D});
+  expect_shape(op, "kmax", kmax, {P, H, D});
+  const scout::Digests digests{kmin.data(), kmax.data(), type, static_cast<int>(H),
+                               static_cast<int>(D)};
+  score_requests(op, q, table, n_full, P, out, columns,
+                 scout::score_scratch_floats(static_cast<int>(HQ), static_cast<int>(D), columns),
+                 {group, scale, false}, threads,
+                 [&](const scout::ScoreArgs& args) { scout::score_sequence(digests, args); });
+}
+
+void score_rotated(const In<float, 3>& q, const In<uint8_t, 5>& planes, const In<uint8_t, 3>& stats,
+                   const In<int32_t, 2>& table, const In<int32_t, 1>& n_full, float scale,
+                   bool log_masses, const std::optional<In<float, 3>>& turn,
+                   const std::optional<In<float, 3>>& bits, const Out<float, 2>& out, int threads) {
+  const char* const op = "score_rotated";
+  const int64_t P = planes.shape(0), H = planes.shape(1), HQ = q.shape(1), D = q.shape(2);
+  const int columns = static_cast<int>(table.shape(1));
+  const int group = group_of(op, HQ, H, D, scout::kRotatedMaxDim);
+  require(op, turn.has_value() == bits.has_value(), "turn without bits, or the reverse");
+  expect_shape(op, "planes", planes, {P, H, turn ? 1 : 2, 16, D / 4});
+  expect_shape(op, "stats", stats, {P, H, D + scout::kStatsBytes});
+  if (turn) {
+    expect_shape(op, "turn", *turn, {H, D, D});
+    expect_shape(op, "bits", *bits, {H, 4, D});
+  }
+  const scout::Coordinates by{turn ? turn->data() : nullptr, bits ? bits->data() : nullptr};
+  const scout::RotatedDigests digests{planes.data(), stats.data(), by, static_cast<int>(H),
+                                      static_cast<int>(D)};
+  score_requests(op, q, table, n_full, P, out, log_masses ? HQ : columns,
+                 scout::rotated_scratch_floats(static_cast<int>(HQ), static_cast<int>(D), columns),
+                 {group, scale, log_masses}, threads, [&](const scout::ScoreArgs& args) {
+                   scout::score_rotated_sequence(digests, args);
+                 });
 }
 
 }  // namespace
@@ -188,20 +185,20 @@ NB_MODULE(_native, m) {
   if (!scout::has_avx2())
     throw std::runtime_error("this CPU has no AVX2, FMA or F16C, which sglang-scout needs");
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
-  m.doc() = "CPU kernels of sglang_scout over raw addresses; see sglang_scout.ops.native.";
-  m.def("attend_batch", &attend_batch, no_gil,
-        "Attention of B requests over C lists of R pages (-1: none) and an optional partial last "
-        "page.");
-  m.def("copy_pages", &copy_pages, no_gil,
-        "dst[dst_ids[i]] = src[src_ids[i]] for n pages of page_bytes; int64 ids, not checked.");
-  m.def("digest_pages", &digest_pages, no_gil,
-        "Column minimum and maximum of K of n pages, to rows ids[i]; int64 ids, not checked.");
-  m.def("score_pages", &score_pages, no_gil,
-        "Quest bounds of the first n_full pages of B sequences, reduced over the query heads.");
-  m.def("rotate_pages", &rotate_pages, no_gil,
-        "Rotated digests of n pages of 32 tokens, to rows ids[i]; int64 ids, not checked.");
-  m.def("score_rotated", &score_rotated, no_gil,
-        "Scores of the first n_full pages of B sequences by their rotated digests, or log masses.");
+  m.doc() = "CPU kernels, ring and residency of sglang_scout.";
+  m.def("attend_batch", &attend_batch, no_gil, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+        nb::arg("pages"), nb::arg("last_page").none(), nb::arg("last_len").none(), nb::arg("scale"),
+        nb::arg("out"), nb::arg("lse"), nb::arg("threads"),
+        "Attention of each request over its lists of pages (-1: none) and an optional partial last "
+        "page; see ops/attend.py.");
+  m.def("score_pages", &score_pages, no_gil, nb::arg("q"), nb::arg("kmin"), nb::arg("kmax"),
+        nb::arg("table"), nb::arg("n_full"), nb::arg("scale"), nb::arg("out"), nb::arg("threads"),
+        "Quest bounds of the first n_full pages of each request, reduced over the query heads.");
+  m.def("score_rotated", &score_rotated, no_gil, nb::arg("q"), nb::arg("planes"), nb::arg("stats"),
+        nb::arg("table"), nb::arg("n_full"), nb::arg("scale"), nb::arg("log_masses"),
+        nb::arg("turn").none(), nb::arg("bits").none(), nb::arg("out"), nb::arg("threads"),
+        "Scores of the first n_full pages of each request by their rotated digests, or log masses "
+        "of its query heads.");
   m.attr("RUNS_PER_THREAD") = scout::kRunsPerThread;
   m.def(
       "split_runs",
@@ -219,10 +216,11 @@ NB_MODULE(_native, m) {
   m.def(
       "set_isa",
       [](const std::string& name) {
-        require(scout::set_isa(name.c_str()),
-                "set_isa: " + name + " is unknown or not supported by this machine");
+        require_lazily("set_isa", scout::set_isa(name.c_str()),
+                       [&] { return name + " is unknown or not supported by this machine"; });
       },
       "Use another instruction set from the next call on, for tests and benchmarks.");
+  bind_pages(m);
   bind_residency(m);
   bind_runtime(m);
 }

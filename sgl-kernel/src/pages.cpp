@@ -51,16 +51,6 @@ void digest_f32(const float* page, int32_t tokens, ptrdiff_t columns, float* low
 
 }  // namespace
 
-void copy_pages(const void* src, void* dst, int64_t page_bytes, const int64_t* src_ids,
-                const int64_t* dst_ids, int64_t n) {
-  const char* from = static_cast<const char*>(src);
-  char* to = static_cast<char*>(dst);
-  for (int64_t i = 0; i < n; ++i) {
-    std::memcpy(to + dst_ids[i] * page_bytes, from + src_ids[i] * page_bytes,
-                static_cast<size_t>(page_bytes));
-  }
-}
-
 void digest_pages(const void* k, int32_t page_size, int32_t kv_heads, int32_t head_dim, DType dtype,
                   const int64_t* ids, int64_t n, DType to, const void* values, void* kmin,
                   void* kmax) {

@@ -1,4 +1,4 @@
-// Copies pages and builds their min/max digests. Plain code: both are memory-bound.
+// Min/max digests of pages. Plain code: it is memory-bound.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,6 @@
 #include "scout/attend.h"
 
 namespace scout {
-
-// dst[dst_ids[i]] = src[src_ids[i]] for i in [0, n); pages of page_bytes, not overlapping.
-void copy_pages(const void* src, void* dst, int64_t page_bytes, const int64_t* src_ids,
-                const int64_t* dst_ids, int64_t n);
 
 // For each page ids[i] of k [P, S, H, D], head and column the minimum and maximum over the page's
 // tokens, to row ids[i] of kmin and kmax [P, H, D] of type `to`: that of k, or for fp8 another, in

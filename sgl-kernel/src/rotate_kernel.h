@@ -13,7 +13,6 @@ namespace {
 constexpr float kFirst = 0.98160f;
 constexpr float kSecond = 0.52880f;
 constexpr float kLargest = 0x1p50f;  // elements of K and V are clamped to this
-constexpr int kStatsBytes = 112;     // per page and KV head, after the D bytes of its mean
 constexpr int kScalesAt = 0, kStepAt = 64, kNormStepAt = 68, kNormsAt = 72;  // offsets in these
 constexpr uint32_t kFlip = 0x9E3779B1u;
 

@@ -27,7 +27,7 @@ struct Coordinates {
 };
 
 // Rotated digests of pages of 32 tokens, with the layout of ops/rotated.py: planes [P, H, planes,
-// 16, D / 4], stats [P, H, D + 112]; D a multiple of 16 up to kRotatedMaxDim.
+// 16, D / 4], stats [P, H, D + kStatsBytes]; D a multiple of 16 up to kRotatedMaxDim.
 struct RotatedDigests {
   const uint8_t* planes;
   const uint8_t* stats;
@@ -37,18 +37,19 @@ struct RotatedDigests {
 };
 
 constexpr int kRotatedTokens = 32;
+constexpr int kStatsBytes = 112;      // per page and KV head, after the D bytes of its mean
 constexpr int kRotatedMaxDim = 1024;  // larger dims would overflow 16-bit sums
 
 struct ScoreArgs {
   int32_t group;
   float scale;
-  bool log_masses;  // rotated only: of each query head, instead of scores of pages
-  const float* q;        // [H*G, D] fp32
-  const int32_t* table;  // [columns] page ids, < 0: no page
-  int32_t n_full;        // pages beyond it are not scored
-  int32_t columns;
-  float* scratch;  // score_scratch_floats(...) or rotated_scratch_floats(...) floats
-  float* out;      // [columns], or for log_masses [HQ]
+  bool log_masses;                 // rotated only: of each query head, instead of scores of pages
+  const float* q = nullptr;        // [H*G, D] fp32
+  const int32_t* table = nullptr;  // [columns] page ids, < 0: no page
+  int32_t n_full = 0;              // pages beyond it are not scored
+  int32_t columns = 0;
+  float* scratch = nullptr;  // score_scratch_floats(...) or rotated_scratch_floats(...) floats
+  float* out = nullptr;      // [columns], or for log_masses [HQ]
 };
 
 // Columns of a scratch row, rounded up to whole vectors of any instruction set.

@@ -17,15 +17,15 @@ from benchmark.accuracy.study.selection import Digest, Setting, choose, page_sco
 from page_weights import coordinates
 from sglang_scout.ops.embed import half_means, pooled, score_embeddings
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.minmax import score_pages_reference
 from sglang_scout.ops.rotated import (
     STATS_BYTES,
     Coordinates,
-    build_layer_rotated,
+    build_layer_rotated_reference,
     planes_shape,
     rotate,
-    score_rotated,
 )
-from sglang_scout.ops.score import score_pages
+from sglang_scout.ops.rotated_scores import score_rotated_reference
 from sglang_scout.ops.select import select_pages
 
 LENGTH, START = 640, 512
@@ -186,7 +186,7 @@ def test_bounds_choose_what_the_servers_op_chooses():
     setting = Setting(k * 32)
     chosen = choose(setting, page_scores(setting, u, full), full)[0]
     bounds = by_page.amin(1), by_page.amax(1)
-    scores = score_pages(q, *bounds, table, full.int(), D**-0.5, impl="reference")
+    scores = score_pages_reference(q, *bounds, table, full.int(), D**-0.5)
     slots = torch.full((N,), -1, dtype=torch.int32)
     selected = select_pages(scores, table, full.int(), slots, k, 1, 1).pages
     for row in range(W):
@@ -203,9 +203,9 @@ def test_digests_score_as_the_servers_op(name):
     values = torch.randn(N, 32, H, D, generator=torch.Generator().manual_seed(5)) * D**-0.5
     layers = LayerPages.of([by_page], [values], "cpu")
     of_layers = trained and Coordinates(*(x[None] for x in trained))
-    build_layer_rotated.reference(layers, torch.arange(N), *parts, None, of_layers)
+    build_layer_rotated_reference(layers, torch.arange(N), *parts, None, of_layers)
     full = torch.full((W,), N, dtype=torch.int32)
-    expected = score_rotated.reference(
+    expected = score_rotated_reference(
         q, *(x[0] for x in parts), table, full, D**-0.5, coordinates=trained
     )
     digest, norms = Digest(name, pages, trained or ()), values.norm(dim=-1).log().permute(2, 0, 1)
@@ -228,7 +228,7 @@ def test_embeddings_score_as_the_servers_op(kind):
         query = torch.einsum("hrx,hmx->hmr", pilot[1], q.reshape(H, W, G * D))
         embeddings = torch.einsum("hrx,nhx->nhr", pilot[0], pooled(by_page))[:, :, None]
     rows, full = query.transpose(0, 1).flatten(0, 1).contiguous(), torch.full((W,), N).int()
-    expected = score_embeddings(rows, embeddings.contiguous(), table, full, impl="reference")
+    expected = score_embeddings(rows, embeddings.contiguous(), table, full)
     expected = expected.view(W, H, N).transpose(0, 1)
     torch.testing.assert_close(got.unflatten(1, (W, G))[:, :, 0], expected, rtol=1e-4, atol=1e-4)
 

@@ -17,7 +17,7 @@ from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
-from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.attend import attend_pages_reference
 from sglang_scout.policy import Context, make_policy, policies
 
 SIZE = 32
@@ -53,7 +53,7 @@ class HereInstead:
 
     def wait(self, ticket, out, lse):
         layer, q, pages = ticket
-        got, got_lse = attend_pages(
+        got, got_lse = attend_pages_reference(
             torch.from_numpy(q),
             self.host.k[layer],
             self.host.v[layer],
@@ -61,7 +61,6 @@ class HereInstead:
             None,
             None,
             self.shape.scale,
-            impl="reference",
         )
         out[:], lse[:] = got.numpy(), got_lse.numpy()
         return SimpleNamespace(waited_us=1.0, fallback_pages=0)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-from sglang_scout.ops.op import Op
+from op_calls import replaced
 
 _WAITS = (
     torch.ops.aten._local_scalar_dense,
@@ -50,10 +50,10 @@ class RecordedGraph(TorchDispatchMode):
 
     @contextlib.contextmanager
     def capture(self):
-        call_op, kernel_call = Op.__call__, getattr(*_LAUNCH)
+        kernel_call = getattr(*_LAUNCH)
 
-        def op(op, *args, **kwargs):
-            return self._do(lambda: call_op(op, *args, **kwargs))
+        def op(_name, run):
+            return lambda *args: self._do(lambda: run(*args))
 
         def kernel(*args, **kwargs):
             return self._do(lambda: kernel_call(*args, **kwargs))
@@ -71,7 +71,7 @@ class RecordedGraph(TorchDispatchMode):
         self._nested = False
         with (
             contextlib.ExitStack() as stack,
-            mock.patch.object(Op, "__call__", op),
+            replaced(op),
             mock.patch.object(*_LAUNCH, kernel),
             self,
         ):

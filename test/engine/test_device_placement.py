@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from op_calls import replaced
 from page_weights import identity, pilot_weights
 from sglang_scout.core.config import parse_config
 from sglang_scout.engine import digest_pool, step_inputs
@@ -23,7 +24,6 @@ from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.op import Op
 from sglang_scout.ops.select import Selection
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.policy.hgca import older_tokens
@@ -98,25 +98,27 @@ def ran(monkeypatch):
     """Which ops were called; only host-page ops may access host pages."""
     names, host = set(), set()
 
-    def call(op, *args, impl="auto", **kwargs):
-        op.check(*args, **kwargs)
-        for tensor in tensors_in([args, list(kwargs.values())]):
-            is_host_s = tensor.device.type == "cpu" and tensor.data_ptr() in host
-            # Recall's copy lists are on the host.
-            is_host_s = is_host_s or (op.name == "copy_layer_pages" and tensor.shape[:1] == (3,))
-            assert tensor.device == META or is_host_s, f"{op.name}: {tensor.shape} on the host"
-        names.add(op.name)
-        return GIVEN[op.name](*args) if op.name in GIVEN else None
+    def op(name, _run):
+        def call(*args):
+            for tensor in tensors_in(args):
+                is_host_s = tensor.device.type == "cpu" and tensor.data_ptr() in host
+                # Recall's copy lists are on the host.
+                is_host_s = is_host_s or (name == "copy_layer_pages" and tensor.shape[:1] == (3,))
+                assert tensor.device == META or is_host_s, f"{name}: {tensor.shape} on the host"
+            names.add(name)
+            return GIVEN[name](*args) if name in GIVEN else None
+
+        return call
 
     def upload(values, device):
         return torch.from_numpy(values).to(device)
 
-    monkeypatch.setattr(Op, "__call__", call)
     for module in (digest_pool, older_tokens, step_inputs):
         monkeypatch.setattr(module, "upload", upload)
     # Arrived digests are read from the device, with a wait, when requests join.
     monkeypatch.setattr(DigestPool, "accept", lambda self, pages: pages)
-    return names, host
+    with replaced(op):
+        yield names, host
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
-from sglang_scout.ops.embed import half_means, pooled, score_embeddings
+from sglang_scout.ops.embed import half_means, pooled, score_embeddings_reference
 
 L, H, D, SIZE = 3, 2, 16, 32
 SHAPE = ModelShape(L, 4, H, D, SIZE, torch.float32, D**-0.5)
@@ -44,7 +44,7 @@ def test_a_pool_scores_each_head_by_its_keys(kind):
             w_k, w_q = (torch.tensor(WEIGHTS.arrays[name][layer]) for name in ("w_k", "w_q"))
             vectors = torch.einsum("hrx,bhx->bhr", w_q, query.view(2, H, -1))
             embeddings = torch.einsum("hrx,nhx->nhr", w_k, pooled(k[layer]))[:, :, None]
-        expected = score_embeddings.reference(vectors.flatten(0, 1), embeddings, table, n_full)
+        expected = score_embeddings_reference(vectors.flatten(0, 1), embeddings, table, n_full)
         got = pool.score(layer, query, Candidates.of(table, n_full, 2), SHAPE.scale)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 

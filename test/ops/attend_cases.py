@@ -6,7 +6,8 @@ import itertools
 
 import torch
 
-from sglang_scout.ops import native
+from implementations import name_of
+from sglang_scout import _native
 from sglang_scout.ops.attend import attend_pages
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -42,8 +43,8 @@ def agrees(agree, impl, got, call, times=1.0):
     """
     (out, lse), (q, k, v, *rest) = densely(*call), call
     by_kernel = q.dtype == torch.bfloat16 and v.dtype in (torch.bfloat16, *FP8)
-    by_cpu = v.dtype in FP8 and native.module.isa() == "avx512bf16"
-    rounds = {"triton": by_kernel, "native": by_cpu}.get(impl, False)
+    by_cpu = v.dtype in FP8 and _native.isa() == "avx512bf16"
+    rounds = {"triton": by_kernel, "native": by_cpu}.get(name_of(impl), False)
     rounding = rounds * 2.0**-8 * densely(q, k, v.float().abs(), *rest)[0]
     gap = got[0].double() - out
     gap -= gap.clamp(-rounding, rounding)

@@ -1,20 +1,13 @@
-"""Fixtures of the op tests, and the device.
-
-On a machine with a CUDA device the cases of "triton" run there: their tensors are created on the CPU
-as for every implementation; arguments are copied to the device, results and mutated arguments back.
-"""
-
-import importlib
-import pkgutil
+"""Fixtures of the op tests; implementations.py says what runs on a device."""
 
 import pytest
 import torch
 from hypothesis import settings
 
-from sglang_scout import ops
-from sglang_scout.ops import native, triton
+from implementations import chosen, plane
+from sglang_scout import _native
+from sglang_scout.ops import triton
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.op import Implementation, Op
 
 # The interpreter is a hundred times slower than the C++ code, and on a device each new size of an
 # axis that is a constant of the kernel takes a second to compile.
@@ -24,7 +17,7 @@ HAS_TRITON = triton.interpreted() or torch.cuda.is_available()
 
 
 def runs_triton(item):
-    return hasattr(item, "callspec") and item.callspec.params.get("impl") == "triton"
+    return hasattr(item, "callspec") and chosen(item.callspec.params) == "triton"
 
 
 def pytest_runtest_setup(item):
@@ -47,79 +40,25 @@ def pytest_runtest_call(item):
         test._hypothesis_internal_use_settings = usual
 
 
-def plane(values, shift=0, **where):
-    """A copy of ``values``, ``shift`` elements after the start of its memory."""
-    memory = torch.empty(shift + values.numel(), dtype=values.dtype, **where)
-    return memory[shift:].view(values.shape).copy_(values)
-
-
-class Travelling(Implementation):
-    def reaches(self, name, tensor):
-        return True
-
-
-def travelling(implementation: Implementation) -> Implementation:
-    """The same implementation on the CUDA device, for arguments on the CPU."""
-
-    def over(value, move):
-        if isinstance(value, tuple):
-            values = [over(v, move) for v in value]
-            return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
-        return move(value)
-
-    def run(*args):
-        there = {}  # of each tensor by identity: as it was, and on the device
-
-        def go(value):
-            if isinstance(value, torch.Tensor):
-                return there.setdefault(id(value), (value, value.to("cuda")))[1]
-            if isinstance(value, LayerPages):  # pinned, like an arena's; no op changes them
-                halves = (
-                    [plane(x, x.storage_offset(), pin_memory=True) for x in half]
-                    for half in (value.k, value.v)
-                )
-                return LayerPages.of(*halves, "cuda")
-            return value
-
-        def come(value):
-            if not isinstance(value, torch.Tensor):
-                return value
-            return next((old for old, new in there.values() if new is value), value.cpu())
-
-        result = implementation.run(*over(args, go))
-        for old, new in there.values():
-            old.copy_(new)
-        return over(result, come)
-
-    return Travelling(**vars(implementation) | {"run": run})
-
-
 def pytest_configure(config):
     # The interpreter is numpy: it warns of every inf - inf, even if masked afterwards.
     for kind in ("DeprecationWarning", "RuntimeWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::{kind}:triton.runtime.interpreter")
-    if not torch.cuda.is_available() or triton.interpreted():
-        return
-    for module in pkgutil.iter_modules(ops.__path__):
-        importlib.import_module(f"{ops.__name__}.{module.name}")
-    for op in Op.every:
-        if "triton" in op.implementations:
-            op.implementations["triton"] = travelling(op.implementations["triton"])
 
 
 @pytest.fixture(params=["avx2", "avx512", "avx512bf16"])
 def isa(request):
-    """Parametrises tests of "native" with every instruction set of this machine."""
-    impl = request.node.callspec.params.get("impl", "native")
-    if impl != "native" and request.param != "avx2":
+    """Parametrises tests of C++ with every instruction set of this machine."""
+    impl = chosen(request.node.callspec.params)
+    if impl not in ("native", "") and request.param != "avx2":
         pytest.skip(f"{impl} has no instruction sets: once is enough")
-    before = native.module.isa()
+    before = _native.isa()
     try:
-        native.module.set_isa(request.param)
+        _native.set_isa(request.param)
     except ValueError as error:
         pytest.skip(str(error))
     yield request.param
-    native.module.set_isa(before)
+    _native.set_isa(before)
 
 
 @pytest.fixture(scope="session")

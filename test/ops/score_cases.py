@@ -5,17 +5,29 @@ from __future__ import annotations
 import torch
 
 from page_weights import coordinates
-from sglang_scout.ops import rotated
-from sglang_scout.ops.embed import score_embeddings
+from sglang_scout.ops import minmax, rotated, rotated_scores, triton
+from sglang_scout.ops.embed import score_embeddings, score_embeddings_reference
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.score import score_pages
 
 OPS = {
-    "minmax": score_pages,
-    "rotated-1": rotated.score_rotated,
-    "rotated-2": rotated.score_rotated,
+    "minmax": minmax.score_pages,
+    "rotated-1": rotated_scores.score_rotated,
+    "rotated-2": rotated_scores.score_rotated,
     "pilot": score_embeddings,
     "means": score_embeddings,
+}
+IMPLEMENTATIONS = {
+    minmax.score_pages: (
+        minmax._score_pages_native,
+        triton.score.score_pages,
+        minmax.score_pages_reference,
+    ),
+    rotated_scores.score_rotated: (
+        rotated_scores._score_rotated_native,
+        triton.rotated_scores.score_rotated,
+        rotated_scores.score_rotated_reference,
+    ),
+    score_embeddings: (triton.embed.score_embeddings, score_embeddings_reference),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIMS = (16, 48, 64, 80, 96, 128, 256)
@@ -26,14 +38,14 @@ def by(kind, H, D):
     return coordinates(H, D) if kind == "rotated-1" else None
 
 
-def rotated_digests(kind, k, v, impl="reference"):
+def rotated_digests(kind, k, v, impl=rotated.build_layer_rotated_reference):
     """[planes, stats] of pages [P, 32, H, D]."""
     P, _, H, D = k.shape
     shapes = rotated.planes_shape(int(kind[-1]), D), (D + rotated.STATS_BYTES,)
     built = [torch.full((1, P, H, *shape), 7, dtype=torch.uint8) for shape in shapes]
-    more = {"coordinates": coordinates(1, H, D) if kind == "rotated-1" else None, "impl": impl}
+    of_layers = coordinates(1, H, D) if kind == "rotated-1" else None
     layers = LayerPages.of([k], [v], "cpu")
-    rotated.build_layer_rotated(layers, torch.arange(P), *built, **more)
+    impl(layers, torch.arange(P), *built, coordinates=of_layers)
     return [x[0] for x in built]
 
 
@@ -57,11 +69,10 @@ def inputs(kind, seed, B=3, N=9, P=12, H=2, G=3, D=64, dtype=torch.float32):
 def scores(kind, q, digests, table, n_full, impl):
     arguments = q, *digests, table, n_full
     if OPS[kind] is score_embeddings:
-        return score_embeddings(*arguments, impl=impl)
+        return impl(*arguments)
     if kind == "minmax":
-        return score_pages(*arguments, q.shape[2] ** -0.5, impl=impl)
-    more = {"coordinates": by(kind, digests[0].shape[1], q.shape[2]), "impl": impl}
-    return rotated.score_rotated(*arguments, q.shape[2] ** -0.5, **more)
+        return impl(*arguments, q.shape[2] ** -0.5)
+    return impl(*arguments, q.shape[2] ** -0.5, by(kind, digests[0].shape[1], q.shape[2]))
 
 
 def masses(kind, q, digests, pages):

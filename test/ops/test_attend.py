@@ -6,10 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend_cases import FP8, agrees, densely, i32, inputs
-from sglang_scout.ops.attend import attend_pages, merge_states
+from implementations import implementations, usable
+from sglang_scout.ops.attend import (
+    _attend_pages_native,
+    attend_pages,
+    attend_pages_reference,
+    merge_states,
+    merge_states_reference,
+)
 from sglang_scout.ops.triton import attend as kernel
 
-IMPLS = pytest.mark.parametrize("impl", ["native", "triton", "reference"])
+IMPLS = implementations(_attend_pages_native, kernel.attend_pages, attend_pages_reference)
 PER_HEAD = pytest.mark.parametrize("per_head", [False, True])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
 KINDS = pytest.mark.parametrize(
@@ -42,8 +49,8 @@ def test_equals_dense_softmax(
     column = torch.arange(R, dtype=torch.int32)
     n_pages = (column + 1).where(pages >= 0, 0).amax(1) if R else i32([0] * len(pages))
     slot_of = torch.randint(-2, P, (P,), dtype=torch.int32) if with_slots else None
-    how = {"slot_of": slot_of, "n_pages": n_pages if seed % 2 else None, "impl": impl}
-    got = attend_pages(q, k, v, pages, *last, D**-0.5, **how)
+    n_pages = n_pages if seed % 2 else None
+    got = impl(q, k, v, pages, *last, D**-0.5, slot_of=slot_of, n_pages=n_pages)
     if with_slots:
         pages = slot_of[pages.clamp(min=0).long()].where(pages >= 0, -1)
     # Rounding of a logit is relative to its size, and its weight's relative error is the logit's absolute error.
@@ -59,8 +66,8 @@ def test_any_number_of_splits_is_merged(agree, monkeypatch, splits, dtype):
     pages[1], pages[2, 3:] = -1, -1
     last[0][0] = -1  # with pages[1], an empty row
     for _ in range(2):  # the first has left its counters as it found them
-        got = attend_pages(q, k, v, pages, *last, 0.125, impl="triton")
-        agrees(agree, "triton", got, (q, k, v, pages, *last, 0.125), times=2.0)
+        got = usable(kernel.attend_pages)(q, k, v, pages, *last, 0.125)
+        agrees(agree, kernel.attend_pages, got, (q, k, v, pages, *last, 0.125), times=2.0)
 
 
 def test_rows_are_split_where_that_ends_the_last_wave_sooner():
@@ -75,7 +82,7 @@ def test_rows_are_split_where_that_ends_the_last_wave_sooner():
 @IMPLS
 def test_no_request_at_all(impl):
     q, k, v, pages, *last = (x[:0] if i in (0, 3, 4, 5) else x for i, x in enumerate(inputs(2)))
-    out, lse = attend_pages(q, k, v, pages, *last, 0.125, impl=impl, n_pages=i32([]))
+    out, lse = impl(q, k, v, pages, *last, 0.125, n_pages=i32([]))
     assert (out.shape, lse.shape) == ((0, 6, 64), (0, 6))
 
 
@@ -98,7 +105,7 @@ def test_what_no_list_has_is_never_used(agree, impl, dtype, rounded, per_head, w
         chosen[page, :length] |= page >= 0
     for pool in (k, v):
         pool.masked_fill_(~chosen[:9, :, :, None], torch.nan)
-    got = attend_pages(q, k, v, pages, *last, 0.125, impl=impl)
+    got = impl(q, k, v, pages, *last, 0.125)
     agrees(agree, impl, got, call)
 
 
@@ -109,14 +116,14 @@ def test_large_scores_do_not_overflow(agree, impl, sign, dtype, rounded):
     q, k, v, pages, *last = inputs(6, dtype=dtype, rounded=rounded)
     k[..., 0], q[..., 0] = 40.0, sign * 40.0  # every score near +-1600
     pages[:, 0] = 1
-    got = attend_pages(q, k, v, pages, *last, 1.0, impl=impl)
+    got = impl(q, k, v, pages, *last, 1.0)
     expected = densely(q, k, v, pages, *last, 1.0)
     assert torch.allclose(got[1].double(), expected[1], rtol=1e-6)
     # Scores of 1600 have 1e-4 of rounding error before the exponential, in every implementation.
     agrees(agree, impl, got, (q, k, v, pages, *last, 1.0), times=200)
 
 
-@pytest.mark.parametrize("impl", ["reference", "native"])  # triton splits floats: inf - inf
+@implementations(_attend_pages_native, attend_pages_reference)  # kernels split floats: inf - inf
 @KINDS
 def test_keys_that_mask_their_tokens(impl, dtype, rounded):
     """A key of -inf where the query is positive masks its token; if all are masked, the set is empty."""
@@ -125,15 +132,15 @@ def test_keys_that_mask_their_tokens(impl, dtype, rounded):
     pages[:] = i32([0, 1, 2, 3, 4])
     last = i32([5, 6]), last_len
     k[:, :, 0, 0] = -torch.inf
-    out, lse = attend_pages(q, k, v, pages, *last, 0.125, impl=impl)
+    out, lse = impl(q, k, v, pages, *last, 0.125)
     assert (out[:, :4] == 0).all() and (lse[:, :4] == -torch.inf).all()
     assert lse[:, 4:].isfinite().all()
     k[4, 2, 0, 1] = torch.nan
-    out, lse = attend_pages(q, k, v, pages, *last, 0.125, impl=impl)
+    out, lse = impl(q, k, v, pages, *last, 0.125)
     assert lse[:, :4].isnan().all(), "a NaN is not hidden by them"
     k[4, 2, 0, 1] = 0.0
     k[2, 5, 0, 0] = 1.0  # one token of each row is seen
-    out, _ = attend_pages(q, k, v, pages, *last, 0.125, impl=impl)
+    out, _ = impl(q, k, v, pages, *last, 0.125)
     for row in range(2):
         assert torch.equal(out[row, :4], v[2, 5, 0].float().expand(4, -1))
 
@@ -147,8 +154,8 @@ def test_keys_that_mask_their_tokens(impl, dtype, rounded):
 )
 def test_triton_looks_up_no_slot_beyond_the_last_and_no_page_behind_those_of_a_row(pages, more):
     q, k, v, *_ = inputs(9, B=1)
-    got = attend_pages(q, k, v, i32([pages]), None, None, 0.125, impl="triton", **more)
-    expected = attend_pages(q, k, v, i32([[0, 2]]), None, None, 0.125, impl="triton")
+    got = usable(kernel.attend_pages)(q, k, v, i32([pages]), None, None, 0.125, **more)
+    expected = usable(kernel.attend_pages)(q, k, v, i32([[0, 2]]), None, None, 0.125)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -164,17 +171,17 @@ def test_a_wide_table_gives_what_its_pages_give(agree, impl, columns, with_last)
     pages = torch.full((3, columns), -1, dtype=torch.int32)
     pages[0, :4] = i32([0, -1, 2, 3])
     pages[2, -1], pages[2, columns // 2], pages[2, 0] = 1, 4, 7
-    got = attend_pages(q, k, v, pages, *last, 0.125, impl=impl, n_pages=n_pages)
+    got = impl(q, k, v, pages, *last, 0.125, n_pages=n_pages)
     narrow = i32([[0, 2, 3], [-1, -1, -1], [1, 4, 7]])
-    agree(attend_pages, got, attend_pages(q, k, v, narrow, *last, 0.125, impl="reference"))
+    agree(attend_pages, got, attend_pages_reference(q, k, v, narrow, *last, 0.125))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"last_len": None}, "attend_pages: last_page and last_len must be given together"),
-        ({"pages": i32([[1]] * 9)}, "pages has 3 lists per request, expected 1 or H=2"),
-        ({"k": torch.zeros(7, 0, 2, 64), "v": torch.zeros(7, 0, 2, 64)}, "S=0"),
+        ({"last_len": None}, "attend_batch: last_page and last_len must be given together"),
+        ({"pages": i32([[1]] * 9)}, "expected 1 or H page lists per request"),
+        ({"k": torch.zeros(7, 0, 2, 64), "v": torch.zeros(7, 0, 2, 64)}, "have no tokens"),
     ],
 )
 def test_malformed_arguments_are_named(change, message):
@@ -186,7 +193,7 @@ def test_malformed_arguments_are_named(change, message):
 
 # Merging of two parts -----------------------------------------------------------------------------
 
-MERGES = pytest.mark.parametrize("impl", merge_states.names())
+MERGES = implementations(kernel.merge_states, merge_states_reference)
 INF = torch.inf
 
 
@@ -213,16 +220,13 @@ def test_equals_double_precision(agree, impl, pairs, seed):
     out_a, out_b = (torch.randn(1, len(pairs), 8, generator=rng) for _ in range(2))
     out_a[lse_a == -INF], out_b[lse_b == -INF] = 0, 0
     expected = in_double(out_a, lse_a, out_b, lse_b)
-    agree(merge_states, merge_states(out_a, lse_a, out_b, lse_b, impl=impl), expected)
-    agree(merge_states, merge_states(out_b, lse_b, out_a, lse_a, impl=impl), expected)
+    agree(merge_states, impl(out_a, lse_a, out_b, lse_b), expected)
+    agree(merge_states, impl(out_b, lse_b, out_a, lse_a), expected)
 
 
 @MERGES
 def test_an_empty_part_leaves_the_other_exactly(impl):
     nothing = torch.zeros(2, 4, 16), torch.full((2, 4), -INF)
     for part in ((torch.randn(2, 4, 16), torch.randn(2, 4) * 30), nothing):
-        for merged in (
-            merge_states(*part, *nothing, impl=impl),
-            merge_states(*nothing, *part, impl=impl),
-        ):
+        for merged in (impl(*part, *nothing), impl(*nothing, *part)):
             assert all(map(torch.equal, merged, part))

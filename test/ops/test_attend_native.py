@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from attend_cases import FP8, densely, i32, inputs
-from sglang_scout.ops import native
-from sglang_scout.ops.attend import attend_pages
+from implementations import implementations
+from sglang_scout import _native
+from sglang_scout.ops.attend import _attend_pages_native, attend_pages
+from sglang_scout.ops.triton import attend as kernels
 from sglang_scout.worker.ring import Split
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("pages", 7, "a page id of row 0 is not below num_pages=7"),
-        ("pages", 2**31 - 1, "a page id of row 0"),
+        ("pages", 7, r"pages has 7, expected values in \[0, 7\)"),
+        ("pages", 2**31 - 1, "pages has 2147483647"),
         ("last_page", 7, "last_page=7"),
         ("last_len", 0, "last_len=0"),
         ("last_len", 9, "last_len=9"),
@@ -32,13 +34,13 @@ def test_native_refuses_what_would_read_outside(name, value, message):
     arguments["last_page"][0] = 0
     arguments[name].view(-1)[0] = value
     with pytest.raises(ValueError, match=message):
-        attend_pages(**arguments, scale=1.0, impl="native")
+        _attend_pages_native(**arguments, scale=1.0)
 
 
 @pytest.mark.usefixtures("isa")
 def test_more_heads_than_one_pass_holds(agree):
     q, k, v, pages, *last = inputs(11, 1, 3, 16, 40, 8, 128, 3, torch.bfloat16)
-    got = attend_pages(q, k, v, pages, *last, 0.1, impl="native")
+    got = _attend_pages_native(q, k, v, pages, *last, 0.1)
     agree(attend_pages, got, densely(q, k, v, pages, *last, 0.1), torch.bfloat16)
 
 
@@ -50,28 +52,28 @@ def test_every_narrow_value_is_widened_exactly(dtype):
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(words).view(dtype).float()
     v = torch.where(patterns.isfinite(), patterns, 0.0).reshape(1, 1, 512, 128).to(dtype)
     q, k = torch.ones(1, 512, 128), torch.zeros_like(v)
-    out, lse = attend_pages(q, k, v, i32([[0]]), None, None, 1.0, impl="native")
+    out, lse = _attend_pages_native(q, k, v, i32([[0]]), None, None, 1.0)
     assert torch.equal(out.reshape(v.shape), v.float())
     assert (lse == 0).all()
     if dtype in FP8:
         q = torch.eye(128).expand(512, 128, 128).reshape(1, 512 * 128, 128).contiguous()
-        _, lse = attend_pages(q, v, k, i32([[0]]), None, None, 1.0, impl="native")
+        _, lse = _attend_pages_native(q, v, k, i32([[0]]), None, None, 1.0)
         torch.testing.assert_close(lse.reshape(v.shape), v.float(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("impl", ["native", "triton"])
+@implementations(_attend_pages_native, kernels.attend_pages)
 @pytest.mark.usefixtures("isa")
 def test_the_nan_of_e4m3_counts_as_480(impl):
     v = torch.full((1, 1, 1, 64), torch.nan).to(torch.float8_e4m3fn)
     k, q = torch.zeros_like(v), torch.ones(1, 1, 64)
-    assert (attend_pages(q, k, v, i32([[0]]), None, None, 1.0, impl=impl)[0] == 480).all()
+    assert (impl(q, k, v, i32([[0]]), None, None, 1.0)[0] == 480).all()
 
 
 @pytest.mark.usefixtures("isa")
 def test_a_query_is_not_rounded_to_the_dtype_of_the_pages():
     k, q = torch.ones(1, 1, 1, 64).bfloat16(), torch.ones(1, 2, 64)
     q[0, 1] += 2.0**-12
-    _, lse = attend_pages(q, k, k, i32([[0]]), None, None, 1.0, impl="native")
+    _, lse = _attend_pages_native(q, k, k, i32([[0]]), None, None, 1.0)
     assert lse.tolist() == [[64.0, 64.0 + 64 * 2.0**-12]]
 
 
@@ -81,11 +83,11 @@ def test_products_beyond_float32_stay_finite_and_a_nan_is_not_hidden():
     k[1] *= -1
     v, q = torch.randn(2, 16, 1, 64), torch.full((1, 2, 64), 3e38)
     q[0, 1] *= -1
-    out, lse = attend_pages(q, k, v, i32([[0, 1]]), None, None, 0.125, impl="native")
+    out, lse = _attend_pages_native(q, k, v, i32([[0, 1]]), None, None, 0.125)
     assert lse.isfinite().all()
     torch.testing.assert_close(out[0], v[:, :, 0].mean(1))
     k[1, 5, 0, 7] = math.nan
-    out, lse = attend_pages(q, k, v, i32([[1, 0]]), None, None, 0.125, impl="native")
+    out, lse = _attend_pages_native(q, k, v, i32([[1, 0]]), None, None, 0.125)
     assert out.isnan().all() and lse.isnan().all()
 
 
@@ -107,7 +109,7 @@ def test_a_row_depends_neither_on_threads_nor_on_neighbours(threads):
     pages = pages.int()
 
     def attend(rows):
-        return attend_pages(q[rows], k, v, pages[rows], None, None, 0.1, impl="native")
+        return _attend_pages_native(q[rows], k, v, pages[rows], None, None, 0.1)
 
     single = [attend(slice(b, b + 1)) for b in range(12)]
     expected = [torch.cat(parts) for parts in zip(*single, strict=True)]
@@ -143,15 +145,15 @@ def test_threads_share_a_sequence(agree, threads, dtype, per_head, rows, count):
         pages[lists : 2 * lists] = -1  # only the partial page
     arguments = q, k, v, pages, i32([3, 4, -1][:rows]), i32([5, 32, 0][:rows]), 0.1
     threads(1)
-    alone = attend_pages(*arguments, impl="native")
+    alone = _attend_pages_native(*arguments)
     threads(count)
-    shared, again = (attend_pages(*arguments, impl="native") for _ in range(2))
+    shared, again = (_attend_pages_native(*arguments) for _ in range(2))
     agree(attend_pages, shared, densely(*arguments), dtype)
     assert all(torch.equal(a, b) for a, b in zip(shared, again, strict=True))
     pages_of = (pages >= 0).sum(1)
     split = Split(count, 16, least_pages=lists * (4 if dtype == torch.bfloat16 else 2))
     batch = int((pages_of > 0).sum()), int(pages_of.sum()), int(pages_of.max())
-    runs = native.module.split_runs(*split, *batch)
+    runs = _native.split_runs(*split, *batch)
     assert torch.equal(shared[0], alone[0]) == (runs == 1)  # split: sums in another order
 
 
@@ -160,7 +162,7 @@ def test_a_nan_in_one_run_is_not_lost(threads):
     k = torch.zeros(8, 32, 8, 128)
     k[5, 3, 2, 7] = math.nan
     q, pages = torch.ones(1, 8, 128), torch.arange(8, dtype=torch.int32)[None]
-    out, lse = attend_pages(q, k, k.nan_to_num(), pages, None, None, 1.0, impl="native")
+    out, lse = _attend_pages_native(q, k, k.nan_to_num(), pages, None, None, 1.0)
     assert out[0, 2].isnan().all() and lse[0, 2].isnan()
     assert not out[0, :2].isnan().any() and not lse[0, 3:].isnan().any()
 
@@ -168,7 +170,7 @@ def test_a_nan_in_one_run_is_not_lost(threads):
 def test_the_thread_pool_survives_a_fork(threads):
     def attend():
         kv, pages = torch.ones(4, 16, 1, 64), torch.arange(16).int().view(4, 4) % 4
-        out, _ = attend_pages(torch.ones(4, 2, 64), kv, kv, pages, None, None, 1.0, impl="native")
+        out, _ = _attend_pages_native(torch.ones(4, 2, 64), kv, kv, pages, None, None, 1.0)
         assert (out == 1).all()
 
     threads(3)
@@ -190,10 +192,10 @@ def test_the_best_instruction_set_is_the_default():
         assert done.returncode == 0, done.stderr
         return done.stdout.split(), done.stderr
 
-    best = native.module.best_isa()
+    best = _native.best_isa()
     assert shown({}) == ([best, best], "")
     assert shown({"SCOUT_ISA": "avx2"}) == (["avx2", best], "")
     used, said = shown({"SCOUT_ISA": "sse9"})
     assert used == [best, best] and "SCOUT_ISA=sse9 is unknown" in said
     with pytest.raises(ValueError, match="sse9"):
-        native.module.set_isa("sse9")
+        _native.set_isa("sse9")

@@ -6,18 +6,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend_cases import FP8
-from sglang_scout.core.errors import ImplementationError
-from sglang_scout.ops.digest import build_layer_digests
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, largest
-from sglang_scout.ops.layers import LayerPages
+from implementations import implementations, name_of
+from sglang_scout.ops import embed, minmax, rotated, triton
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots
+from sglang_scout.ops.layers import LayerPages, largest
+from sglang_scout.ops.minmax import build_layer_digests
 from sglang_scout.ops.rotated import PAGE_TOKENS, STATS_BYTES, build_layer_rotated, planes_shape
+from sglang_scout.ops.tolerances import TOLERANCES
 
 pytestmark = pytest.mark.usefixtures("isa")
 EMBEDS = (build_layer_means, build_layer_pilots)
-OPS = (build_layer_digests, build_layer_rotated, *EMBEDS)
+NATIVE = (
+    (build_layer_digests, minmax._build_layer_digests_native),
+    (build_layer_rotated, rotated._build_layer_rotated_native),
+)
+KERNELS = (
+    (build_layer_digests, triton.pages.build_layer_digests),
+    (build_layer_rotated, triton.rotated.build_layer_rotated),
+    (build_layer_means, triton.embed.build_layer_means),
+    (build_layer_pilots, triton.embed.build_layer_pilots),
+)
+REFERENCES = (
+    (build_layer_digests, minmax.build_layer_digests_reference),
+    (build_layer_rotated, rotated.build_layer_rotated_reference),
+    (build_layer_means, embed.build_layer_means_reference),
+    (build_layer_pilots, embed.build_layer_pilots_reference),
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
 RANK = 24
-IMPLS = pytest.mark.parametrize(("op", "impl"), [(op, name) for op in OPS for name in op.names()])
+IMPLS = implementations(*NATIVE, *KERNELS, *REFERENCES, also="op")
+BOUNDS = implementations(*(rows[0] for rows in (NATIVE, KERNELS, REFERENCES)), also="op")
+OF_EMBEDS = implementations(*KERNELS[2:], *REFERENCES[2:], also="op")
 SIZES = st.tuples(*(st.integers(1, n) for n in (3, 6, 9, 17, 3)))
 UNWRITTEN = 0xFF  # NaN as the bytes of a float
 
@@ -51,7 +70,9 @@ def expected(op, k):
         return k.amin(2), k.amax(2)
     if op is build_layer_rotated:  # test_rotated.py has the formula
         parts = unwritten(op, L, R, H, D)
-        op.reference(LayerPages.of([*k], [*k], "cpu"), torch.arange(R), *parts)
+        rotated.build_layer_rotated_reference(
+            LayerPages.of([*k], [*k], "cpu"), torch.arange(R), *parts
+        )
         return parts
     x = k.double()
     if op is build_layer_means:
@@ -71,7 +92,7 @@ def assert_same(op, got, wanted):
         assert all(map(torch.equal, got, wanted))
         return
     if op in EMBEDS:
-        tolerance = op.tolerances[str(got[0].dtype).removeprefix("torch.")]
+        tolerance = TOLERANCES[op.__name__][str(got[0].dtype).removeprefix("torch.")]
         assert not tolerance.mismatch(got[0].double(), wanted[0].double())
         return
     if not got[0].numel():
@@ -119,52 +140,40 @@ def test_named_rows_are_built_and_others_untouched(
     """``elsewhere``: the keys of a page are not in the row of its id. ``wider``: digests of fp8."""
     L, P, R, S, H = sizes
     S = PAGE_TOKENS if op is build_layer_rotated else 2 * S
-    elsewhere = elsewhere and impl != "native"
+    elsewhere = elsewhere and name_of(impl) != "native"
     rng = torch.Generator().manual_seed(seed)
     k = torch.randn(L, R if elsewhere else P, S, H, D, generator=rng).to(dtype)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, P - 1), unique=True)), dtype=torch.int64)
     rows = torch.randint(R, (L, len(ids)), generator=rng) if elsewhere else None
     stored = wider if dtype in FP8 else dtype
     built = unwritten(op, L, P, H, D, stored)
-    op(layer_pages(k, shift=shift), ids, *built, *weights(op, L, H, D), rows, impl=impl)
+    impl(layer_pages(k, shift=shift), ids, *built, *weights(op, L, H, D), rows)
     there = ids.expand(L, -1) if rows is None else rows
     wanted = [x[torch.arange(L)[:, None], there] for x in expected(op, k.to(stored))]
     check(op, built, wanted, ids)
 
 
-@pytest.mark.parametrize("op", OPS[:1])
-def test_native_leaves_other_rows_to_others(op, layer_pages):
-    source, ids = layer_pages(torch.randn(2, 5, 32, 2, 16)), torch.tensor([1])
-    arguments = source, ids, *unwritten(op, 2, 3, 2, 16)
-    with pytest.raises(ImplementationError, match="native reads a page in the row of its id"):
-        op(*arguments, torch.tensor([[4], [0]]), impl="native")
-    with pytest.raises(ValueError, match="rows has L=1, expected 2"):
-        op(*arguments, torch.tensor([[4]]))
-
-
-@pytest.mark.parametrize("op", OPS[:2], ids=lambda op: op.name)
-@pytest.mark.parametrize("impl", ["native", "reference"])
+@implementations(*NATIVE, *REFERENCES[:2], also="op")
 @pytest.mark.parametrize("bad", [-1, 3])
 def test_page_out_of_range_is_refused_before_anything_is_written(op, impl, bad, layer_pages):
     built = unwritten(op, 2, 3, 2, 16)
-    message = f"{op.name}: ids has {bad}, expected" if impl == "native" else None
+    message = f"ids has {bad}, expected" if name_of(impl) == "native" else None
     with pytest.raises((ValueError, IndexError, RuntimeError), match=message):
-        op(layer_pages(torch.randn(2, 3, 32, 2, 16)), torch.tensor([0, bad]), *built, impl=impl)
+        impl(layer_pages(torch.randn(2, 3, 32, 2, 16)), torch.tensor([0, bad]), *built)
     assert all(map(is_unwritten, built))
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-@pytest.mark.parametrize("impl", ["triton"])
+@implementations(*KERNELS, also="op")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_skips_pages_out_of_range(op, impl, dtype, layer_pages):
     """The host cannot check ids on the device: nothing out of bounds is read or written."""
     k, more = torch.randn(2, 3, 32, 2, 16).to(dtype), weights(op, 2, 2, 16)
     wanted, built = expected(op, k), unwritten(op, 2, 3, 2, 16, dtype)
-    op(layer_pages(k), torch.tensor([3, 1, -1, 2**40]), *built, *more, impl=impl)
+    impl(layer_pages(k), torch.tensor([3, 1, -1, 2**40]), *built, *more)
     check(op, built, [x[:, 1:2] for x in wanted], torch.tensor([1]))
     built = unwritten(op, 2, 9, 2, 16, dtype)
     rows = torch.tensor([[0, 3, 2], [-1, 1, 2**40]])
-    op(layer_pages(k), torch.tensor([8, 1, 4]), *built, *more, rows, impl=impl)
+    impl(layer_pages(k), torch.tensor([8, 1, 4]), *built, *more, rows)
     for layer, page, row in ((0, 8, 0), (0, 4, 2), (1, 1, 1)):
         both = (
             [x[layer : layer + 1, at : at + 1] for x in parts]
@@ -176,24 +185,23 @@ def test_triton_skips_pages_out_of_range(op, impl, dtype, layer_pages):
         assert written.nonzero().tolist() == [[0, 4], [0, 8], [1, 1]]
 
 
-@pytest.mark.parametrize("impl", build_layer_digests.names())
-def test_extreme_values(impl, layer_pages):
+@BOUNDS
+def test_extreme_values(op, impl, layer_pages):
     limits = torch.finfo(torch.float32)
     k = torch.zeros(2, 1, 4, 1, 16)
     k[:, 0, 1], k[:, 0, 2] = limits.max, limits.min
-    low, high = unwritten(build_layer_digests, 2, 1, 1, 16)
-    build_layer_digests(layer_pages(k), torch.tensor([0]), low, high, impl=impl)
+    low, high = unwritten(op, 2, 1, 1, 16)
+    impl(layer_pages(k), torch.tensor([0]), low, high)
     assert (low == limits.min).all() and (high == limits.max).all()
 
 
-@pytest.mark.parametrize("op", EMBEDS, ids=lambda op: op.name)
-@pytest.mark.parametrize("impl", build_layer_means.names())
+@OF_EMBEDS
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 0.0])
 def test_keys_that_are_no_numbers_leave_finite_embeddings(op, impl, layer_pages, dtype, value):
     k = torch.full((1, 2, 32, 1, 16), value).to(dtype)
     k[0, 1, 5:9] = -value
     (made,) = unwritten(op, 1, 2, 1, 16, dtype)
-    op(layer_pages(k), torch.arange(2), made, *weights(op, 1, 1, 16), impl=impl)
+    impl(layer_pages(k), torch.arange(2), made, *weights(op, 1, 1, 16))
     assert made.isfinite().all() and made.abs().max() <= largest(dtype)
     assert made.any() == (abs(value) == torch.inf)

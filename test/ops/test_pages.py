@@ -6,10 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend_cases import FP8
+from implementations import implementations, name_of
+from sglang_scout.ops import pages as ops
+from sglang_scout.ops import triton as kernels
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.pages import Pool, append_tokens, copy_layer_pages, copy_tokens, stage_pages
+from sglang_scout.ops.pages import Pool
 
-APPENDS = pytest.mark.parametrize("impl", append_tokens.names())
+APPENDS = implementations(ops.append_tokens_reference, kernels.pages.append_tokens)
+COPIES = implementations(
+    ops._copy_layer_pages_native, ops.copy_layer_pages_reference, kernels.pages.copy_layer_pages
+)
+STAGES = implementations(
+    ops._stage_pages_native, ops.stage_pages_reference, kernels.pages.stage_pages
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ANY = (*DTYPES, torch.uint8, torch.int16)
 LAST_INT32 = 2**31 - 1
@@ -54,7 +63,7 @@ def test_writes_that_token_and_no_other(impl, dtypes, sizes, D, with_mirror, dat
     to = pool(rng, ids(P), P, S, H, D, dtypes[1])
     mirror = pool(rng, ids(P + 3), P + 3, S, H, D, dtypes[1]) if with_mirror else None
     want = [expected(k, v, lens.tolist(), p) for p in (to, mirror) if p is not None]
-    append_tokens(k, v, lens, to, mirror, impl=impl)
+    impl(k, v, lens, to, mirror)
     for got, (want_k, want_v) in zip((to, mirror), want, strict=False):
         assert torch.equal(got.k.float(), want_k.float())
         assert torch.equal(got.v.float(), want_v.float())
@@ -64,7 +73,7 @@ def test_writes_that_token_and_no_other(impl, dtypes, sizes, D, with_mirror, dat
 def test_rounds_to_the_nearest_even(impl):
     k = torch.tensor([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-16]).repeat(4).view(1, 1, 16)
     to = pool(torch.Generator(), [0], 1, 1, 1, 16, torch.bfloat16)
-    append_tokens(k, -k, torch.tensor([1], dtype=torch.int32), to, impl=impl)
+    impl(k, -k, torch.tensor([1], dtype=torch.int32), to)
     assert to.k.flatten()[:4].tolist() == [1.0, 1.0, 1 + 2**-6, 1 + 2**-7]
     assert torch.equal(to.v, -to.k)
 
@@ -88,22 +97,22 @@ def test_rounds_every_value_to_fp8_as_torch_does(impl, dtype, of):
     """Including values out of range and NaN, bit for bit."""
     k = (many_32_bits() if of == torch.float32 else every_16_bits(of)).view(8, 64, 128)
     to = pool(torch.Generator(), list(range(8)), 8, 1, 64, 128, dtype)
-    append_tokens(k, k, torch.ones(8, dtype=torch.int32), to, impl=impl)
+    impl(k, k, torch.ones(8, dtype=torch.int32), to)
     assert torch.equal(to.k[:, 0].view(torch.uint8), k.to(dtype).view(torch.uint8))
 
 
-@pytest.mark.parametrize("impl", ["triton"])
+@implementations(kernels.pages.append_tokens)
 @pytest.mark.parametrize(("page", "length"), [(4, 1), (LAST_INT32, 1), (3, 9), (3, 0)])
 def test_triton_skips_what_would_write_outside(impl, page, length):
     to = pool(torch.Generator(), [page, 2], 4, 8, 2, 16, torch.float32)
     before = to.k.clone()
     k = torch.ones(2, 2, 16)
-    append_tokens(k, k, torch.tensor([length, 1], dtype=torch.int32), to, impl=impl)
+    impl(k, k, torch.tensor([length, 1], dtype=torch.int32), to)
     before[2, 0] = 1.0
     assert torch.equal(to.k, before)
 
 
-@pytest.mark.parametrize("impl", ["native", "triton", "reference"])
+@COPIES
 @given(
     dtype=st.sampled_from(ANY),
     page=st.sampled_from(((1, 1, 1), (3, 1, 5), (32, 2, 8), (7, 2, 96))),
@@ -123,7 +132,7 @@ def test_named_pages_are_copied_and_others_untouched(
     pages = data.draw(st.lists(st.integers(-1, P - 1), min_size=len(to), max_size=len(to)))
     ids = torch.tensor([[layer for layer, _ in to], pages, [slot for _, slot in to]]).long()
     got, expected = ([torch.full((L, Ns, *page), 101).to(dtype) for _ in "kv"] for _ in "ab")
-    copy_layer_pages(layer_pages(*halves, shift=shift), ids, *got, impl=impl)
+    impl(layer_pages(*halves, shift=shift), ids, *got)
     for half in range(2):
         for layer, page_id, slot in ids.T.tolist():
             if page_id >= 0:
@@ -131,7 +140,7 @@ def test_named_pages_are_copied_and_others_untouched(
         assert torch.equal(got[half], expected[half])
 
 
-@pytest.mark.parametrize("impl", ["native", "reference", "triton"])
+@implementations(ops._copy_layer_pages_native, kernels.pages.copy_layer_pages)
 @pytest.mark.parametrize(("which", "bad"), [(0, 2), (0, -1), (1, 4), (2, 3), (2, -1), (2, 2**40)])
 def test_what_is_out_of_range_is_refused_and_by_triton_skipped(impl, which, bad, layer_pages):
     """The host cannot check ids on the device: nothing out of bounds is read or written."""
@@ -139,14 +148,12 @@ def test_what_is_out_of_range_is_refused_and_by_triton_skipped(impl, which, bad,
     ids[which, 1] = bad
     to = torch.zeros(2, 2, 3, 1, 1, 8)
     arguments = layer_pages(torch.ones(2, 4, 1, 1, 8)), ids, *to
-    if impl == "triton":
-        copy_layer_pages(*arguments, impl=impl)
+    if name_of(impl) == "triton":
+        impl(*arguments)
         assert (to[:, 0, 2] == 1).all() and to.sum() == 16
-        return
-    message = f"copy_layer_pages: .* has {bad}, expected" if impl == "native" else None
-    with pytest.raises((ValueError, IndexError, RuntimeError), match=message):
-        copy_layer_pages(*arguments, impl=impl)
-    if impl == "native":  # the reference writes what comes before the bad id
+    else:
+        with pytest.raises(ValueError, match=f"copy_layer_pages: .* has {bad}, expected"):
+            impl(*arguments)
         assert (to == 0).all()
 
 
@@ -160,7 +167,7 @@ def test_layers_that_do_not_agree_are_named():
         LayerPages.of([page, page], [page], "cpu")
 
 
-@pytest.mark.parametrize("impl", stage_pages.names())
+@STAGES
 @given(
     dtype=st.sampled_from(ANY),
     page=st.sampled_from(((1, 1, 1), (3, 2, 5), (32, 4, 8), (7, 6, 96))),
@@ -177,8 +184,6 @@ def test_each_entry_comes_to_its_slot(
     """Lists with gaps, pages in several lists; slots without an entry are unchanged."""
     S, H, D = page
     lists = H if by_head else 1
-    if by_head and H > 1 and impl == "native":
-        return  # it refuses: it copies whole pages
     halves = torch.randint(0, 100, (2, 2, 6, S, H, D)).to(dtype)
     rows = requests * lists
     ids = data.draw(st.lists(st.integers(-1, 5), min_size=rows * k, max_size=rows * k))
@@ -186,7 +191,7 @@ def test_each_entry_comes_to_its_slot(
     layer = data.draw(st.integers(0, 1))
     size = rows * k + spare, S, H // lists, D
     got, expected = ([torch.full(size, 101).to(dtype) for _ in "kv"] for _ in "ab")
-    stage_pages(layer_pages(*halves, shift=shift), layer, pages, *got, impl=impl)
+    impl(layer_pages(*halves, shift=shift), layer, pages, *got)
     for half in range(2):
         for entry, page_id in enumerate(ids):
             if page_id >= 0:
@@ -196,18 +201,41 @@ def test_each_entry_comes_to_its_slot(
         assert torch.equal(got[half], expected[half])
 
 
-def test_sizes_that_do_not_fit_are_named(layer_pages):
+def test_cpp_refuses_what_it_would_read_or_write_outside(layer_pages):
     source, pages = layer_pages(*torch.ones(2, 2, 4, 8, 4, 2)), torch.zeros(3, 2, dtype=torch.int32)
-    slots = torch.zeros(6, 8, 2, 2)
-    with pytest.raises(ValueError, match=r"layer is 2, expected a value in \[0, 2\)"):
-        stage_pages(source, 2, pages, slots, slots)
-    with pytest.raises(ValueError, match="there are 5 slots for 3 lists of 2 pages"):
-        stage_pages(source, 0, pages, slots[:5], slots[:5])
-    with pytest.raises(ValueError, match="3 lists of 2 of 4 heads each do not make whole requests"):
-        stage_pages(source, 0, pages, slots, slots)
+    slots, ids = torch.zeros(6, 8, 2, 2), torch.zeros(3, 1, dtype=torch.int64)
+    stage, copy = ops._stage_pages_native, ops._copy_layer_pages_native
+    for call, arguments, message in (
+        (stage, (source, 0, pages, slots[:5], slots[:5]), "more entries than slots"),
+        (stage, (source, 0, pages, slots, slots), "lists are not whole requests"),
+        (stage, (source, 0, pages[:2], slots, slots[:, :7].clone()), r"dst_v is \[6, 7, 2, 2\]"),
+        (
+            stage,
+            (source, 0, pages[:2] + 4, slots, slots),
+            r"pages has 4, expected values in \[0, 4\)",
+        ),
+        (
+            copy,
+            (source, ids, *torch.zeros(2, 2, 3, 8, 4, 1)),
+            r"source is \[4, 8, 4, 2\], expected",
+        ),
+        (
+            copy,
+            (source, ids[:2], *torch.zeros(2, 2, 3, 8, 4, 2)),
+            r"ids is \[2, 1\], expected \[3, 1\]",
+        ),
+        (copy, (source, ids, *torch.zeros(2, 1, 3, 8, 4, 2)), "number of layers"),
+        (copy, (source, ids, *torch.zeros(2, 2, 3, 8, 4, 2).half()), "dtypes differ"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(*arguments)
+    to = torch.zeros(2, 2, 3, 8, 4, 2)
+    for wrong in (ids.int(), ids[0], ids.expand(3, 2), ids.to("meta"), None):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            copy(source, wrong, *to)
 
 
-@pytest.mark.parametrize("impl", copy_tokens.names())
+@implementations(ops._copy_tokens_native, ops.copy_tokens_reference)
 @pytest.mark.parametrize("dtype", (*DTYPES, *FP8))
 def test_tokens_of_a_head_come_to_their_places(layer_pages, impl, dtype):
     S, rng = 32, torch.Generator().manual_seed(2)
@@ -219,7 +247,7 @@ def test_tokens_of_a_head_come_to_their_places(layer_pages, impl, dtype):
     layers = torch.tensor([0, 0, 2, 2, 2])
     page, token, head = torch.tensor([[4, 0, 1, 1, 3], [31, 0, 5, 5, 9], [1, 0, 0, 1, 1]])
     to = torch.tensor([0, 127, 33, 34, 2])
-    copy_tokens(source, torch.stack([layers, (page * S + token) * 2 + head, to]), target, impl=impl)
+    impl(source, torch.stack([layers, (page * S + token) * 2 + head, to]), target)
     for of, copies in ((k, target.k), (v, target.v)):
         for i in range(5):
             row = copies[layers[i]].flatten(0, 1)[to[i]]

@@ -6,9 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.ops.predict import TOLERANCES, add_norm, rotate_heads
+from implementations import implementations, name_of, usable
+from sglang_scout.ops.predict import add_norm_reference, rotate_heads, rotate_heads_reference
+from sglang_scout.ops.triton import predict as kernels
 
-IMPLS = pytest.mark.parametrize("impl", add_norm.names())
+IMPLS = implementations(kernels.rotate_heads, rotate_heads_reference)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -45,12 +47,13 @@ def case(seed=0, B=3, hidden=48, HQ=4, D=16, rotary_dim=16, bias=True, q_norm=Tr
 
 def predict_query(c, impl):
     """Like a projector; with a bias the heads are a part of wider rows."""
-    x = add_norm(c["x"], c["residual"], c["norm_weight"], c["norm_eps"], impl=impl)
+    norm = usable(kernels.add_norm) if name_of(impl) == "triton" else add_norm_reference
+    x = norm(c["x"], c["residual"], c["norm_weight"], c["norm_eps"])
     q = torch.nn.functional.linear(x, c["w_q"], c["b_q"])
     if c["b_q"] is not None:
         q = torch.cat([q, q], 1)[:, : q.shape[1]]
     names = "q_norm_weight q_norm_eps cos_sin positions rotary_dim is_neox HQ D"
-    return rotate_heads(q, *(c[name] for name in names.split()), impl=impl)
+    return impl(q, *(c[name] for name in names.split()))
 
 
 def by_complex_numbers(c):
@@ -109,12 +112,6 @@ def test_a_float32_table_is_used_as_it_is(agree, impl):
     agree(rotate_heads, predict_query(c, impl), by_complex_numbers(c), torch.bfloat16)
 
 
-def test_a_part_that_cannot_be_rotated_is_named():
-    q, positions = torch.zeros(3, 64), torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="rotary_dim is 18, expected an even number in 2..16"):
-        rotate_heads(q, None, 0.0, torch.zeros(64, 18), positions, 18, True, 4, 16)
-
-
 @pytest.fixture(scope="module")
 def sgl():
     """SGLang's own RMSNorm and get_rope, on the CPU."""
@@ -148,7 +145,7 @@ MODELS = {
 @IMPLS
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_the_modules_of_sglang(sgl, impl, model, dtype):
+def test_equals_the_modules_of_sglang(agree, sgl, impl, model, dtype):
     """Bit-identical to SGLang's norm, head norm and rotation of the same input."""
     RMSNorm, get_rope = sgl
     HQ, D, hidden, max_pos = 4, 128, 256, 512
@@ -178,9 +175,6 @@ def test_equals_the_modules_of_sglang(sgl, impl, model, dtype):
         q, _ = rope.forward_native(c["positions"], q, torch.zeros(6, D, dtype=dtype))
         c["cos_sin"] = rope.cos_sin_cache
         got = predict_query(c, impl)
-    if impl == "reference":
+    if impl is rotate_heads_reference:
         assert torch.equal(got, q.view(-1, HQ, D).float())
-    mismatch = TOLERANCES[str(dtype).removeprefix("torch.")].mismatch(
-        got, q.view(-1, HQ, D).float()
-    )
-    assert not mismatch
+    agree(rotate_heads, got, q.view(-1, HQ, D), dtype)

@@ -7,14 +7,40 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from score_cases import DIMS, DTYPES, by, inputs, literal, masses, rotated_digests, scores
-from sglang_scout.ops import rotated
-from sglang_scout.ops.embed import LARGEST
-from sglang_scout.ops.rotated import build_layer_rotated, mass_change_rotated, rotate, score_rotated
+from implementations import implementations
+from score_cases import (
+    DIMS,
+    DTYPES,
+    IMPLEMENTATIONS,
+    by,
+    inputs,
+    literal,
+    masses,
+    rotated_digests,
+    scores,
+)
+from sglang_scout.ops import rotated, triton
+from sglang_scout.ops.layers import LARGEST
+from sglang_scout.ops.rotated import rotate
+from sglang_scout.ops.rotated_scores import (
+    _mass_change_rotated_native,
+    mass_change_rotated,
+    mass_change_rotated_reference,
+    score_rotated,
+)
 
 pytestmark = pytest.mark.usefixtures("isa")
-BUILDS = pytest.mark.parametrize("impl", build_layer_rotated.names())
-SCORES = pytest.mark.parametrize("impl", score_rotated.names())
+BUILDS = implementations(
+    rotated._build_layer_rotated_native,
+    triton.rotated.build_layer_rotated,
+    rotated.build_layer_rotated_reference,
+)
+SCORES = implementations(*IMPLEMENTATIONS[score_rotated])
+CHANGES = implementations(
+    _mass_change_rotated_native,
+    triton.rotated_scores.mass_change_rotated,
+    mass_change_rotated_reference,
+)
 KINDS = pytest.mark.parametrize("kind", ["rotated-1", "rotated-2"])
 
 
@@ -117,7 +143,7 @@ def test_keys_are_decoded_as_well_as_their_bits_allow(impl):
     assert 0.9 < error.square().mean() / 0.118 < 1.05
 
 
-@SCORES
+@CHANGES
 @KINDS
 @settings(max_examples=8)
 @given(
@@ -136,12 +162,12 @@ def test_the_change_of_a_mass_equals_the_formula(agree, impl, kind, sizes, D, se
             real, ahead = (u.logsumexp(1) for u in of_row)
             expected[b] = real - ahead
     arguments = q, q_ahead, *digests, table, n_full, D**-0.5
-    got = mass_change_rotated(*arguments, coordinates=by(kind, sizes[3], D), impl=impl)
+    got = impl(*arguments, coordinates=by(kind, sizes[3], D))
     assert (got[expected == 0] == 0).all()
     agree(mass_change_rotated, got, expected, times=2.0)
 
 
-@SCORES
+@CHANGES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_mass_changes_by_each_head_s_own_pages(agree, impl, dtype):
     """A list for a KV head gives the same as if that were the only head."""
@@ -149,18 +175,14 @@ def test_a_mass_changes_by_each_head_s_own_pages(agree, impl, dtype):
     q, q_ahead = q.to(dtype), (q + 0.3 * torch.randn(q.shape)).to(dtype)
     pages = torch.randint(0, 20, (6, 37), dtype=torch.int32)
     n_pages = torch.tensor([37, 3, 0, 1, 20, 16], dtype=torch.int32)
-    got = mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, 0.125, impl=impl)
+    got = impl(q, q_ahead, planes, stats, pages, n_pages, 0.125)
     for head in range(2):
         heads, of = slice(3 * head, 3 * head + 3), slice(head, None, 2)
         one = [x[:, heads].contiguous() for x in (q, q_ahead)]
         one += [x[:, head : head + 1].contiguous() for x in (planes, stats)]
         one += [x[of].contiguous() for x in (pages, n_pages)]
-        agree(
-            mass_change_rotated,
-            got[:, heads],
-            mass_change_rotated.reference(*one, 0.125),
-            times=2.0,
-        )
+        expected = mass_change_rotated_reference(*one, 0.125)
+        agree(mass_change_rotated, got[:, heads], expected, times=2.0)
     assert (got[1, :3] == 0).all()
 
 
@@ -176,7 +198,7 @@ def test_channels_of_very_different_size(agree, impl, kind, seed, exponents, siz
     """Errors are relative to the norms of query and key, of which the latter is about 11 here."""
     q, *rest = inputs(kind, seed)
     q = size * q * 2.0 ** torch.tensor(exponents, dtype=torch.float32)
-    got = scores(kind, q, *rest, impl=impl)
+    got = scores(kind, q, *rest, impl)
     logits = float(q.norm(dim=-1).max()) * 11 * 0.125
     agree(score_rotated, got, literal(kind, q, *rest), times=max(1.0, logits / 11))
 
@@ -190,6 +212,6 @@ def test_one_page_and_pages_of_one_value(impl, kind, fill):
     table = torch.tensor([[1, -1, -1], [0, 1, 2]], dtype=torch.int32)
     n_full = torch.tensor([3, 3], dtype=torch.int32)
     one = torch.full_like(k, 32**-0.5)
-    got = scores(kind, q, rotated_digests(kind, k, one), table, n_full, impl=impl)
+    got = scores(kind, q, rotated_digests(kind, k, one), table, n_full, impl)
     expected = torch.tensor([[4, -math.inf, -math.inf], [4 / 3] * 3])
     torch.testing.assert_close(got, expected)

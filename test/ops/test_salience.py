@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend_cases import FP8
+from implementations import implementations
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.salience import decay_mass, salient_bits, select_salient
+from sglang_scout.ops.salience import (
+    decay_mass,
+    decay_mass_reference,
+    salient_bits_reference,
+    select_salient,
+)
+from sglang_scout.ops.triton import salience as kernels
 
 S, ALPHA = 32, 0.1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
@@ -21,7 +28,7 @@ def weights(q, k, scale):
     return s.softmax(1).view(-1, group, len(k)).amax(1)
 
 
-@pytest.mark.parametrize("impl", decay_mass.names())
+@implementations(kernels.decay_mass, decay_mass_reference)
 @given(
     dtype=st.sampled_from(DTYPES),
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(1, 6)),
@@ -57,21 +64,19 @@ def test_the_average_is_that_of_the_weights_within_the_window(agree, impl, dtype
             moved.copy_(part if fresh[b] else (1 - ALPHA) * moved + ALPHA * part)
             if newest is not None:
                 moved[:, -1] = newest
-    decay_mass(
-        q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, ALPHA,
-        scale, impl=impl,
-    )  # fmt: skip
+    window = pages, n_pages, slot_of, last_page, last_len, first_at
+    impl(q, lse, k, *window, state, fresh, maw, ALPHA, scale)
     agree(decay_mass, maw, expected)
 
 
-@pytest.mark.parametrize("impl", salient_bits.names())
+@implementations(kernels.salient_bits, salient_bits_reference)
 def test_a_bit_for_every_token_above_the_threshold_of_its_head(impl):
     rng = torch.Generator().manual_seed(0)
     maw = torch.rand(3, 4, 5, 2, S, generator=rng)
     state, at = torch.tensor([3, 0, 1]).int(), torch.tensor([0, 4, 2]).int()
     threshold = torch.rand(3, 4, 2, generator=rng)
     threshold[0, 3], threshold[1, 0] = torch.inf, 0.0
-    bits = salient_bits(maw, state, at, threshold, impl=impl)
+    bits = impl(maw, state, at, threshold)
     for layer, page, head in np.ndindex(3, 3, 2):
         row = state[page]
         kept = [t for t in range(S) if bits[layer, page, head] >> t & 1]

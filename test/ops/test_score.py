@@ -3,12 +3,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from score_cases import DIMS, DTYPES, OPS, inputs, literal, scores
-from sglang_scout.ops.score import score_pages
+from implementations import implementations
+from score_cases import DIMS, DTYPES, IMPLEMENTATIONS, OPS, inputs, literal, scores
+from sglang_scout.ops.minmax import _score_pages_native
 from sglang_scout.ops.triton.score import parts_of
 
-EVERY = pytest.mark.parametrize(
-    ("kind", "impl"), [(kind, impl) for kind, op in OPS.items() for impl in op.names()]
+EVERY = implementations(
+    *((kind, impl) for kind, op in OPS.items() for impl in IMPLEMENTATIONS[op]), also="kind"
 )
 
 
@@ -35,7 +36,7 @@ def test_void_columns_are_minus_infinity_whatever_they_hold(kind, impl):
         part[11].view(torch.uint8).fill_(255)
     table[:, 6:], table[:, 2], table[4] = 11, -1, -1
     n_full = torch.tensor([0, 1, 3, 6, 9], dtype=torch.int32)
-    got = scores(kind, q, digests, table, n_full, impl=impl).view(5, -1, 9)
+    got = scores(kind, q, digests, table, n_full, impl).view(5, -1, 9)
     void = ((torch.arange(9) >= n_full[:, None]) | (table < 0))[:, None].expand_as(got)
     assert (got[void] == -torch.inf).all() and got[~void].isfinite().all()
 
@@ -52,7 +53,7 @@ def test_rows_that_are_longer_than_a_block_of_any_kernel(agree, kind, impl):
     table[0, 64:128] = -1
     n_full = torch.tensor([290, 70], dtype=torch.int32)
     arguments = q, digests, table, n_full
-    got = scores(kind, *arguments, impl=impl)
+    got = scores(kind, *arguments, impl)
     agree(OPS[kind], got, literal(kind, *arguments), times=3.0)
 
 
@@ -62,7 +63,7 @@ def test_no_request_and_no_column(kind, impl, B, N):
     q, digests, *_ = inputs(kind, 2)
     q = q[: len(q) // 3 * B]
     table, n_full = torch.zeros(B, N, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
-    assert scores(kind, q, digests, table, n_full, impl=impl).numel() == 0
+    assert scores(kind, q, digests, table, n_full, impl).numel() == 0
 
 
 @pytest.mark.parametrize("kind", ["minmax", "rotated-2"])
@@ -71,8 +72,8 @@ def test_native_refuses_what_would_read_outside(kind, name, value):
     *arguments, table, n_full = inputs(kind, 1)
     n_full[0] = 9
     {"table": table, "n_full": n_full}[name].view(-1)[0] = value
-    with pytest.raises(ValueError, match=rf"{OPS[kind].name}: {name}\[0.*\]={value} is "):
-        scores(kind, *arguments, table, n_full, impl="native")
+    with pytest.raises(ValueError, match=rf"{OPS[kind].__name__}: {name}.*{value}"):
+        scores(kind, *arguments, table, n_full, IMPLEMENTATIONS[OPS[kind]][0])
 
 
 @pytest.mark.usefixtures("isa")
@@ -80,7 +81,7 @@ def test_huge_bounds_are_finite():
     kmin, kmax = torch.full((3, 1, 64), -3e38), torch.full((3, 1, 64), 3e38)
     table, n_full = torch.arange(3, dtype=torch.int32)[None], torch.tensor([3], dtype=torch.int32)
     q = torch.full((1, 2, 64), 3e38)
-    out = score_pages(q, kmin, kmax, table, n_full, 1.0, impl="native")
+    out = _score_pages_native(q, kmin, kmax, table, n_full, 1.0)
     assert out.isfinite().all() and (out == out[0, 0]).all()
 
 

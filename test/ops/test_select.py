@@ -4,9 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend_cases import i32
-from sglang_scout.ops.select import select_pages
+from implementations import implementations
+from sglang_scout.ops.select import select_pages, select_pages_reference
+from sglang_scout.ops.triton import select as kernels
 
-IMPLS = pytest.mark.parametrize("impl", select_pages.names())
+IMPLS = implementations(kernels.select_pages, select_pages_reference)
 
 
 def best_by_sorting(scores, pages, n_full, k, sink, recent, mass):
@@ -48,7 +50,7 @@ def test_equals_sorting_as_a_set(impl, case):
     scores, table, n_full, slot_of, k, sink, recent, mass = case
     rows = torch.full((2, len(table) + 1, k), 99, dtype=torch.int32)
     out = rows[0, :-1], rows[1, :-1]
-    chosen = select_pages(*case, impl=impl, out=out)
+    chosen = impl(*case, out=out)
     assert [x.data_ptr() for x in chosen[:2]] == [x.data_ptr() for x in out]
     assert (rows[:, -1] == 99).all()
     assert [t.dtype for t in chosen] == [torch.int32] * 3
@@ -78,7 +80,7 @@ def test_forced_pages_win_over_any_score(impl):
     scores = torch.tensor([[-1e38, torch.inf, 3.0, torch.nan, -torch.inf, torch.inf]])
     # NaN ranks last, and is chosen if all fit; column 5 is not full.
     for k, expected in ((2, {10, 14}), (4, {10, 11, 12, 14}), (6, {10, 11, 12, 13, 14, -1})):
-        got = select_pages(scores, table, i32([5]), slot_of, k, 1, 1, impl=impl)
+        got = impl(scores, table, i32([5]), slot_of, k, 1, 1)
         assert set(got.pages[0].tolist()) == expected
 
 
@@ -87,25 +89,15 @@ def test_a_share_of_the_mass_is_enough(impl):
     table, slot_of = i32([[10, 11, 12, 13, 14, 15]]), i32([-1] * 11 + [0] + [-1] * 8)
     scores = torch.tensor([[0.2, 0.5, 0.1, 0.15, 0.04, 0.01]])
     for mass, expected in ((0.05, [10, 15]), (0.6, [10, 15, 11]), (0.8, [10, 15, 11, 13])):
-        got = select_pages(scores, table, i32([6]), slot_of, 5, mass=mass, impl=impl)
+        got = impl(scores, table, i32([6]), slot_of, 5, mass=mass)
         assert sorted(got.pages[0, :2].tolist()) == expected[:2]  # forced, whatever their scores
         assert got.pages[0, 2:].tolist() == expected[2:] + [-1] * (5 - len(expected))
         assert set(got.missing[0].tolist()) == set(expected) - {11} | {-1}
         assert int(got.n_missing[0]) == len(set(expected) - {11})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"slot_of": i32([])}, "slot_of has P=0"),
-        ({"k": 1}, "k=1 cannot hold sink_pages=1 \\+ recent_pages=1"),
-        ({"mass": 0.0}, "mass=0.0 is not a share"),
-        ({"k": 0, "sink_pages": 0, "recent_pages": 0}, "k=0 cannot hold"),
-    ],
-)
-def test_malformed_arguments_are_named(change, message):
-    arguments = dict(
-        scores=torch.zeros(1, 3), table=i32([[0, 1, 2]]), n_full=i32([3]), slot_of=i32([0] * 4), k=2
-    )
-    with pytest.raises(ValueError, match=message):
-        select_pages(**(arguments | change))
+def test_too_few_pages_for_those_that_are_forced_are_refused():
+    arguments = torch.zeros(1, 3), i32([[0, 1, 2]]), i32([3]), i32([0] * 4)
+    for k, forced in ((1, (1, 1)), (0, (0, 0))):
+        with pytest.raises(ValueError, match=f"k={k} cannot hold sink_pages={forced[0]}"):
+            select_pages(*arguments, k, *forced)

@@ -11,7 +11,7 @@ from page_weights import forecast_weights, identity
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.policy import QuerySource, Residency, SelectionRule
 from sglang_scout.ops import triton
-from sglang_scout.ops.predict import rms_norm, rotate_heads
+from sglang_scout.ops.predict import rms_norm, rotate_heads, rotate_heads_reference
 from sglang_scout.plugin import model
 from sglang_scout.plugin.release import VERSION
 from sglang_scout.policy.learned.embeddings import Means
@@ -100,7 +100,7 @@ def predicted(layer, weight, bias, x, residual, positions, norm=None, heads=HQ, 
     q = torch.nn.functional.linear(x, weight[: heads * D], None if bias is None else bias[:Q])
     by = (None, 0.0) if q_norm is None else (q_norm.weight, q_norm.variance_epsilon)
     rotation = attention.rotary_emb.cos_sin_cache, positions, D, True, heads, D
-    return rotate_heads(q, *by, *rotation, impl="reference")
+    return rotate_heads_reference(q, *by, *rotation)
 
 
 def predict(projector, x, residual, positions):

@@ -17,7 +17,3 @@ class ArenaError(ScoutError, ValueError):
 
 class WorkerError(ScoutError, RuntimeError):
     """The CPU attention process could not be started, or a ticket was used against its contract."""
-
-
-class ImplementationError(ScoutError, RuntimeError):
-    """No implementation of an op can run on the given inputs, or the one named cannot."""

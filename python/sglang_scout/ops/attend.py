@@ -2,71 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
+from jaxtyping import Float, Float32, Int32
+from torch import Tensor
 
-from . import native, triton
-from .layers import KV_DTYPE_NAMES, resident_slots
-from .op import Call, Tolerance, op
-
-# Whatever the dtypes: q, K and V are multiplied with fp32 accuracy. Exception: see the result below.
-_REASON = "same fp32 products, summed in another order; vector exp within a few ulp"
-TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(1e-5, 1e-5, _REASON))
+from .. import _native
+from . import triton as kernels
+from .layers import resident_slots
 
 
-def _lists(q: torch.Tensor, pages: torch.Tensor) -> int:
-    """Page lists per request."""
-    return len(pages) // len(q) if len(q) else 1
-
-
-def _valid(call: Call) -> str:
-    if (call["last_page"] is None) != (call["last_len"] is None):
-        return "last_page and last_len must be given together, or neither"
-    lists, heads = call.sizes["C"], call.sizes["H"]
-    if lists not in (1, heads):
-        return f"pages has {lists} lists per request, expected 1 or H={heads}"
-    return ""
-
-
-@op(_valid, tolerances=TOLERANCES)
 def attend_pages(
-    q: Annotated[torch.Tensor, "B H*G D query"],
-    k: Annotated[torch.Tensor, "P S H D kv"],
-    v: Annotated[torch.Tensor, "P S H D kv"],
-    pages: Annotated[torch.Tensor, "B*C R int32"],
-    last_page: Annotated[torch.Tensor | None, "B int32"],
-    last_len: Annotated[torch.Tensor | None, "B int32"],
+    q: Float[Tensor, "B HQ D"],
+    k: Float[Tensor, "P S H D"],
+    v: Float[Tensor, "P S H D"],
+    pages: Int32[Tensor, "BC R"],
+    last_page: Int32[Tensor, " B"] | None,
+    last_len: Int32[Tensor, " B"] | None,
     scale: float,
-    slot_of: Annotated[torch.Tensor | None, "I int32"] = None,
-    n_pages: Annotated[torch.Tensor | None, "B*C int32"] = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    slot_of: Int32[Tensor, " I"] | None = None,
+    n_pages: Int32[Tensor, " BC"] | None = None,
+) -> tuple[Float32[Tensor, "B HQ D"], Float32[Tensor, "B HQ"]]:
     """Attend from one query per request to all tokens of the given pages.
 
     s = scale q.K, lse = log sum e^s, out = sum e^(s - lse) V: FlashAttention-2 section 3.1.
 
     Args:
         q: after RoPE; query head h uses KV head h // (HQ / H).
-        k, v: K after RoPE. "native" and "triton" read the NaN of e4m3 as 480.
+        k, v: K after RoPE. C++ and Triton read the NaN of e4m3 as 480.
         pages: below P, all S tokens of each are attended to; negative entries, at any position, are skipped. C is 1,
             or H: then row b * H + h is the page list of KV head h of request b.
         last_page, last_len: one more page (negative: none) for all heads, of which only the first last_len (1..S)
             tokens are used.
         scale: softmax scale, usually 1/sqrt(D).
         slot_of: below P; if given, ``pages`` are logical ids below I, and page i is at slot_of[i] of the pool. Pages
-            with a negative slot are skipped, by "triton" also ids beyond I. Does not apply to ``last_page``.
+            with a negative slot are skipped, by Triton also ids beyond I. Does not apply to ``last_page``.
         n_pages: the caller guarantees that all of a row's ``pages`` from there on are negative, so that a wide table
             costs a short request nothing. Implementations may ignore it.
     Returns:
-        (out [B, HQ, D], lse [B, HQ]) float32, natural logarithm. Softmax
-        weights are rounded to bf16 by "triton" if q is bf16 and pages are bf16 or fp8, and by "native" if pages are
-        fp8, q is exact in bf16 and the CPU has AVX-512 BF16 and VBMI: ``out`` then differs by up to 2^-8 of the
-        weighted mean of |V|, lse not at all. An empty set gives out = 0, lse = -inf; so do keys for which every score
-        is -inf ("triton" gives NaN: it splits floats into parts, which inf does not survive).
+        (out, lse), natural logarithm. Softmax weights are rounded to bf16 by Triton if q is bf16 and pages are bf16 or
+        fp8, and by C++ if pages are fp8, q is exact in bf16 and the CPU has AVX-512 BF16 and VBMI: ``out`` then differs
+        by up to 2^-8 of the weighted mean of |V|, lse not at all. An empty set gives out = 0, lse = -inf; so do keys
+        for which every score is -inf (Triton gives NaN: it splits floats into parts, which inf does not survive).
     Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).
     """
+    run = kernels.attend.attend_pages if q.is_cuda else _attend_pages_native
+    return run(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages)
+
+
+def attend_pages_reference(q, k, v, pages, last_page, last_len, scale, slot_of=None, n_pages=None):
     (B, HQ, D), (S, H) = q.shape, k.shape[1:3]
-    C = _lists(q, pages)
+    C = len(pages) // B if B else 1  # lists per request
     pages = resident_slots(slot_of, pages).reshape(B, C, pages.shape[1])
     lengths = torch.full_like(pages, S)
     if last_page is not None and last_len is not None:
@@ -87,35 +72,20 @@ def attend_pages(
     return mean, lse.flatten(1)
 
 
-@attend_pages.native(sizes=native.HEAD_DIMS)
-def _native(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
-    P, S, H, D = k.shape
-    pages = resident_slots(slot_of, pages)
-    q = q.float()
-    out = torch.empty_like(q), q.new_empty(q.shape[:2])
-    last = [0 if x is None else x.data_ptr() for x in (last_page, last_len)]
-    of_kv = k.data_ptr(), v.data_ptr(), P, S, H, D, native.KV_DTYPES[k.dtype]
-    of_pages = pages.data_ptr(), len(q), _lists(q, pages), pages.shape[1], *last
-    results = out[0].data_ptr(), out[1].data_ptr()
-    native.module.attend_batch(
-        q.data_ptr(), *of_kv, q.shape[1] // H, scale, *of_pages, *results, torch.get_num_threads()
-    )
-    return out
+def _attend_pages_native(q, k, v, pages, last_page, last_len, scale, slot_of=None, n_pages=None):
+    q, pages = q.float(), resident_slots(slot_of, pages)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+    threads = torch.get_num_threads()
+    _native.attend_batch(q, k, v, pages, last_page, last_len, scale, out, lse, threads)
+    return out, lse
 
 
-attend_pages.triton("attend", sizes=triton.PAGES)
-
-
-_MERGED = "one sigmoid, whose exp and division a device approximates, and one sum"
-
-
-@op(tolerances={"float32": Tolerance(2e-6, 2e-6, _MERGED)})
 def merge_states(
-    out_a: Annotated[torch.Tensor, "B Q D float32"],
-    lse_a: Annotated[torch.Tensor, "B Q float32"],
-    out_b: Annotated[torch.Tensor, "B Q D float32"],
-    lse_b: Annotated[torch.Tensor, "B Q float32"],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out_a: Float32[Tensor, "B HQ D"],
+    lse_a: Float32[Tensor, "B HQ"],
+    out_b: Float32[Tensor, "B HQ D"],
+    lse_b: Float32[Tensor, "B HQ"],
+) -> tuple[Float32[Tensor, "B HQ D"], Float32[Tensor, "B HQ"]]:
     """Attention over the union of two disjoint sets, from the attention over each.
 
     lse = log(e^a + e^b), out = out_a + w (out_b - out_a) with w = e^b / (e^a + e^b) = sigmoid(b - a), which is accurate
@@ -128,8 +98,10 @@ def merge_states(
         (out, lse), new tensors. Where one set is empty, exactly the other's values.
     Source: ScoutAttention Algorithm 1 line 12 (MERGE); FlashAttention-2 section 3.1.
     """
+    run = kernels.attend.merge_states if out_a.is_cuda else merge_states_reference
+    return run(out_a, lse_a, out_b, lse_b)
+
+
+def merge_states_reference(out_a, lse_a, out_b, lse_b):
     weight = (lse_b - lse_a).sigmoid_().nan_to_num_(nan=0.0)  # NaN if both are empty
     return torch.lerp(out_a, out_b, weight[..., None]), torch.logaddexp(lse_a, lse_b)
-
-
-merge_states.triton("attend")

@@ -10,38 +10,12 @@ NaN elements of K count as 0, and large ones are clamped to LARGEST or the dtype
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
+from jaxtyping import Float, Float32, Int32, Int64
+from torch import Tensor
 
-from . import triton
-from .digest import exact_in, same_rows
-from .layers import LayerPages, source_rows
-from .op import Call, Tolerance, op
-
-LARGEST = 2.0**50
-
-_MEAN = "fp32 sums over a page in another order, then one rounding to the dtype of K"
-MEAN_TOLERANCES = {
-    "float32": Tolerance(1e-5, 1e-5, _MEAN),
-    "bfloat16": Tolerance(1e-5, 2**-7, _MEAN),
-    "float16": Tolerance(1e-5, 2**-10, _MEAN),
-}
-_PILOT = "fp32 sums of up to 512 products in another order, then one rounding"
-PILOT_TOLERANCES = {n: Tolerance(2e-4, x.rtol, _PILOT) for n, x in MEAN_TOLERANCES.items()}
-_SCORE = Tolerance(5e-5, 2e-5, "fp32 sums of up to 256 products in another order")
-TOLERANCES = dict.fromkeys(MEAN_TOLERANCES, _SCORE)
-
-
-def largest(dtype: torch.dtype) -> float:
-    """Clamp for the magnitude of elements of K and of embeddings."""
-    return min(LARGEST, torch.finfo(dtype).max)
-
-
-def limited(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Clamped fp32, with NaN as 0."""
-    most = largest(dtype)
-    return x.float().nan_to_num(0.0, most, -most).clamp(-most, most)
+from . import triton as kernels
+from .layers import LayerPages, limited, source_rows
 
 
 def half_means(k: torch.Tensor) -> torch.Tensor:
@@ -57,18 +31,11 @@ def pooled(k: torch.Tensor) -> torch.Tensor:
     return torch.cat([k.mean(1), torch.where(high >= -low, high, low)], -1)
 
 
-def _two_halves(call: Call) -> str:
-    if call.sizes["S"] % 2:
-        return f"pages have {call.sizes['S']} tokens, expected an even number"
-    return exact_in(call, "embeddings") or same_rows(call)
-
-
-@op(_two_halves, tolerances=MEAN_TOLERANCES)
 def build_layer_means(
-    source: Annotated[LayerPages, "L R S H D kv"],
-    ids: Annotated[torch.Tensor, "n int64"],
-    embeddings: Annotated[torch.Tensor, "L P H 2 D digest"],
-    rows: Annotated[torch.Tensor | None, "L n int64"] = None,
+    source: LayerPages,
+    ids: Int64[Tensor, " n"],
+    embeddings: Float[Tensor, "L P H 2 D"],
+    rows: Int64[Tensor, "L n"] | None = None,
 ) -> None:
     """Write the means of the two halves of pages ``ids`` in every layer; all other rows are unchanged. One launch.
 
@@ -77,22 +44,23 @@ def build_layer_means(
         embeddings: dtype of K, or a wider one if K is fp8; mutated.
     Source: arXiv 2606.04511, equation 5; see the module docstring.
     """
+    on_device = embeddings.is_cuda
+    run = kernels.embed.build_layer_means if on_device else build_layer_means_reference
+    run(source, ids, embeddings, rows)
+
+
+def build_layer_means_reference(source, ids, embeddings, rows=None):
     for layer, k in enumerate(source_rows(source.k, ids, rows)):
         means = half_means(k.to(embeddings.device, embeddings.dtype))
         embeddings[layer].index_copy_(0, ids, means.to(embeddings.dtype))
 
 
-def _one_embedding(call: Call) -> str:
-    return exact_in(call, "embeddings") or same_rows(call)
-
-
-@op(_one_embedding, tolerances=PILOT_TOLERANCES)
 def build_layer_pilots(
-    source: Annotated[LayerPages, "L R S H D kv"],
-    ids: Annotated[torch.Tensor, "n int64"],
-    embeddings: Annotated[torch.Tensor, "L P H 1 E digest"],
-    w_k: Annotated[torch.Tensor, "L H E 2*D float32"],
-    rows: Annotated[torch.Tensor | None, "L n int64"] = None,
+    source: LayerPages,
+    ids: Int64[Tensor, " n"],
+    embeddings: Float[Tensor, "L P H 1 E"],
+    w_k: Float32[Tensor, "L H E pooled"],
+    rows: Int64[Tensor, "L n"] | None = None,
 ) -> None:
     """Write e = W_k pool(K) of pages ``ids`` in every layer; all other rows are unchanged. One launch.
 
@@ -101,6 +69,12 @@ def build_layer_pilots(
         embeddings: dtype of K, or a wider one if K is fp8; mutated.
     Source: SeerAttention (arXiv 2410.13276), section 3; see the module docstring.
     """
+    on_device = embeddings.is_cuda
+    run = kernels.embed.build_layer_pilots if on_device else build_layer_pilots_reference
+    run(source, ids, embeddings, w_k, rows)
+
+
+def build_layer_pilots_reference(source, ids, embeddings, w_k, rows=None):
     for layer, k in enumerate(source_rows(source.k, ids, rows)):
         pool = pooled(k.to(embeddings.device, embeddings.dtype))
         e = torch.einsum("hrx,nhx->nhr", w_k[layer], pool)
@@ -108,18 +82,12 @@ def build_layer_pilots(
         embeddings[layer].index_copy_(0, ids, e[:, :, None])
 
 
-def _one_or_two(call: Call) -> str:
-    W = call.sizes["W"]
-    return "" if W in (1, 2) else f"embeddings has W={W}, expected 1 or 2"
-
-
-@op(_one_or_two, tolerances=TOLERANCES)
 def score_embeddings(
-    q: Annotated[torch.Tensor, "B*H E query"],
-    embeddings: Annotated[torch.Tensor, "P H W E digest"],
-    table: Annotated[torch.Tensor, "B N int32"],
-    n_full: Annotated[torch.Tensor, "B int32"],
-) -> torch.Tensor:
+    q: Float[Tensor, "BH E"],
+    embeddings: Float[Tensor, "P H W E"],
+    table: Int32[Tensor, "B N"],
+    n_full: Int32[Tensor, " B"],
+) -> Float32[Tensor, "BH N"]:
     """Score every full page of every request separately for each KV head, with one query per head.
 
     With one embedding per page: s = q . e. With two, the means a and b of its halves: the maximum over its windows,
@@ -133,9 +101,14 @@ def score_embeddings(
         embeddings: of one layer, W = 1 or 2.
         table, n_full: as in `score_pages`; columns are in sequence order.
     Returns:
-        [B * H, N] float32; -inf in columns >= n_full and where table < 0.
+        -inf in columns >= n_full and where table < 0.
     Source: arXiv 2606.04511, equation 11 and its max-pooling to blocks (section 4.3).
     """
+    run = kernels.embed.score_embeddings if q.is_cuda else score_embeddings_reference
+    return run(q, embeddings, table, n_full)
+
+
+def score_embeddings_reference(q, embeddings, table, n_full):
     (B, N), (H, W, E) = table.shape, embeddings.shape[1:]
     void = (torch.arange(N, device=table.device) >= n_full[:, None]) | (table < 0)
     of_pages = embeddings.index_select(0, table.clamp(min=0).flatten()).view(B, N, H, W, E)
@@ -146,8 +119,3 @@ def score_embeddings(
         following = torch.nn.functional.pad(score, (0, 1), value=-torch.inf)[..., 1:]
         score = (dots[:, :, 1] + torch.maximum(score, following)) / 2
     return score.masked_fill(void[:, None], -torch.inf).flatten(0, 1)
-
-
-build_layer_means.triton("embed", sizes=triton.PAGES)
-build_layer_pilots.triton("embed", sizes=triton.PAGES)
-score_embeddings.triton("embed", sizes={"E": range(1, 257)})

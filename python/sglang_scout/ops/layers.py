@@ -66,3 +66,17 @@ def resident_slots(slot_of: torch.Tensor | None, pages: torch.Tensor) -> torch.T
         return pages
     slots = slot_of.index_select(0, pages.clamp(min=0).flatten())
     return slots.view_as(pages).masked_fill_(pages < 0, -1)
+
+
+LARGEST = 2.0**50
+
+
+def largest(dtype: torch.dtype) -> float:
+    """Clamp for the magnitude of elements of K and of embeddings."""
+    return min(LARGEST, torch.finfo(dtype).max)
+
+
+def limited(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Clamped fp32, with NaN as 0."""
+    most = largest(dtype)
+    return x.float().nan_to_num(0.0, most, -most).clamp(-most, most)

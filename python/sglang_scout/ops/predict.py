@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
 
-from .op import Call, Tolerance, op
-
-TOLERANCES = {
-    "float32": Tolerance(2e-5, 2e-5, "fp32 sums over the hidden size in another order"),
-    "bfloat16": Tolerance(2**-5, 2**-6, "up to two roundings to 8 bits in norm, product, rotation"),
-    "float16": Tolerance(2**-8, 2**-9, "up to two roundings to 11 bits in norm, product, rotation"),
-}
+from . import triton as kernels
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -22,21 +16,25 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * weight).to(x.dtype)
 
 
-@op(tolerances=TOLERANCES)
 def add_norm(
-    x: Annotated[torch.Tensor, "B C model"],
-    residual: Annotated[torch.Tensor | None, "B C model"],
-    weight: Annotated[torch.Tensor, "C norm_dtype"],
+    x: Float[Tensor, "B C"],
+    residual: Float[Tensor, "B C"] | None,
+    weight: Float[Tensor, " C"],
     eps: float,
-) -> torch.Tensor:
+) -> Float[Tensor, "B C"]:
     """RMSNorm of a layer's input as SGLang passes it: the previous layer's output and the residual stream.
 
     Args:
         x, residual: their sum in that dtype is the input; ``x`` alone without a residual.
         weight, eps: of the norm.
     Returns:
-        [B, C] dtype of ``x``, never aliasing ``x``.
+        dtype of ``x``, never aliasing ``x``.
     """
+    run = kernels.predict.add_norm if x.is_cuda else add_norm_reference
+    return run(x, residual, weight, eps)
+
+
+def add_norm_reference(x, residual, weight, eps):
     return rms_norm(x if residual is None else x + residual, weight, eps)
 
 
@@ -56,25 +54,17 @@ def rotate(q: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, is_neox: boo
     return torch.cat((turned.to(q.dtype), passed), -1) if passed.shape[-1] else turned.to(q.dtype)
 
 
-def _valid(call: Call) -> str:
-    rotary_dim, D = call["rotary_dim"], call["D"]
-    if call["cos_sin"] is not None and (not 0 < rotary_dim <= D or rotary_dim % 2):
-        return f"rotary_dim is {rotary_dim}, expected an even number in 2..{D}"
-    return ""
-
-
-@op(_valid, tolerances=TOLERANCES)
 def rotate_heads(
-    q: Annotated[torch.Tensor, "B HQ*D model"],
-    q_norm_weight: Annotated[torch.Tensor | None, "D q_norm_dtype"],
+    q: Float[Tensor, "B {HQ*D}"],
+    q_norm_weight: Float[Tensor, " {D}"] | None,
     q_norm_eps: float,
-    cos_sin: Annotated[torch.Tensor | None, "M R table_dtype"],
-    positions: Annotated[torch.Tensor, "B int64"],
-    rotary_dim: Annotated[int, "R"],
+    cos_sin: Float[Tensor, "M {rotary_dim}"] | None,
+    positions: Int64[Tensor, " B"],
+    rotary_dim: int,
     is_neox: bool,
-    HQ: Annotated[int, "HQ"],
-    D: Annotated[int, "D"],
-) -> torch.Tensor:
+    HQ: int,
+    D: int,
+) -> Float[Tensor, "B {HQ} {D}"]:
     """Attention-ready query from the projection's output: head norm and RoPE. Rounds where SGLang rounds.
 
     Args:
@@ -87,13 +77,16 @@ def rotate_heads(
     Returns:
         [B, HQ, D] of the dtype of ``q``, as the model's query is.
     """
+    run = kernels.predict.rotate_heads if q.is_cuda else rotate_heads_reference
+    return run(q, q_norm_weight, q_norm_eps, cos_sin, positions, rotary_dim, is_neox, HQ, D)
+
+
+def rotate_heads_reference(
+    q, q_norm_weight, q_norm_eps, cos_sin, positions, rotary_dim, is_neox, HQ, D
+):
     q = q.reshape(-1, HQ, D)
     if q_norm_weight is not None:
         q = rms_norm(q, q_norm_weight, q_norm_eps)
     if cos_sin is not None:
         q = rotate(q, cos_sin.index_select(0, positions), rotary_dim, is_neox)
     return q
-
-
-add_norm.triton("predict")
-rotate_heads.triton("predict", strided_rows=("q",))

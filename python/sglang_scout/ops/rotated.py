@@ -24,7 +24,7 @@ Also stored is the norm of each token's value: what a page's tokens add to the o
 
     sum_t w_t |v_t|              |v_t| in uint8, with one step per page and KV head
 
-Elements of K and V are clamped and NaN becomes 0, as by `embed.limited`: digests and scores are finite.
+Elements of K and V are clamped and NaN becomes 0, as by `layers.limited`: digests and scores are finite.
 
 Layout of a page and KV head, in two tensors:
     planes  [bits, 16, D / 4]  each byte holds four channels of token t (low nibble) and token 16 + t (high nibble)
@@ -35,16 +35,15 @@ Layout of a page and KV head, in two tensors:
 from __future__ import annotations
 
 import functools
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float32, Int64, UInt8
+from torch import Tensor
 
-from . import native, triton
-from .digest import given_rows, same_rows
-from .embed import limited
-from .layers import KV_DTYPE_NAMES, LayerPages, source_rows
-from .op import Call, Tolerance, op
-from .score import reduce_heads
+from .. import _native
+from . import triton as kernels
+from .layers import LayerPages, limited, source_rows
 
 PAGE_TOKENS = 32
 STATS_BYTES = 112
@@ -54,31 +53,18 @@ FIRST, SECOND = 0.98160, 0.52880
 FLIP = 0x9E3779B1
 """Channel d is negated where bit 31 of (d + 1) times this is set."""
 
-BUILD_TOLERANCES = dict.fromkeys(
-    KV_DTYPE_NAMES, Tolerance(0.0, 0.0, "compared by what is stored: see the tests of building")
-)
-_REASON = (
-    "queries may be rounded to 8 bits of the largest sum of eight channels (C++), an error of up to 0.6 % of the "
-    "largest scores of random queries"
-)
-TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(2e-2, 6e-3, _REASON))
-
 
 class Coordinates(NamedTuple):
     """Calibrated coordinates of a layer's KV heads, or with an axis before of all layers.
 
-    keys, queries: [H, D, D] float32, R and R'; the one is the inverse of the other, transposed.
-    bits: [H, 4, D] float32, for each of D bits: its channel; its width; 1, 2, 4 or 8 by the number of wider bits of the
-        channel; the channel's gain.
+    keys, queries: R and R'; the one is the inverse of the other, transposed.
+    bits: for each of D bits: its channel; its width; 1, 2, 4 or 8 by the number of wider bits of the channel; the
+        channel's gain.
     """
 
-    keys: torch.Tensor
-    queries: torch.Tensor
-    bits: torch.Tensor
-
-
-_OfLayer = Annotated[Coordinates | None, ("H D D float32", "H D D float32", "H 4 D float32")]
-_OfLayers = Annotated[Coordinates | None, ("L H D D float32", "L H D D float32", "L H 4 D float32")]
+    keys: Float32[Tensor, "*L H D D"]
+    queries: Float32[Tensor, "*L H D D"]
+    bits: Float32[Tensor, "*L H 4 D"]
 
 
 def hadamard(D: int) -> torch.Tensor:
@@ -156,28 +142,13 @@ def _steps(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (x / step).round(), step
 
 
-def _valid_digests(call: Call) -> str:
-    D = call.sizes["D"]
-    for name, size in {"C": D // 4, "T": D + STATS_BYTES}.items():
-        if call.sizes[name] != size:
-            return f"{name}={call.sizes[name]}, expected {size}"
-    bits = call.sizes["bits"]
-    fits = bits == (2 if call["coordinates"] is None else 1)
-    return "" if fits else f"planes has {bits} bits, expected 2, or 1 with coordinates"
-
-
-def _valid_build(call: Call) -> str:
-    return _valid_digests(call) or same_rows(call)
-
-
-@op(_valid_build, tolerances=BUILD_TOLERANCES)
 def build_layer_rotated(
-    source: Annotated[LayerPages, "L R 32 H D kv"],
-    ids: Annotated[torch.Tensor, "n int64"],
-    planes: Annotated[torch.Tensor, "L P H bits 16 C uint8"],
-    stats: Annotated[torch.Tensor, "L P H T uint8"],
-    rows: Annotated[torch.Tensor | None, "L n int64"] = None,
-    coordinates: _OfLayers = None,
+    source: LayerPages,
+    ids: Int64[Tensor, " n"],
+    planes: UInt8[Tensor, "L P H bits 16 C"],
+    stats: UInt8[Tensor, "L P H 4*C+112"],
+    rows: Int64[Tensor, "L n"] | None = None,
+    coordinates: Coordinates | None = None,
 ) -> None:
     """Write the digests of pages ``ids`` in every layer; all other rows are unchanged. One launch.
 
@@ -186,6 +157,14 @@ def build_layer_rotated(
         planes, stats: see the module docstring; 2 bits, 1 with coordinates; mutated.
         coordinates: of all layers.
     """
+    if planes.is_cuda:
+        run = kernels.rotated.build_layer_rotated
+    else:  # C++ reads host pages, whose rows are their ids
+        run = _build_layer_rotated_native if rows is None else build_layer_rotated_reference
+    run(source, ids, planes, stats, rows, coordinates)
+
+
+def build_layer_rotated_reference(source, ids, planes, stats, rows=None, coordinates=None):
     of_keys, of_values = (source_rows(x, ids, rows) for x in (source.k, source.v))
     for layer, parts in enumerate(zip(of_keys, of_values, strict=True)):
         # [n, H, 32, D]
@@ -213,158 +192,6 @@ def build_layer_rotated(
         stats[layer].index_copy_(0, ids, row)
 
 
-def page_masses(
-    q: torch.Tensor,
-    planes: torch.Tensor,
-    stats: torch.Tensor,
-    table: torch.Tensor,
-    scale: float,
-    coordinates: Coordinates | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """u[h, p] = log sum_t exp(scale R' q[h] . x_t), the estimated log softmax mass of the page, and the mean of |v_t|
-    under that softmax, both [B, HQ, N]."""
-    (B, N), H = table.shape, planes.shape[1]
-    ids = table.clamp(min=0).flatten()
-    digests = planes.index_select(0, ids), stats.index_select(0, ids)
-    keys = decode(*digests, coordinates)  # [B * N, H, 32, D]
-    norms = value_norms(digests[1]).view(B, N, H, PAGE_TOKENS)
-    q = q.view(B, H, q.shape[1] // H, q.shape[2]) * scale
-    q = rotate(q, coordinates and coordinates.queries)
-    logits = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:]))
-    means = torch.einsum("bhgnt,bnht->bhgn", logits.softmax(-1), norms)
-    return logits.logsumexp(-1).flatten(1, 2), means.flatten(1, 2)
-
-
-@op(_valid_digests, tolerances=TOLERANCES)
-def score_rotated(
-    q: Annotated[torch.Tensor, "B H*G D query"],
-    planes: Annotated[torch.Tensor, "P H bits 16 C uint8"],
-    stats: Annotated[torch.Tensor, "P H T uint8"],
-    table: Annotated[torch.Tensor, "B N int32"],
-    n_full: Annotated[torch.Tensor, "B int32"],
-    scale: float,
-    coordinates: _OfLayer = None,
-) -> torch.Tensor:
-    """Score every full page of every request against its (predicted) query.
-
-        u[h, p] = log sum_t exp(scale R' q[h] . x_t)       the estimated log softmax mass of the page
-
-    and u is reduced over heads as in `score_pages`, except that each token is weighted by the norm of its value: summed
-    is sum_t w[h, t] |v_t|, an upper bound on what head h's output loses without the page.
-
-    Args:
-        q: after RoPE.
-        planes, stats: of one layer, see `build_layer_rotated`.
-        table, n_full, scale: as in `score_pages`.
-        coordinates: of this layer, for digests built with them.
-    Returns:
-        [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
-    Source: codes as in RaBitQ (arXiv 2405.12497) and QuIP (arXiv 2307.13304); norms of values as in VATP (arXiv
-        2406.12335); combining them into a page score: ours.
-    """
-    masses, means = page_masses(q.float(), planes, stats, table, scale, coordinates)
-    return reduce_heads(masses, table, n_full, means)
-
-
-_NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overflow 16 bits
-
-
-@build_layer_rotated.native(sizes=_NATIVE_DIMS, unless=given_rows)
-def _build(source, ids, planes, stats, rows, coordinates):
-    P, _, H, D = source.k[0].shape
-    native.check_ids("build_layer_rotated", ids=(ids, P))
-    for layer, (k, v) in enumerate(zip(source.k, source.v, strict=True)):
-        by = [x[layer].data_ptr() for x in coordinates[::2]] if coordinates else [0, 0]
-        of_kv = k.data_ptr(), v.data_ptr(), H, D, native.KV_DTYPES[k.dtype]
-        to = planes[layer].data_ptr(), stats[layer].data_ptr(), *by
-        native.module.rotate_pages(*of_kv, ids.data_ptr(), ids.numel(), *to)
-
-
-build_layer_rotated.triton("rotate", sizes=triton.HEAD_DIMS)
-
-
-def _scored(log_masses, out_shape, q, planes, stats, table, n_full, scale, coordinates):
-    P, H = planes.shape[:2]
-    by = [x.data_ptr() for x in coordinates[1:]] if coordinates else [0, 0]
-    digests = planes.data_ptr(), stats.data_ptr(), P, H, q.shape[1] // H, q.shape[2]
-    rows = table.data_ptr(), n_full.data_ptr(), *table.shape
-    q, out = q.float(), q.new_empty(out_shape, dtype=torch.float32)
-    how = scale, log_masses, out.data_ptr(), torch.get_num_threads()
-    native.module.score_rotated(q.data_ptr(), *digests, *rows, *how, *by)
-    return out
-
-
-@score_rotated.native(sizes=_NATIVE_DIMS)
-def _score(q, planes, stats, table, n_full, scale, coordinates):
-    return _scored(False, table.shape, q, planes, stats, table, n_full, scale, coordinates)
-
-
-score_rotated.triton("rotated", sizes=triton.HEAD_DIMS)
-
-
-def _valid_lists(call: Call) -> str:
-    lists, heads = call.sizes["lists"], call.sizes["H"]
-    if lists > 1 and call["coordinates"] is not None:
-        return f"pages has {lists} lists per request, expected 1 with coordinates"
-    if lists not in (1, heads):
-        return f"pages has {lists} lists per request, expected 1 or H={heads}"
-    return _valid_digests(call)
-
-
-def _of_lists(
-    pages: torch.Tensor, planes: torch.Tensor, stats: torch.Tensor, lists: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With one list per KV head, view each (page, head) as a page of one head, so that a list reads its head only."""
-    if lists == 1:
-        return planes, stats, pages
-    head = torch.arange(lists, dtype=torch.int32, device=pages.device)[:, None]
-    rows = (pages.unflatten(0, (-1, lists)) * lists + head).flatten(0, 1)
-    return planes.flatten(0, 1).unsqueeze(1), stats.flatten(0, 1).unsqueeze(1), rows
-
-
-@op(_valid_lists, tolerances=TOLERANCES)
-def mass_change_rotated(
-    q: Annotated[torch.Tensor, "B H*G D query"],
-    q_ahead: Annotated[torch.Tensor, "B H*G D query"],
-    planes: Annotated[torch.Tensor, "P H bits 16 C uint8"],
-    stats: Annotated[torch.Tensor, "P H T uint8"],
-    pages: Annotated[torch.Tensor, "B*lists N int32"],
-    n_pages: Annotated[torch.Tensor, "B*lists int32"],
-    scale: float,
-    coordinates: _OfLayer = None,
-) -> torch.Tensor:
-    """Estimate the difference in log softmax mass of the given pages between two queries: m(q) - m(q_ahead) with
-
-        m[h](q) = log sum_p sum_t exp(scale R' q[h] . x_t[p])
-
-    Args:
-        planes, stats, scale, coordinates: as in `score_rotated`.
-        pages, n_pages: the first n_pages of each row; negative ones are padding. With H lists per request, row
-            b * H + h belongs to KV head h of request b.
-    Returns:
-        [B, HQ] float32; 0 for a row without pages, and where the difference is not finite.
-    """
-    lists = len(pages) // len(q) if len(q) else 1
-    planes, stats, rows = _of_lists(pages, planes, stats, lists)
-    size = len(rows), q.shape[1] // lists, q.shape[2]
-    void = (torch.arange(rows.shape[1], device=rows.device) >= n_pages[:, None]) | (rows < 0)
-    real, ahead = (
-        page_masses(x.float().view(size), planes, stats, rows, scale, coordinates)[0]
-        .masked_fill_(void[:, None], -torch.inf)
-        .logsumexp(-1)
-        for x in (q, q_ahead)
-    )
-    return (real - ahead).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(q.shape[:2])
-
-
-@mass_change_rotated.native(sizes=_NATIVE_DIMS)
-def _mass_change(q, q_ahead, planes, stats, pages, n_pages, scale, coordinates):
-    lists = len(pages) // len(q) if len(q) else 1
-    planes, stats, rows = _of_lists(pages, planes, stats, lists)
-    size = len(rows), q.shape[1] // lists, q.shape[2]
-    of_pages = planes, stats, rows, n_pages, scale, coordinates
-    real, ahead = (_scored(True, size[:2], x.view(size), *of_pages) for x in (q, q_ahead))
-    return (real - ahead).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(q.shape[:2])
-
-
-mass_change_rotated.triton("rotated", sizes=triton.HEAD_DIMS)
+def _build_layer_rotated_native(source, ids, planes, stats, rows=None, coordinates=None):
+    turn, _, bits = coordinates or (None,) * 3
+    _native.rotate_layers(source.k, source.v, ids, planes, stats, turn, bits)

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
+from jaxtyping import Float, Float32, Int32
+from torch import Tensor
 
-from . import triton
-from .layers import KV_DTYPE_NAMES, resident_slots
-from .op import Call, Tolerance, op
-
-_WEIGHTS = "e^(s - lse) of fp32 sums of up to 256 products in another order"
+from . import triton as kernels
+from .layers import resident_slots
 
 
-@op(tolerances={name: Tolerance(1e-5, 1e-5, _WEIGHTS) for name in KV_DTYPE_NAMES})
 def decay_mass(
-    q: Annotated[torch.Tensor, "B H*G D query"],
-    lse: Annotated[torch.Tensor, "B H*G float32"],
-    k: Annotated[torch.Tensor, "P S H D kv"],
-    pages: Annotated[torch.Tensor, "B N int32"],
-    n_pages: Annotated[torch.Tensor, "B int32"],
-    slot_of: Annotated[torch.Tensor, "I int32"],
-    last_page: Annotated[torch.Tensor, "B int32"],
-    last_len: Annotated[torch.Tensor, "B int32"],
-    first_at: Annotated[torch.Tensor, "B int32"],
-    state: Annotated[torch.Tensor, "B int32"],
-    fresh: Annotated[torch.Tensor, "B int32"],
-    maw: Annotated[torch.Tensor, "M W H S float32"],
+    q: Float[Tensor, "B HQ D"],
+    lse: Float32[Tensor, "B HQ"],
+    k: Float[Tensor, "P S H D"],
+    pages: Int32[Tensor, "B N"],
+    n_pages: Int32[Tensor, " B"],
+    slot_of: Int32[Tensor, " I"],
+    last_page: Int32[Tensor, " B"],
+    last_len: Int32[Tensor, " B"],
+    first_at: Int32[Tensor, " B"],
+    state: Int32[Tensor, " B"],
+    fresh: Int32[Tensor, " B"],
+    maw: Float32[Tensor, "M W H S"],
     alpha: float,
     scale: float,
 ) -> None:
@@ -47,6 +43,27 @@ def decay_mass(
         maw: mutated where there is a token.
     Source: Deng et al., Algorithm 1 line 9 with A of Algorithm 2 line 11; the maximum over a group: ours.
     """
+    run = kernels.salience.decay_mass if q.is_cuda else decay_mass_reference
+    of_window = pages, n_pages, slot_of, last_page, last_len, first_at
+    run(q, lse, k, *of_window, state, fresh, maw, alpha, scale)
+
+
+def decay_mass_reference(
+    q,
+    lse,
+    k,
+    pages,
+    n_pages,
+    slot_of,
+    last_page,
+    last_len,
+    first_at,
+    state,
+    fresh,
+    maw,
+    alpha,
+    scale,
+):
     (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
     column = torch.arange(W, device=q.device)
     listed = torch.nn.functional.pad(pages[:, :W], (0, max(0, W - N)), value=-1)
@@ -68,21 +85,12 @@ def decay_mass(
     maw[row[live], place[live]] = torch.where(there, moved, old)[live]
 
 
-decay_mass.triton("salience", sizes=triton.PAGES)
-
-
-def _fits_a_word(call: Call) -> str:
-    S = call.sizes["S"]
-    return f"a page has S={S} tokens, expected at most 32" if S > 32 else ""
-
-
-@op(_fits_a_word, tolerances={"float32": Tolerance(0.0, 0.0, "comparisons of given numbers")})
 def salient_bits(
-    maw: Annotated[torch.Tensor, "L N W H S float32"],
-    state: Annotated[torch.Tensor, "n int32"],
-    at: Annotated[torch.Tensor, "n int32"],
-    threshold: Annotated[torch.Tensor, "L N H float32"],
-) -> torch.Tensor:
+    maw: Float32[Tensor, "L N W H S"],
+    state: Int32[Tensor, " n"],
+    at: Int32[Tensor, " n"],
+    threshold: Float32[Tensor, "L N H"],
+) -> Int32[Tensor, "L n H"]:
     """Bitmask of the tokens kept of pages that leave the window: those with MAW > threshold.
 
     Args:
@@ -93,12 +101,14 @@ def salient_bits(
         [L, n, H] int32, bit t for token t.
     Source: Deng et al., section 3.2.2, Algorithm 1 line 24.
     """
+    run = kernels.salience.salient_bits if maw.is_cuda else salient_bits_reference
+    return run(maw, state, at, threshold)
+
+
+def salient_bits_reference(maw, state, at, threshold):
     keeps = maw[:, state, at] > threshold[:, state, :, None]  # [L, n, H, S]
     bit = 1 << torch.arange(maw.shape[-1], device=maw.device)
     return (keeps * bit).sum(-1).to(torch.int32)
-
-
-salient_bits.triton("salience")
 
 
 def select_salient(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float32, Int32
+from torch import Tensor
 
+from . import triton as kernels
 from .layers import resident_slots
-from .op import Call, Tolerance, op
 
-_IDS = Tolerance(0.0, 0.0, "ids, not values; sets may differ only between equal scores")
+MAX_COLUMNS, MAX_PAGES = 8192, 512  # that one program of the kernel holds
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -22,28 +24,16 @@ class Selection(NamedTuple):
     n_missing: torch.Tensor
 
 
-def _valid(call: Call) -> str:
-    k, sink, recent = call["k"], call["sink_pages"], call["recent_pages"]
-    if call.sizes["P"] == 0:
-        return "slot_of has P=0, expected at least one page"
-    if not 0 < call["mass"] <= 1:
-        return f"mass={call['mass']} is not a share above 0 and up to 1"
-    if min(sink, recent) < 0 or sink + recent > k or k < 1:
-        return f"k={k} cannot hold sink_pages={sink} + recent_pages={recent}"
-    return ""
-
-
-@op(_valid, tolerances={"float32": _IDS})
 def select_pages(
-    scores: Annotated[torch.Tensor, "B N float32"],
-    table: Annotated[torch.Tensor, "B N int32"],
-    n_full: Annotated[torch.Tensor, "B int32"],
-    slot_of: Annotated[torch.Tensor, "P int32"],
-    k: Annotated[int, "k"],
+    scores: Float32[Tensor, "B N"],
+    table: Int32[Tensor, "B N"],
+    n_full: Int32[Tensor, " B"],
+    slot_of: Int32[Tensor, " P"],
+    k: int,
     sink_pages: int = 1,
     recent_pages: int = 1,
     mass: float = 1.0,
-    out: Annotated[tuple[torch.Tensor, torch.Tensor] | None, ("B k int32", "B k int32")] = None,
+    out: tuple[Int32[Tensor, "B {k}"], Int32[Tensor, "B {k}"]] | None = None,
 ) -> Selection:
     """Top-k pages of every request, or fewer if they hold enough mass; sink and recent pages are always included.
 
@@ -52,7 +42,8 @@ def select_pages(
         table: page ids below P; negative ones are padding.
         n_full: full pages per request; may be 0, or less than k: then all are selected.
         slot_of: slot of a resident page, -1 if the page is not resident.
-        k: pages to select, at least sink_pages + recent_pages.
+        k: pages to select, at least sink_pages + recent_pages. Above MAX_PAGES, or MAX_COLUMNS columns, a device sorts
+            with torch: budgets and prompts beyond what is usual.
         sink_pages, recent_pages: number of first and last full pages selected regardless of score.
         mass: below 1, selection for a request with more than k full pages stops (top-p style) once the pages so far
             hold this share of the sum of its scores, which must be shares, as of `score_pages`; non-finite ones count
@@ -62,6 +53,18 @@ def select_pages(
         :class:`Selection`. Ties may be broken either way.
     Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages and ``mass``: ours.
     """
+    if k < max(1, sink_pages + recent_pages):
+        what = f"sink_pages={sink_pages} + recent_pages={recent_pages}"
+        raise ValueError(f"select_pages: k={k} cannot hold {what}")
+    run = select_pages_reference
+    if scores.is_cuda and scores.shape[1] <= MAX_COLUMNS and k <= MAX_PAGES:
+        run = kernels.select.select_pages
+    return run(scores, table, n_full, slot_of, k, sink_pages, recent_pages, mass, out)
+
+
+def select_pages_reference(
+    scores, table, n_full, slot_of, k, sink_pages=1, recent_pages=1, mass=1.0, out=None
+):
     B, N = table.shape
     last = n_full[:, None] - 1  # column of the newest full page
     void = (torch.arange(N, dtype=torch.int32, device=table.device) > last) | (table < 0)
@@ -90,6 +93,3 @@ def select_pages(
     if out is not None:
         pages, missing = out[0].copy_(pages), out[1].copy_(missing)
     return Selection(pages, missing, lacks_slot.sum(1, dtype=torch.int32))
-
-
-select_pages.triton("select", sizes={"N": range(8193), "k": range(1, 513)})

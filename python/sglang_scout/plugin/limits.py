@@ -15,6 +15,7 @@ from sglang_scout.core.forecast import check_weights
 from sglang_scout.core.profile import check_profile, load_profile
 from sglang_scout.core.served_models import DTYPES, FP8_KV, check_architecture, check_attention
 from sglang_scout.ops import triton
+from sglang_scout.ops.select import MAX_COLUMNS
 from sglang_scout.plugin.model import TORCH_DTYPES, model_identity
 from sglang_scout.plugin.release import VERSION, adapter
 from sglang_scout.policy import Context, make_policy
@@ -22,7 +23,6 @@ from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes, free_p
 from sglang_scout.worker.ring import MAX_BATCH
 
 BACKEND_NAME = "scout"
-MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device
 TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "fake")
 _NIXL = (
     ". SGLang's NIXL backend expects all KV on a GPU, and on 0.5.15.post1 a request that ends during its transfer "
@@ -221,10 +221,10 @@ def check_memory_flag(config: OffloadConfig) -> None:
 def check_context(context_tokens: int, page_size: int) -> None:
     """Refuse a context that a device cannot select from."""
     pages = -(-context_tokens // page_size)
-    if pages > MAX_TABLE_PAGES:
+    if pages > MAX_COLUMNS:
         raise ConfigError(
             f"--context-length {context_tokens}: {pages} pages of {page_size} tokens, but the device kernels "
-            f"select from at most {MAX_TABLE_PAGES}; lower it to {MAX_TABLE_PAGES * page_size}"
+            f"select from at most {MAX_COLUMNS}; lower it to {MAX_COLUMNS * page_size}"
         )
 
 

@@ -16,7 +16,6 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import selection_of
 from sglang_scout.core.step_log import StepLog
 from sglang_scout.engine.counters import Counters, Stat
-from sglang_scout.ops.op import chosen
 from sglang_scout.plugin.model import model_identity
 from sglang_scout.plugin.release import VERSION
 
@@ -108,7 +107,6 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "sglang": VERSION,
         "backend": f"{digests.device.type}-{worker.isa}",
         "transport": backend.transport,
-        "ops": chosen(),
         "plan": [
             {"what": what, "count": count, "bytes": size} for what, count, size in backend.plan.rows
         ],

@@ -1,16 +1,21 @@
 """Triton kernels, one file per family, and the functions that launch them, each with the name and the arguments of its
-op. An empty grid launches nothing. Importing this package does not import triton.
+op. An empty grid launches nothing. Importing this package does not import triton; using a module of it does.
 
-On CPU tensors they run, if asked for by name, in Triton's interpreter: TRITON_INTERPRET=1 before triton is imported.
+On CPU tensors they run in Triton's interpreter: TRITON_INTERPRET=1 before triton is imported.
 """
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from types import ModuleType
 
-HEAD_DIMS = {"D": range(16, 257, 16)}
-PAGES = HEAD_DIMS | {"S": range(1, 129)}
-"""For kernels that hold a page of one head at a time."""
+
+def __getattr__(name: str) -> ModuleType:
+    try:
+        return import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"{__name__} has no {name}: {error}") from error
 
 
 def interpreted() -> bool:

@@ -189,7 +189,7 @@ def arrivals_of(user: str, device: torch.device) -> torch.Tensor:
     return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 
 
-def attend_pages(q, k, v, pages, last_page, last_len, scale, slot_of, n_pages):
+def attend_pages(q, k, v, pages, last_page, last_len, scale, slot_of=None, n_pages=None):
     (B, HQ, D), (_, S, H, _), R = q.shape, k.shape, pages.shape[1]
     out = q.new_empty(q.shape, dtype=torch.float32), q.new_empty((B, HQ), dtype=torch.float32)
     if B == 0:

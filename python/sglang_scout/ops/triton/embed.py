@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..embed import largest
+from ..layers import largest
 from .exact import limited, rounded
 from .pages import for_each_page, page_keys, source_of
 
@@ -93,11 +93,11 @@ def embedding_scores_kernel(
     tl.store(out + (b * H + h) * N + n, score, mask=n < N)
 
 
-def build_layer_means(source, ids, embeddings, rows):
+def build_layer_means(source, ids, embeddings, rows=None):
     for_each_page(means_kernel, source, ids, rows, (embeddings,), largest(embeddings.dtype))
 
 
-def build_layer_pilots(source, ids, embeddings, w_k, rows):
+def build_layer_pilots(source, ids, embeddings, w_k, rows=None):
     constants = embeddings.shape[-1], largest(embeddings.dtype)
     for_each_page(pilots_kernel, source, ids, rows, (embeddings, w_k), *constants)
 

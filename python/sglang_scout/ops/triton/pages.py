@@ -157,7 +157,7 @@ def for_each_page(kernel, source, ids, rows, to, *constants, num_warps=4):
         )
 
 
-def build_layer_digests(source, ids, kmin, kmax, rows):
+def build_layer_digests(source, ids, kmin, kmax, rows=None):
     for_each_page(digest_kernel, source, ids, rows, (kmin, kmax))
 
 
@@ -183,7 +183,7 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
     )
 
 
-def append_tokens(k, v, lens, pool, mirror):
+def append_tokens(k, v, lens, pool, mirror=None):
     B, H, D = k.shape
     block = min(1024, triton.next_power_of_2(H * D))
     pools = *map(as_loaded, pool), *(map(as_loaded, mirror) if mirror else [None] * 3)

@@ -33,7 +33,7 @@ def reduce_row(
     u, tops, masses, table, out, b, full, N, row_stride, parts,
     HQ: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """Scores of a row's pages, reduced over heads; see `ops.score`. u [B, HQ, row_stride]; tops, masses
+    """Scores of a row's pages, reduced over heads; see `ops.minmax`. u [B, HQ, row_stride]; tops, masses
     [B, HQ, parts]; out [B, N]."""
     BLOCK_H: tl.constexpr = triton.next_power_of_2(HQ)
     h = tl.arange(0, BLOCK_H)

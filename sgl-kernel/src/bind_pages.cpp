@@ -1,0 +1,217 @@
+// Python bindings of copies and digests of the pages of all layers; see ops/pages.py, ops/digest.py
+// and ops/rotated.py. Calls release the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "pages.h"
+#include "score_cpu.h"
+#include "tensors.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using scout::AnyIn;
+using scout::AnyOut;
+using scout::DType;
+using scout::expect_ids;
+using scout::expect_shape;
+using scout::In;
+using scout::Out;
+using scout::require;
+using scout::sizes;
+
+using Pages = std::vector<AnyIn<4>>;  // K or V of each layer, [P, S, H, D]
+using Weights = std::optional<In<float, 4>>;
+
+// `count` layers of the same shape and dtype.
+template <class T>
+void expect_layers(const char* op, const std::vector<T>& k, const std::vector<T>& v, size_t count) {
+  require(op, count > 0 && k.size() == count && v.size() == count,
+          "no or another number of layers");
+  for (const std::vector<T>* half : {&k, &v}) {
+    for (const T& layer : *half)
+      require(op, layer.dtype() == k[0].dtype() && sizes(layer) == sizes(k[0]), "layers differ");
+  }
+}
+
+template <class T>
+std::vector<char*> starts_of(const std::vector<T>& layers) {
+  std::vector<char*> found;
+  for (const T& layer : layers)
+    found.push_back(const_cast<char*>(static_cast<const char*>(layer.data())));
+  return found;
+}
+
+// Of a tensor with all layers.
+std::vector<char*> starts_of(const AnyOut<5>& layers) {
+  std::vector<char*> found;
+  const size_t bytes = layers.nbytes() / layers.shape(0);
+  for (size_t i = 0; i < layers.shape(0); ++i)
+    found.push_back(static_cast<char*>(layers.data()) + i * bytes);
+  return found;
+}
+
+// Rows of `bytes` of K and V: row ids[1, i] of layer ids[0, i] to its row ids[2, i]; a negative
+// source is none.
+void copy_rows(const char* op, const In<int64_t, 2>& ids, int64_t bytes, int64_t sources,
+               int64_t targets, std::initializer_list<std::vector<char*>> from,
+               std::initializer_list<std::vector<char*>> to) {
+  const int64_t n = ids.shape(1);
+  expect_shape(op, "ids", ids, {3, n});
+  const int64_t *const layer = ids.data(), *const source = layer + n, *const target = source + n;
+  expect_ids(op, "layers", layer, n, static_cast<int64_t>(from.begin()->size()));
+  expect_ids(op, "sources", source, n, sources, true);
+  expect_ids(op, "targets", target, n, targets);
+  for (size_t half = 0; half < from.size(); ++half) {
+    const std::vector<char*>&of = from.begin()[half], &into = to.begin()[half];
+    for (int64_t i = 0; i < n; ++i) {
+      if (source[i] >= 0)
+        std::memcpy(into[layer[i]] + target[i] * bytes, of[layer[i]] + source[i] * bytes, bytes);
+    }
+  }
+}
+
+void copy_layer_pages(const Pages& k, const Pages& v, const In<int64_t, 2>& ids,
+                      const AnyOut<5>& to_k, const AnyOut<5>& to_v) {
+  const char* const op = "copy_layer_pages";
+  const auto [L, slots, S, H, D] = sizes(to_k);
+  expect_layers(op, k, v, L);
+  expect_shape(op, "source", k[0], {sizes(k[0])[0], S, H, D});
+  expect_shape(op, "dst_v", to_v, {L, slots, S, H, D});
+  require(op, to_k.dtype() == k[0].dtype() && to_v.dtype() == k[0].dtype(), "dtypes differ");
+  copy_rows(op, ids, S * H * D * to_k.itemsize(), k[0].shape(0), slots,
+            {starts_of(k), starts_of(v)}, {starts_of(to_k), starts_of(to_v)});
+}
+
+void copy_tokens(const Pages& k, const Pages& v, const In<int64_t, 2>& ids,
+                 const std::vector<AnyOut<3>>& to_k, const std::vector<AnyOut<3>>& to_v) {
+  const char* const op = "copy_tokens";
+  expect_layers(op, k, v, to_k.size());
+  expect_layers(op, to_k, to_v, k.size());
+  const auto [P, S, H, D] = sizes(k[0]);
+  const auto [C, tokens, width] = sizes(to_k[0]);
+  require(op, to_k[0].dtype() == k[0].dtype() && width == D, "dtypes or D differ");
+  copy_rows(op, ids, D * k[0].itemsize(), P * S * H, C * tokens, {starts_of(k), starts_of(v)},
+            {starts_of(to_k), starts_of(to_v)});
+}
+
+void stage_pages(const AnyIn<4>& k, const AnyIn<4>& v, const In<int32_t, 2>& pages,
+                 const AnyOut<4>& to_k, const AnyOut<4>& to_v) {
+  const char* const op = "stage_pages";
+  const auto [P, S, H, D] = sizes(k);
+  const auto [slots, tokens, heads, width] = sizes(to_k);
+  const auto [rows, columns] = sizes(pages);
+  expect_shape(op, "v", v, {P, S, H, D});
+  expect_shape(op, "dst_k", to_k, {slots, S, heads, D});
+  expect_shape(op, "dst_v", to_v, {slots, S, heads, D});
+  require(op, slots >= rows * columns, "more entries than slots");
+  require(op, heads > 0 && H % heads == 0 && rows * heads % H == 0, "lists are not whole requests");
+  for (const nb::dlpack::dtype type : {v.dtype(), to_k.dtype(), to_v.dtype()})
+    require(op, type == k.dtype(), "dtypes differ");
+  expect_ids(op, "pages", pages.data(), rows * columns, P, true);
+  // A list copies its own heads of every token: whole pages if there is one list per request.
+  const int64_t lists = H / heads, bytes = heads * D * static_cast<int64_t>(k.itemsize());
+  const int64_t run_bytes = lists == 1 ? S * bytes : bytes, runs = lists == 1 ? 1 : S;
+  for (int64_t entry = 0; entry < rows * columns; ++entry) {
+    const int64_t page = pages.data()[entry], list = entry / columns % lists;
+    if (page < 0) continue;
+    for (int64_t run = 0; run < runs; ++run) {
+      const int64_t from = (page * S + run) * lists * bytes + list * bytes;
+      const int64_t to = (entry * S + run) * bytes;
+      std::memcpy(static_cast<char*>(to_k.data()) + to, static_cast<const char*>(k.data()) + from,
+                  run_bytes);
+      std::memcpy(static_cast<char*>(to_v.data()) + to, static_cast<const char*>(v.data()) + from,
+                  run_bytes);
+    }
+  }
+}
+
+// Sizes as the kernels take them, after a check of the head size.
+struct Heads {
+  int tokens, heads, dim;
+  DType type;
+};
+
+Heads heads_of(const char* op, const AnyIn<4>& k, int64_t end) {
+  const auto [P, S, H, D] = sizes(k);
+  require(op, S > 0 && H > 0 && D > 0 && D % 16 == 0 && D <= end,
+          "expected tokens, heads, and D a multiple of 16 up to the kernel's limit");
+  return {static_cast<int>(S), static_cast<int>(H), static_cast<int>(D),
+          scout::dtype_of(op, k.dtype())};
+}
+
+void digest_layers(const Pages& k, const In<int64_t, 1>& ids, const AnyIn<1>& values,
+                   const AnyOut<4>& kmin, const AnyOut<4>& kmax) {
+  const char* const op = "build_layer_digests";
+  const int64_t L = kmin.shape(0), P = kmin.shape(1), n = ids.shape(0);
+  expect_layers(op, k, k, L);
+  const Heads of = heads_of(op, k[0], 16384);
+  expect_shape(op, "source.k", k[0], {P, of.tokens, of.heads, of.dim});
+  expect_shape(op, "kmin", kmin, {L, P, of.heads, of.dim});
+  expect_shape(op, "kmax", kmax, {L, P, of.heads, of.dim});
+  expect_shape(op, "values", values, {256});
+  expect_ids(op, "ids", ids.data(), n, P);
+  const DType to = scout::dtype_of(op, kmin.dtype());
+  require(op, scout::bytes_of(of.type) == 1 ? scout::bytes_of(to) > 1 : to == of.type,
+          "expected digests of the dtype of K, or of a wider one if K is fp8");
+  require(op, kmax.dtype() == kmin.dtype() && values.dtype() == kmin.dtype(), "dtypes differ");
+  const int64_t layer_bytes = P * of.heads * of.dim * scout::bytes_of(to);
+  for (int64_t l = 0; l < L; ++l) {
+    scout::digest_pages(k[l].data(), of.tokens, of.heads, of.dim, of.type, ids.data(), n, to,
+                        values.data(), static_cast<char*>(kmin.data()) + l * layer_bytes,
+                        static_cast<char*>(kmax.data()) + l * layer_bytes);
+  }
+}
+
+void rotate_layers(const Pages& k, const Pages& v, const In<int64_t, 1>& ids,
+                   const Out<uint8_t, 6>& planes, const Out<uint8_t, 4>& stats, const Weights& turn,
+                   const Weights& bits) {
+  const char* const op = "build_layer_rotated";
+  const int64_t L = planes.shape(0), P = planes.shape(1), n = ids.shape(0);
+  expect_layers(op, k, v, L);
+  const Heads of = heads_of(op, k[0], scout::kRotatedMaxDim);
+  const int64_t H = of.heads, D = of.dim, bits_per_key = turn ? 1 : 2;
+  expect_shape(op, "source.k", k[0], {P, scout::kRotatedTokens, H, D});
+  expect_shape(op, "planes", planes, {L, P, H, bits_per_key, 16, D / 4});
+  expect_shape(op, "stats", stats, {L, P, H, D + scout::kStatsBytes});
+  expect_ids(op, "ids", ids.data(), n, P);
+  require(op, turn.has_value() == bits.has_value(), "turn without bits, or the reverse");
+  if (turn) {
+    expect_shape(op, "turn", *turn, {L, H, D, D});
+    expect_shape(op, "bits", *bits, {L, H, 4, D});
+  }
+  for (int64_t l = 0; l < L; ++l) {
+    scout::rotate_pages({k[l].data(),
+                         v[l].data(),
+                         of.type,
+                         ids.data(),
+                         n,
+                         planes.data() + l * P * H * bits_per_key * 4 * D,
+                         stats.data() + l * P * H * (D + scout::kStatsBytes),
+                         {turn ? turn->data() + l * H * D * D : nullptr,
+                          bits ? bits->data() + l * H * 4 * D : nullptr},
+                         of.heads,
+                         of.dim});
+  }
+}
+
+}  // namespace
+
+void bind_pages(nb::module_& m) {
+  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+  m.def("copy_layer_pages", &copy_layer_pages, no_gil, "Pages of any layers to slots.");
+  m.def("copy_tokens", &copy_tokens, no_gil, "Single tokens and heads to pages of one head.");
+  m.def("stage_pages", &stage_pages, no_gil, "Listed pages of a layer to consecutive slots.");
+  m.def("digest_layers", &digest_layers, no_gil,
+        "Column minimum and maximum of K of pages, to the rows of their ids.");
+  m.def("rotate_layers", &rotate_layers, no_gil, nb::arg("k"), nb::arg("v"), nb::arg("ids"),
+        nb::arg("planes"), nb::arg("stats"), nb::arg("turn").none(), nb::arg("bits").none(),
+        "Rotated digests of pages of 32 tokens, to the rows of their ids.");
+}

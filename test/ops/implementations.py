@@ -1,0 +1,90 @@
+"""The implementations of an op as parameters of tests, and the device.
+
+On a machine with a CUDA device the kernels run there: tensors are created on the CPU as for every implementation;
+arguments are copied to the device, results and mutated arguments back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sglang_scout.ops import triton
+from sglang_scout.ops.layers import LayerPages
+
+ON_DEVICE = torch.cuda.is_available() and not triton.interpreted()
+
+
+def name_of(implementation: Callable) -> str:
+    """native, triton or reference."""
+    if implementation.__module__.startswith("sglang_scout.ops.triton."):
+        return "triton"
+    return "native" if implementation.__name__.endswith("_native") else "reference"
+
+
+def implementations(*functions: Callable, also: str = "") -> pytest.MarkDecorator:
+    """Parametrises a test with functions as ``impl``; or with tuples whose last item is one, ``also`` naming the others
+    before it."""
+    values = []
+    for row in functions:
+        *before, function = row if isinstance(row, tuple) else (row,)
+        name = "-".join([*(getattr(x, "__name__", x) for x in before), name_of(function)])
+        values.append(pytest.param(*before, usable(function), id=name))
+    return pytest.mark.parametrize(f"{also},impl".strip(","), values)
+
+
+def usable(implementation: Callable) -> Callable:
+    """The function itself, or for kernels on a device one that takes and returns tensors on the CPU."""
+    if name_of(implementation) != "triton" or not ON_DEVICE:
+        return implementation
+
+    @functools.wraps(implementation)
+    def run(*args, **kwargs):
+        there = {}  # of each tensor by identity: as it was, and on the device
+
+        def go(value):
+            if isinstance(value, torch.Tensor):
+                return there.setdefault(id(value), (value, value.to("cuda")))[1]
+            if isinstance(value, LayerPages):  # pinned, like an arena's; no kernel changes them
+                halves = (
+                    [plane(x, x.storage_offset(), pin_memory=True) for x in half]
+                    for half in (value.k, value.v)
+                )
+                return LayerPages.of(*halves, "cuda")
+            return value
+
+        def come(value):
+            if not isinstance(value, torch.Tensor):
+                return value
+            return next((old for old, new in there.values() if new is value), value.cpu())
+
+        moved = {name: over(value, go) for name, value in kwargs.items()}
+        result = implementation(*over(args, go), **moved)
+        for old, new in there.values():
+            old.copy_(new)
+        return over(result, come)
+
+    return run
+
+
+def over(value, move):
+    """``move`` applied to all that is in tuples."""
+    if not isinstance(value, tuple):
+        return move(value)
+    values = [over(x, move) for x in value]
+    return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+
+
+def plane(values: torch.Tensor, shift: int = 0, **where) -> torch.Tensor:
+    """A copy of ``values``, ``shift`` elements after the start of its memory."""
+    memory = torch.empty(shift + values.numel(), dtype=values.dtype, **where)
+    return memory[shift:].view(values.shape).copy_(values)
+
+
+def chosen(parameters: dict) -> str:
+    """The name of the implementation among a test's parameters, or ""."""
+    impl = parameters.get("impl")
+    return name_of(impl) if callable(impl) else ""
