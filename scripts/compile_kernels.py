@@ -29,7 +29,9 @@ if "TRITON_INTERPRET" in os.environ:  # before importing triton
 import torch
 import triton
 from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.op import Op
+from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -38,7 +40,6 @@ from triton.runtime.jit import JITFunction
 from sglang_scout.ops import triton as kernels
 from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.doorbell import DeviceRing, write_stamp
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.pages import append_tokens, copy_layer_pages, stage_pages
 from sglang_scout.ops.predict import add_norm, rotate_heads
@@ -50,7 +51,6 @@ from sglang_scout.ops.rotated import (
     planes_shape,
     score_rotated,
 )
-from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.select import select_pages
 from sglang_scout.ops.triton import attend, doorbell
 from sglang_scout.worker.ring import ArenaSpec, Split, layout_of

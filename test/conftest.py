@@ -17,7 +17,7 @@ from jaxtyping import install_import_hook
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 # Their helper modules; test modules are imported by file, see below.
-for folder in ("", "e2e", "engine", "ops", "policy", "ring", "worker"):
+for folder in ("", "e2e", "engine", "ops", "policy/hgca", "ring", "worker"):
     sys.path.insert(0, str(ROOT / "test" / folder))
 
 # Before anything imports triton: without a GPU its kernels run in the interpreter, on CPU tensors.
@@ -29,9 +29,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Shapes and dtypes in the signatures of ops are checked at every call. Not those of their kernels, which are compiled.
-OPS = (ROOT / "python/sglang_scout/ops").glob("*.py")
-with_shapes = [path.stem for path in OPS if "from jaxtyping" in path.read_text(encoding="utf-8")]
-install_import_hook([f"sglang_scout.ops.{name}" for name in with_shapes], "beartype.beartype")
+PACKAGE = ROOT / "python"
+with_shapes = [
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for folder in ("ops", "policy")
+    for path in (PACKAGE / "sglang_scout" / folder).rglob("*.py")
+    if "from jaxtyping" in path.read_text(encoding="utf-8")
+]
+install_import_hook(with_shapes, "beartype.beartype")
+
+pytest_plugins = ["op_fixtures"]
 
 # The same examples in every run: a change is judged by what it does, not by luck. Those who look for
 # faults run `pytest --hypothesis-profile=explore`. No deadline: the first case loads kernels.
@@ -109,6 +116,22 @@ def tiny_model() -> Callable[..., Path]:
         return cached_tiny_model(TinyModelSpec(arch=arch, **sizes))  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def make():
+    """``make(budget_tokens=128, ...)``: a ``MiniWorker``, or one of another ``kind``; closed at the end of the test."""
+    from mini_worker import MiniWorker
+
+    made = []
+
+    def build(kind=MiniWorker, **kwargs):
+        made.append(kind(**kwargs))
+        return made[-1]
+
+    yield build
+    for worker in made:
+        worker.close()
 
 
 @pytest.fixture(scope="session")

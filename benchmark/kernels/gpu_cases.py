@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
+from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 
 from benchmark.kernels.gpu_pools import (
@@ -26,11 +28,9 @@ from benchmark.kernels.gpu_pools import (
 from sglang_scout.ops import rotated
 from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.doorbell import write_stamp
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.pages import Pool, append_tokens, copy_layer_pages, stage_pages
 from sglang_scout.ops.predict import add_norm, rotate_heads
 from sglang_scout.ops.rotated import mass_change_rotated
-from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.select import select_pages
 
 HIDDEN = 5120  # of Qwen3-14B, with 8 KV heads of 5 query heads each

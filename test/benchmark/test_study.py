@@ -15,7 +15,6 @@ from benchmark.accuracy.study.decode import Text, decode_window
 from benchmark.accuracy.study.model import Model
 from benchmark.accuracy.study.selection import Digest, Setting, choose, page_scores, reduced
 from page_weights import coordinates
-from sglang_scout.ops.embed import half_means, pooled, score_embeddings
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.minmax import score_pages_reference
 from sglang_scout.ops.rotated import (
@@ -27,6 +26,7 @@ from sglang_scout.ops.rotated import (
 )
 from sglang_scout.ops.rotated_scores import score_rotated_reference
 from sglang_scout.ops.select import select_pages
+from sglang_scout.policy.learned.embed import half_means, pooled, score_embeddings
 
 LENGTH, START = 640, 512
 

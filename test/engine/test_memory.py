@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hgca_worker import HgcaWorker
 from page_weights import digest_weights, identity, pilot_weights, rule_of
 from sglang_scout.core.config import parse_config
 from sglang_scout.core.errors import ConfigError
@@ -90,17 +89,6 @@ def test_bytes_of_a_step_are_those_of_its_buffers(make, policy):
     context = 32 * engine.parts.sizes.max_pages
     planned = ServerSize(made.config, made.policy, made.shape, made.max_batch, context, [1])
     assert planned.step_bytes == sum(x.nbytes for x in held)
-
-
-def test_bytes_of_a_window_s_step_are_those_of_its_buffers(make):
-    made = make(HgcaWorker)
-    older, salient = made.engine.selector, made.policy.salient
-    held = sum(x.nbytes for x in (older._ids, older._queries, salient._maw))
-    settings = dataclasses.replace(made.config, context_share=0.3)
-    context = 32 * made.engine.parts.sizes.max_pages
-    planned = ServerSize(settings, made.policy, made.shape, made.max_batch, context, [1])
-    assert planned.step_bytes == held
-    assert made.engine._results._both.numel() == 0 and made.engine._inputs.candidates.lists == 1
 
 
 # -- host memory -----------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from sglang_scout.ops.embed import score_embeddings, score_embeddings_reference
 
 from page_weights import coordinates
 from sglang_scout.ops import minmax, rotated, rotated_scores, triton
-from sglang_scout.ops.embed import score_embeddings, score_embeddings_reference
 from sglang_scout.ops.layers import LayerPages
 
 OPS = {

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
+from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 
 from page_weights import coordinates
 from sglang_scout.core.errors import ImplementationError
 from sglang_scout.ops.attend import attend_pages, merge_states
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.pages import Pool, append_tokens, copy_layer_pages, copy_tokens, stage_pages
 from sglang_scout.ops.predict import add_norm, rotate_heads
@@ -19,7 +20,6 @@ from sglang_scout.ops.rotated import (
     planes_shape,
     score_rotated,
 )
-from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.select import select_pages
 
 L, B, P, S, H, HQ, D, N, C = 2, 3, 7, 32, 2, 4, 16, 5, 24

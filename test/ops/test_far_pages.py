@@ -9,15 +9,15 @@ import mmap
 import pytest
 import torch
 from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
+from sglang_scout.ops.salience import decay_mass
 from sglang_scout.ops.score import score_pages
 
 from sglang_scout.ops import rotated, triton
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.pages import Pool, append_tokens, copy_layer_pages, stage_pages
 from sglang_scout.ops.rotated import mass_change_rotated
-from sglang_scout.ops.salience import decay_mass
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots
 
 from attend_cases import FP8
 from implementations import implementations, name_of
 from sglang_scout.ops import embed, minmax, rotated, triton
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots
 from sglang_scout.ops.layers import LayerPages, largest
 from sglang_scout.ops.minmax import build_layer_digests
 from sglang_scout.ops.rotated import PAGE_TOKENS, STATS_BYTES, build_layer_rotated, planes_shape

@@ -14,7 +14,7 @@ from sglang_scout.ops import triton
 from sglang_scout.ops.predict import rms_norm, rotate_heads, rotate_heads_reference
 from sglang_scout.plugin import model
 from sglang_scout.plugin.release import VERSION
-from sglang_scout.policy.learned.embeddings import Means
+from sglang_scout.policy.learned.digests import Means
 from sglang_scout.policy.learned.sparda import SparDA
 
 HIDDEN, HQ, H, D, TOKENS = 96, 6, 2, 64, 5

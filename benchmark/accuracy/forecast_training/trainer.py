@@ -29,7 +29,7 @@ from benchmark.accuracy.study.model import Model
 from benchmark.progress import Progress
 from sglang_scout.core.forecast import LEAST_RANK, VERSION, Header, PageWeights, save_weights
 from sglang_scout.core.profile import ModelIdentity
-from sglang_scout.ops.embed import half_means, pooled
+from sglang_scout.policy.learned.embed import half_means, pooled
 
 QUERIES = 256  # per text, at random positions
 CHECKPOINT_STEPS = 25

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_scout.ops.embed import pooled
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.rotated import (
     FIRST,
@@ -33,6 +32,7 @@ from sglang_scout.ops.rotated import (
     planes_shape,
     rotate,
 )
+from sglang_scout.policy.learned.embed import pooled
 
 KINDS = ("keys", "rotated", "calibrated", "minmax", "window", "pilot")
 FILES = {"pilot": "pilot", "calibrated": "digest"}

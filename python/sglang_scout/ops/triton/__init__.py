@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -16,6 +17,16 @@ def __getattr__(name: str) -> ModuleType:
         return import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
         raise AttributeError(f"{__name__} has no {name}: {error}") from error
+
+
+class Lazy:
+    """A module of kernels elsewhere, imported when it is used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
 
 
 def interpreted() -> bool:

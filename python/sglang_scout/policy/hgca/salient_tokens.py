@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.ops.salience import decay_mass, salient_bits, select_salient
+from sglang_scout.policy.hgca.salience import decay_mass, salient_bits, select_salient
 
 
 @dataclass

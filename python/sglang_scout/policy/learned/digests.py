@@ -10,8 +10,12 @@ from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.digest_kinds import MARK_BYTES, DigestKind, Parts
 from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.policy.learned.embed import (
+    build_layer_means,
+    build_layer_pilots,
+    score_embeddings,
+)
 
 
 class Means(DigestKind):

@@ -5,9 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layers import largest
-from .exact import limited, rounded
-from .pages import for_each_page, page_keys, source_of
+from sglang_scout.ops.layers import largest
+from sglang_scout.ops.triton.exact import limited, rounded
+from sglang_scout.ops.triton.pages import for_each_page, page_keys, source_of
 
 _BLOCK_RANKS = tl.constexpr(16)
 # Elements that a scoring program holds at a time.
@@ -16,9 +16,18 @@ _BLOCK_VALUES, _BLOCK_PAGES = 4096, 64
 
 @triton.jit
 def means_kernel(
-    addresses, ids, rows, embeddings,
-    P, R,
-    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr,
+    addresses,
+    ids,
+    rows,
+    embeddings,
+    P,
+    R,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    LARGEST: tl.constexpr,
+    KV: tl.constexpr,
+    FP8: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """One page, head and layer, as `pages.digest_kernel`. embeddings [L, P, H, 2, D]."""
@@ -34,10 +43,21 @@ def means_kernel(
 
 @triton.jit
 def pilots_kernel(
-    addresses, ids, rows, embeddings, w_k,
-    P, R,
-    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LARGEST: tl.constexpr, KV: tl.constexpr,
-    FP8: tl.constexpr, ALIGN: tl.constexpr,
+    addresses,
+    ids,
+    rows,
+    embeddings,
+    w_k,
+    P,
+    R,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    LARGEST: tl.constexpr,
+    KV: tl.constexpr,
+    FP8: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """One page, head and layer, as `pages.digest_kernel`. embeddings [L, P, H, E]; w_k [L, H, E, 2 D]."""
     k, source, row = source_of(addresses, ids, rows, P, R, KV, ALIGN)
@@ -71,9 +91,17 @@ def dots(embeddings, page, query, h, which, H: tl.constexpr, W: tl.constexpr, E:
 
 @triton.jit
 def embedding_scores_kernel(
-    q, embeddings, table, n_full, out,
+    q,
+    embeddings,
+    table,
+    n_full,
+    out,
     N,
-    H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     """One block of pages for one KV head of a request. q [B * H, E]; embeddings [P, H, W, E]; out [B * H, N]."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)

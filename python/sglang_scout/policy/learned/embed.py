@@ -14,8 +14,10 @@ import torch
 from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
-from . import triton as kernels
-from .layers import LayerPages, limited, source_rows
+from sglang_scout.ops.layers import LayerPages, limited, source_rows
+from sglang_scout.ops.triton import Lazy
+
+kernels = Lazy(f"{__package__}.kernels")
 
 
 def half_means(k: torch.Tensor) -> torch.Tensor:
@@ -45,7 +47,7 @@ def build_layer_means(
     Source: arXiv 2606.04511, equation 5; see the module docstring.
     """
     on_device = embeddings.is_cuda
-    run = kernels.embed.build_layer_means if on_device else build_layer_means_reference
+    run = kernels.build_layer_means if on_device else build_layer_means_reference
     run(source, ids, embeddings, rows)
 
 
@@ -70,7 +72,7 @@ def build_layer_pilots(
     Source: SeerAttention (arXiv 2410.13276), section 3; see the module docstring.
     """
     on_device = embeddings.is_cuda
-    run = kernels.embed.build_layer_pilots if on_device else build_layer_pilots_reference
+    run = kernels.build_layer_pilots if on_device else build_layer_pilots_reference
     run(source, ids, embeddings, w_k, rows)
 
 
@@ -104,7 +106,7 @@ def score_embeddings(
         -inf in columns >= n_full and where table < 0.
     Source: arXiv 2606.04511, equation 11 and its max-pooling to blocks (section 4.3).
     """
-    run = kernels.embed.score_embeddings if q.is_cuda else score_embeddings_reference
+    run = kernels.score_embeddings if q.is_cuda else score_embeddings_reference
     return run(q, embeddings, table, n_full)
 
 

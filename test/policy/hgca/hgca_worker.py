@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from hgca_oracle import Oracle
 
+from hgca_oracle import Oracle
 from mini_worker import SIZE, HereInstead, MiniWorker
 from sglang_scout.engine.stores import HostPages
 from sglang_scout.ops.layers import LayerPages

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from attend_cases import FP8
 from implementations import implementations
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.salience import (
+from sglang_scout.policy.hgca import kernels
+from sglang_scout.policy.hgca.salience import (
     decay_mass,
     decay_mass_reference,
     salient_bits_reference,
     select_salient,
 )
-from sglang_scout.ops.triton import salience as kernels
 
 S, ALPHA = 32, 0.1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)

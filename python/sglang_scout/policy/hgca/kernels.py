@@ -4,15 +4,34 @@ import torch
 import triton
 import triton.language as tl
 
-from .exact import as_loaded, dot_fp32, stored_as, widened
-from .pages import listed_slots
+from sglang_scout.ops.triton.exact import as_loaded, dot_fp32, stored_as, widened
+from sglang_scout.ops.triton.pages import listed_slots
 
 
 @triton.jit
 def decay_kernel(
-    q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw,
-    alpha, scale, N, W, ids,
-    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr,
+    q,
+    lse,
+    k,
+    pages,
+    n_pages,
+    slot_of,
+    last_page,
+    last_len,
+    first_at,
+    state,
+    fresh,
+    maw,
+    alpha,
+    scale,
+    N,
+    W,
+    ids,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """One page of a row's window and one KV head. q [B, HQ, D]; lse [B, HQ]; k [P, S, H, D]; pages [B, N]; maw
     [M, W, H, S]; the others [B]."""
@@ -54,8 +73,14 @@ def decay_kernel(
 
 @triton.jit
 def salient_kernel(
-    maw, state, at, threshold, out,
-    N, W, H,
+    maw,
+    state,
+    at,
+    threshold,
+    out,
+    N,
+    W,
+    H,
     S: tl.constexpr,
 ):
     """One page, head and layer. maw [L, N, W, H, S]; state, at [n]; threshold [L, N, H]; out [L, n, H]."""
@@ -69,12 +94,46 @@ def salient_kernel(
 
 
 def decay_mass(
-    q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha, scale
+    q,
+    lse,
+    k,
+    pages,
+    n_pages,
+    slot_of,
+    last_page,
+    last_len,
+    first_at,
+    state,
+    fresh,
+    maw,
+    alpha,
+    scale,
 ):
     (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
     decay_kernel[(W, H, B)](
-        q, lse, as_loaded(k), pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha,
-        scale, N, W, slot_of.numel(), S, H, q.shape[1] // H, D, stored_as(k.dtype)[1], num_warps=4,
+        q,
+        lse,
+        as_loaded(k),
+        pages,
+        n_pages,
+        slot_of,
+        last_page,
+        last_len,
+        first_at,
+        state,
+        fresh,
+        maw,
+        alpha,
+        scale,
+        N,
+        W,
+        slot_of.numel(),
+        S,
+        H,
+        q.shape[1] // H,
+        D,
+        stored_as(k.dtype)[1],
+        num_warps=4,
     )
 
 

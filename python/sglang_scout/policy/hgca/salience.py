@@ -6,8 +6,10 @@ import torch
 from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 
-from . import triton as kernels
-from .layers import resident_slots
+from sglang_scout.ops.layers import resident_slots
+from sglang_scout.ops.triton import Lazy
+
+kernels = Lazy(f"{__package__}.kernels")
 
 
 def decay_mass(
@@ -43,7 +45,7 @@ def decay_mass(
         maw: mutated where there is a token.
     Source: Deng et al., Algorithm 1 line 9 with A of Algorithm 2 line 11; the maximum over a group: ours.
     """
-    run = kernels.salience.decay_mass if q.is_cuda else decay_mass_reference
+    run = kernels.decay_mass if q.is_cuda else decay_mass_reference
     of_window = pages, n_pages, slot_of, last_page, last_len, first_at
     run(q, lse, k, *of_window, state, fresh, maw, alpha, scale)
 
@@ -101,7 +103,7 @@ def salient_bits(
         [L, n, H] int32, bit t for token t.
     Source: Deng et al., section 3.2.2, Algorithm 1 line 24.
     """
-    run = kernels.salience.salient_bits if maw.is_cuda else salient_bits_reference
+    run = kernels.salient_bits if maw.is_cuda else salient_bits_reference
     return run(maw, state, at, threshold)
 
 

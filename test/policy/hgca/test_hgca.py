@@ -1,5 +1,6 @@
 """A window on the device and kept tokens of each head with the worker, against HGCA's algorithms."""
 
+import dataclasses
 from concurrent.futures import Future
 from threading import Event
 
@@ -9,6 +10,7 @@ import torch
 
 from hgca_worker import LANDS_AFTER, WINDOW, HgcaWorker
 from mini_worker import SIZE
+from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.policy import RESULT_DELAY_STEPS
 
 
@@ -137,3 +139,14 @@ def test_pages_of_a_request_that_ended_are_used_again_when_no_step_may_read_them
         assert cache.used_pages == 2
         cache.begin_step()
     assert cache.used_pages == 0
+
+
+def test_bytes_of_a_window_s_step_are_those_of_its_buffers(make):
+    made = make(HgcaWorker)
+    older, salient = made.engine.selector, made.policy.salient
+    held = sum(x.nbytes for x in (older._ids, older._queries, salient._maw))
+    settings = dataclasses.replace(made.config, context_share=0.3)
+    context = 32 * made.engine.parts.sizes.max_pages
+    planned = ServerSize(settings, made.policy, made.shape, made.max_batch, context, [1])
+    assert planned.step_bytes == held
+    assert made.engine._results._both.numel() == 0 and made.engine._inputs.candidates.lists == 1
