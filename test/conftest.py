@@ -60,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Test files mirror the package, so two folders may hold files of the same name.
     config.option.importmode = "importlib"
+    for policy in ("hgca", "rheo", "sparda"):
+        config.addinivalue_line("markers", f"{policy}: needs this policy")
     config.addinivalue_line(
         "markers", "e2e: starts real servers (minutes); deselect with -m 'not e2e'"
     )

@@ -6,14 +6,14 @@ import pkgutil
 import re
 from unittest import mock
 
-from sglang_scout import ops
+from sglang_scout import ops, policy
 from sglang_scout.ops import triton
 
 
 def modules(package):
     return [
-        importlib.import_module(f"{package.__name__}.{module.name}")
-        for module in pkgutil.iter_modules(package.__path__)
+        importlib.import_module(module.name)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]
 
 
@@ -21,7 +21,7 @@ def modules(package):
 def replaced(replacement):
     """Inside, an op calls ``replacement(name of the op, function)`` instead of its C++ function or its reference."""
     with contextlib.ExitStack() as stack:
-        for module in modules(ops):
+        for module in modules(ops) + modules(policy):
             for name, function in list(vars(module).items()):
                 op = re.fullmatch(r"_?(\w+)_(native|reference)", name)
                 if op and function.__module__ == module.__name__:
@@ -32,6 +32,5 @@ def replaced(replacement):
 
 def kernels():
     """The functions that launch kernels, by name; of ops, those have the names of the ops."""
-    return {
-        name: x for module in modules(triton) for name, x in vars(module).items() if callable(x)
-    }
+    every = [*modules(triton), *(x for x in modules(policy) if x.__name__.endswith(".kernels"))]
+    return {name: x for module in every for name, x in vars(module).items() if callable(x)}

@@ -26,7 +26,6 @@ from sglang_scout.ops.rotated import (
 )
 from sglang_scout.ops.rotated_scores import score_rotated_reference
 from sglang_scout.ops.select import select_pages
-from sglang_scout.policy.learned.embed import half_means, pooled, score_embeddings
 
 LENGTH, START = 640, 512
 
@@ -216,8 +215,11 @@ def test_digests_score_as_the_servers_op(name):
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=1e-4)
 
 
+@pytest.mark.rheo
 @pytest.mark.parametrize("kind", ["window", "pilot"])
 def test_embeddings_score_as_the_servers_op(kind):
+    from sglang_scout.policy.learned.embed import half_means, pooled, score_embeddings
+
     N, D = 7, 16
     pages, by_page, _, q, table = made(6, N, D)
     pilot = torch.randn(H, 8, 2 * D), torch.randn(H, 8, G * D)

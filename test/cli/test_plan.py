@@ -103,6 +103,7 @@ def test_as_many_requests_fit_as_their_plan_allows(model, policy, context, reque
     assert server.fitting(needed - 1) == requests - 1
 
 
+@pytest.mark.hgca
 def test_each_policy_takes_what_is_its_own(model, capsys):
     command = ["plan", "--model-path", str(model()), "--context", "40960", "--host-gb", "1000"]
     command += ["--gpu", "h100"]

@@ -196,6 +196,7 @@ def test_bad_profiles(tmp_path, text, part):
     assert part in str(caught.value)
 
 
+@pytest.mark.rheo
 def test_a_key_that_changes_defaults_gives_way_to_what_is_said():
     def parsed(policy, **keys):
         return parse_config(policy=policy, policies=policies(), available_cpus={0}, config=keys)

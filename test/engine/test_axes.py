@@ -13,7 +13,7 @@ from mini_worker import SIZE, MiniWorker, check_table
 from page_weights import digest_kinds, identity, rule_of
 from sglang_scout.core.config import DIGESTS
 from sglang_scout.engine.policy import QuerySource
-from sglang_scout.policy import make_policy
+from sglang_scout.policy import make_policy, policies
 
 BUDGET = 4 * SIZE
 QUERIES = {
@@ -46,7 +46,7 @@ MASSES = [{}, {"mass": 0.5}]
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    residency_of=st.sampled_from(["scout", "infinigen", "rheo"]),
+    residency_of=st.sampled_from([p for p in ("scout", "infinigen", "rheo") if p in policies()]),
     route=st.sampled_from(["cpu", "fetch"]),
     chooser=st.sampled_from(CHOOSERS),
     only_selected=st.booleans(),

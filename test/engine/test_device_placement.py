@@ -5,6 +5,7 @@ Our ops are not run: only their arguments are checked. Between steps, tensors ar
 """
 
 import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from op_calls import replaced
 from page_weights import identity, pilot_weights
 from sglang_scout.core.config import parse_config
-from sglang_scout.engine import digest_pool, step_inputs
+from sglang_scout.engine import digest_pool
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step import StepEngine
@@ -26,7 +27,6 @@ from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.select import Selection
 from sglang_scout.policy import Context, make_policy, policies
-from sglang_scout.policy.hgca import older_tokens
 from sglang_scout.worker.ring import ArenaSpec, layout_of
 
 LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 60, 3
@@ -113,8 +113,9 @@ def ran(monkeypatch):
     def upload(values, device):
         return torch.from_numpy(values).to(device)
 
-    for module in (digest_pool, older_tokens, step_inputs):
-        monkeypatch.setattr(module, "upload", upload)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sglang_scout.") and hasattr(module, "upload"):
+            monkeypatch.setattr(module, "upload", upload)
     # Arrived digests are read from the device, with a wait, when requests join.
     monkeypatch.setattr(DigestPool, "accept", lambda self, pages: pages)
     with replaced(op):

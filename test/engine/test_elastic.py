@@ -68,6 +68,7 @@ def test_a_request_that_fits_is_resident_whole_and_exact_once_the_others_have_le
     assert not worker.missing.asked, "the worker idles"
 
 
+@pytest.mark.rheo
 @pytest.mark.parametrize("max_new", [0, 999])
 def test_pages_that_are_opened_push_out_none_if_slots_were_held_back(make, max_new):
     rheo = {"policy": "rheo", "config": '{"pilot_file": "w.npz"}'}

@@ -158,6 +158,7 @@ def test_the_check_sees_selections_that_differ(make):
         assert counters.verify_unequal_selections == unequal
 
 
+@pytest.mark.rheo
 def test_heads_choose_for_themselves_where_a_rank_has_one(run):
     policy = {"policy": "rheo", "config": '{"digest": "minmax"}'}
     settings = {"heads": 8, "budget_tokens": 160, **policy}

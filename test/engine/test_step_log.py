@@ -70,6 +70,7 @@ def test_a_full_disk_ends_the_log_and_nothing_else(logged, caplog):
     assert caplog.text.count("no more steps are written") == 1
 
 
+@pytest.mark.sparda
 def test_a_forecast_is_no_query_to_compare_with_the_real_one(logged, tmp_path):
     worker = logged(policy="sparda", config='{"forecast_file": "w.npz"}')
     worker.run(4, 20 * SIZE)

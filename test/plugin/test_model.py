@@ -14,8 +14,6 @@ from sglang_scout.ops import triton
 from sglang_scout.ops.predict import rms_norm, rotate_heads, rotate_heads_reference
 from sglang_scout.plugin import model
 from sglang_scout.plugin.release import VERSION
-from sglang_scout.policy.learned.digests import Means
-from sglang_scout.policy.learned.sparda import SparDA
 
 HIDDEN, HQ, H, D, TOKENS = 96, 6, 2, 64, 5
 Q, ALL = HQ * D, (HQ + 2 * H) * D
@@ -155,7 +153,11 @@ def test_a_norm_a_product_and_a_rotation_are_launched(token, bias, product, meth
     assert counted.names == ["norm_kernel", *product, "rotate_kernel"]
 
 
+@pytest.mark.sparda
 def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(agree, token):
+    from sglang_scout.policy.learned.digests import Means
+    from sglang_scout.policy.learned.sparda import SparDA
+
     layers = [attention_layer()[0] for _ in range(3)]
     weights = forecast_weights(identity(3, HQ, H, D), HIDDEN)
     layers[0].input_layernorm.weight.data *= 3

@@ -29,7 +29,6 @@ from benchmark.accuracy.study.model import Model
 from benchmark.progress import Progress
 from sglang_scout.core.forecast import LEAST_RANK, VERSION, Header, PageWeights, save_weights
 from sglang_scout.core.profile import ModelIdentity
-from sglang_scout.policy.learned.embed import half_means, pooled
 
 QUERIES = 256  # per text, at random positions
 CHECKPOINT_STEPS = 25
@@ -78,6 +77,8 @@ def sample(model: Model, tokens: Tensor, kind: str, seed: int) -> Sample:
     draw = torch.Generator().manual_seed(seed)
     position = (first + torch.randperm(T - first, generator=draw)[:QUERIES]).sort().values
     features, pages, targets, before = [], [], [], []
+
+    from sglang_scout.policy.learned.embed import half_means, pooled
 
     def see(layer: int, x: Tensor, q: Tensor, k: Tensor) -> None:
         of_pages = k.unflatten(1, (N, PAGE_TOKENS)).permute(1, 2, 0, 3)

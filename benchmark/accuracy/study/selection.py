@@ -10,7 +10,7 @@ the page's log mass, log sum exp(q.k):
     calibrated    the same with one bit per channel on average in calibrated coordinates: ops/rotated.py
     minmax-R      bounds over R consecutive tokens; minmax-S is that of Quest, the paper and ops/score.py
     window        the mean key of the best window of a page, stride half a page, from halves of 16 tokens: SparDA
-    pilot         a trained page embedding times a trained embedding of a group's queries: RheoServe; both ops/embed.py
+    pilot         a trained page embedding times a trained embedding of a group's queries: RheoServe; both policy/learned
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from sglang_scout.ops.rotated import (
     planes_shape,
     rotate,
 )
-from sglang_scout.policy.learned.embed import pooled
 
 KINDS = ("keys", "rotated", "calibrated", "minmax", "window", "pilot")
 FILES = {"pilot": "pilot", "calibrated": "digest"}
@@ -156,6 +155,8 @@ class Digest:
         if kind == "window":
             return (pages.unflatten(2, (2, -1)).mean(3),)
         if kind == "pilot":
+            from sglang_scout.policy.learned.embed import pooled
+
             of_pages = pooled(pages.permute(1, 2, 0, 3))
             return (torch.einsum("hrx,nhx->hnr", self._trained[0], of_pages),)
         if kind == "calibrated":

@@ -7,7 +7,7 @@ forecast  ``w [L, H * D, hidden]`` makes one vector per KV head, which selects t
           is applied to the input of layer l after layer l's own norm, ``w[0]`` to that of layer 0. No bias and no head
           norm; RoPE as for K (arXiv 2606.04511, sections 4.1 and 4.6).
 pilot     ``w_k [L, H, r, 2 D]`` is applied to a page's pooled K, ``w_q [L, H, r, G * D]`` to the real queries after
-          RoPE; a page's score is their product (``ops/embed.py``).
+          RoPE; a page's score is their product (``policy/learned``).
 """
 
 from __future__ import annotations
