@@ -10,7 +10,7 @@ the page's log mass, log sum exp(q.k):
     calibrated    the same with one bit per channel on average in calibrated coordinates: ops/rotated.py
     minmax-R      bounds over R consecutive tokens; minmax-S is that of Quest, the paper and ops/score.py
     window        the mean key of the best window of a page, stride half a page, from halves of 16 tokens: SparDA
-    pilot         a trained page embedding times a trained embedding of a group's queries: RheoServe; both policy/learned
+    pilot         a trained page embedding times one of the queries of a group: RheoServe; both policy/learned
 """
 
 from __future__ import annotations
