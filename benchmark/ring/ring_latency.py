@@ -8,7 +8,7 @@ has the minimum size: one page of 16 tokens, one head of 64 (10 KiB with q and p
 
 Rows (format: rows.py); samples_us are round trips:
     ring            RingProducer.post and wait, the calls underlying WorkerClient
-    client          WorkerClient.post and wait, with the checks and tickets in Python
+    client          WorkerClient.post and wait, with its tickets
 Fields in addition to those of rows.py:
     gap_us          busy-wait of the poster before each item; with 200 and more the thread is asleep, as it
                     spins for spin_us after its last work; 0: back to back
@@ -78,12 +78,10 @@ class Bench:
         return found
 
     def _ring(self) -> int:
-        q, pages, counts = (x.ctypes.data for x in (self.q, self._pages, self._counts))
-        out, lse, nbytes = self.out.ctypes.data, self._lse.ctypes.data, self.q.nbytes
         post, wait, step = self._producer.post, self._producer.wait, self._step
         begin_ns = time.perf_counter_ns()
-        ticket = post(0, step, 1, q, pages, 1, counts, 1, nbytes)
-        _, fallback = wait(ticket, 0, step, TIMEOUT_US, self._spin_us, out, lse, nbytes)
+        ticket = post(0, step, self.q, self._pages, self._counts, 1)
+        _, fallback = wait(ticket, 0, step, TIMEOUT_US, self._spin_us, self.out, self._lse)
         end_ns = time.perf_counter_ns()
         self.fallback_pages += fallback
         return end_ns - begin_ns

@@ -1,6 +1,6 @@
 // Python bindings of the ring: RingProducer and RingAttendant (decode server), RingRuntime (worker
 // process).
-// Buffers are passed as addresses; the Python side has checked dtype, shape and contiguity.
+// The memory of a ring is passed as address and size, and opened before use; all else as arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -16,13 +16,16 @@
 #include "producer.h"
 #include "runtime.h"
 #include "split.h"
+#include "tensors.h"
 #include "thread_reports.h"
 
 namespace nb = nanobind;
 
 namespace {
 
+using scout::Array;
 using scout::Attendant;
+using scout::expect_shape;
 using scout::Producer;
 using scout::Runtime;
 
@@ -35,22 +38,34 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-uint64_t post(Producer& self, uint32_t layer, uint64_t step, uint32_t rows, uintptr_t q,
-              uintptr_t pages, uint32_t k, uintptr_t n_pages, uint32_t parts, uint64_t q_bytes) {
+// q and out [B, HQ, D], lse [B, HQ], pages [B * lists, k], n_pages [B * lists].
+uint64_t post(Producer& self, uint32_t layer, uint64_t step, const Array<const float, 3>& q,
+              const Array<const int32_t, 2>& pages, const Array<const int32_t, 1>& n_pages,
+              uint32_t parts) {
+  const scout::Header& h = self.ring().header();
+  const int64_t batch = q.shape(0), rows = batch * h.lists;
+  const auto k = static_cast<uint32_t>(pages.shape(1));
+  expect_shape("post", "q", q, {batch, h.num_q_heads, h.head_dim});
+  expect_shape("post", "pages", pages, {rows, k});
+  expect_shape("post", "n_pages", n_pages, {rows});
   std::optional<nb::gil_scoped_release> release;
-  if (q_bytes > kSmallCopyBytes) release.emplace();
-  return self.post(layer, step, rows, pointer<const float>(q), pointer<const int32_t>(pages), k,
-                   pointer<const int32_t>(n_pages), parts);
+  if (q.nbytes() > kSmallCopyBytes) release.emplace();
+  return self.post(layer, step, static_cast<uint32_t>(rows), q.data(), pages.data(), k,
+                   n_pages.data(), parts);
 }
 
 nb::tuple wait(Producer& self, uint64_t ticket, uint32_t layer, uint64_t step, int64_t timeout_us,
-               int64_t spin_us, uintptr_t out, uintptr_t lse, uint64_t out_bytes) {
+               int64_t spin_us, const Array<float, 3>& out, const Array<float, 2>& lse) {
+  const scout::Header& h = self.ring().header();
+  const int64_t batch = out.shape(0);
+  expect_shape("wait", "out", out, {batch, h.num_q_heads, h.head_dim});
+  expect_shape("wait", "lse", lse, {batch, h.num_q_heads});
   Producer::Reply reply;
   {
     std::optional<nb::gil_scoped_release> release;
-    if (out_bytes > kSmallCopyBytes || !self.is_done(ticket, layer, step)) release.emplace();
-    reply = self.wait(ticket, layer, step, timeout_us, spin_us, pointer<float>(out),
-                      pointer<float>(lse));
+    if (out.nbytes() > kSmallCopyBytes || !self.is_done(ticket, layer, step)) release.emplace();
+    reply = self.wait(ticket, layer, step, static_cast<uint32_t>(batch * h.lists), timeout_us,
+                      spin_us, out.data(), lse.data());
   }
   return nb::make_tuple(reply.waited_us, reply.fallback_pages);
 }
@@ -168,28 +183,38 @@ scout::Ring opened(uintptr_t address, uint64_t nbytes) {
   return ring;
 }
 
+using Ids = Array<const int64_t, 1>;
+
 void bind_checksums(nb::module_& m) {
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
   m.attr("PAGE_SEALED") = scout::kSealed;
   m.attr("PAGE_DAMAGED") = scout::kDamaged;
   m.def(
       "page_checksum",
-      [](uintptr_t k, uintptr_t v, uint64_t bytes) {
-        return scout::page_checksum(pointer<void>(k), pointer<void>(v), bytes);
+      [](const Array<const uint8_t, 1>& k, const Array<const uint8_t, 1>& v) {
+        const auto bytes = static_cast<int64_t>(k.shape(0));
+        expect_shape("page_checksum", "v", v, {bytes});
+        return scout::page_checksum(k.data(), v.data(), bytes);
       },
       no_gil);
   m.def(
       "seal_pages",
-      [](uintptr_t address, uint64_t nbytes, uintptr_t pages, int64_t n, int threads) {
-        scout::seal_pages(opened(address, nbytes), pointer<int64_t>(pages), n, threads);
+      [](uintptr_t address, uint64_t nbytes, const Ids& pages, int threads) {
+        const scout::Ring ring = opened(address, nbytes);
+        const auto n = static_cast<int64_t>(pages.shape(0));
+        scout::expect_ids("seal_pages", "pages", pages.data(), n, ring.header().num_pages);
+        scout::seal_pages(ring, pages.data(), n, threads);
       },
       no_gil);
   m.def(
       "check_pages",
-      [](uintptr_t address, uint64_t nbytes, uintptr_t layers, uintptr_t pages, int64_t n,
-         int threads) {
-        scout::check_pages(opened(address, nbytes), pointer<int64_t>(layers),
-                           pointer<int64_t>(pages), n, threads);
+      [](uintptr_t address, uint64_t nbytes, const Ids& layers, const Ids& pages, int threads) {
+        const scout::Ring ring = opened(address, nbytes);
+        const auto n = static_cast<int64_t>(pages.shape(0));
+        expect_shape("check_pages", "layers", layers, {n});
+        scout::expect_ids("check_pages", "layers", layers.data(), n, ring.header().num_layers);
+        scout::expect_ids("check_pages", "pages", pages.data(), n, ring.header().num_pages);
+        scout::check_pages(ring, layers.data(), pages.data(), n, threads);
       },
       no_gil);
 }
@@ -212,8 +237,12 @@ void bind_runtime(nb::module_& m) {
       .def("live_epoch", &Producer::live_epoch)
       .def("set_split", [](Producer& self, int32_t threads, int32_t most,
                            int32_t least_pages) { self.set_split({threads, most, least_pages}); })
-      .def("post", &post)
-      .def("wait", &wait)
+      // No implicit conversion: a result would be written into the converted copy.
+      .def("post", &post, nb::arg("layer"), nb::arg("step"), nb::arg("q").noconvert(),
+           nb::arg("pages").noconvert(), nb::arg("n_pages").noconvert(), nb::arg("parts"))
+      .def("wait", &wait, nb::arg("ticket"), nb::arg("layer"), nb::arg("step"),
+           nb::arg("timeout_us"), nb::arg("spin_us"), nb::arg("out").noconvert(),
+           nb::arg("lse").noconvert())
       .def("totals", &totals)
       .def("set_trace",
            [](Producer& self, bool on) {
@@ -221,9 +250,13 @@ void bind_runtime(nb::module_& m) {
            })
       .def("next_event",
            [](const Producer& self, uint32_t line) { return scout::next_event(self.ring(), line); })
-      .def("read_events", [](const Producer& self, uint32_t line, uint64_t from, uintptr_t to) {
+      // Into bytes, as structured dtypes are unknown to DLPack.
+      .def("read_events", [](const Producer& self, uint32_t line, uint64_t from,
+                             const Array<uint8_t, 1>& to) {
+        const int64_t room = int64_t{self.ring().header().event_entries} * sizeof(scout::Event);
+        expect_shape("read_events", "to", to, {room});
         const auto read = scout::read_events(self.ring(), line, from, self.last_epoch(),
-                                             pointer<scout::Event>(to));
+                                             reinterpret_cast<scout::Event*>(to.data()));
         return nb::make_tuple(read.next, read.count, read.lost);
       });
 

@@ -68,10 +68,6 @@ uint64_t Producer::post(uint32_t layer, uint64_t step, uint32_t rows, const floa
   const Header& h = ring_.header();
   if (layer >= h.num_layers) fail("layer", layer, 0, h.num_layers - 1);
   if (rows > h.max_batch) fail("rows", rows, 0, h.max_batch);
-  if (rows % h.lists != 0)
-    throw std::invalid_argument("post: " + std::to_string(rows) +
-                                " rows are not a multiple of the " + std::to_string(h.lists) +
-                                " lists of a request");
   if (parts > kMaxParts) fail("parts", parts, 0, kMaxParts);
   int64_t sequences = 0, listed = 0, largest = 0, total = 0;  // total: without padding
   for (uint32_t b = 0; b < rows; ++b) {
@@ -118,16 +114,19 @@ bool Producer::is_done(uint64_t ticket, uint32_t layer, uint64_t step) const {
          (slot.kind == Kind::kPosted && load_acquire(&ring_.reply(index)->done) == slot.seq);
 }
 
-Producer::Reply Producer::wait(uint64_t ticket, uint32_t layer, uint64_t step, int64_t timeout_us,
-                               int64_t spin_us, float* out, float* lse) {
+Producer::Reply Producer::wait(uint64_t ticket, uint32_t layer, uint64_t step, uint32_t rows,
+                               int64_t timeout_us, int64_t spin_us, float* out, float* lse) {
   const Header& h = ring_.header();
   if (layer >= h.num_layers) fail("layer", layer, 0, h.num_layers - 1);
   const uint32_t index = ring_.slot(layer, step);
   Slot& slot = slots_[index];
   if (ticket == 0 || slot.ticket != ticket)
-    throw std::invalid_argument("wait: ticket " + std::to_string(ticket) + " of layer " +
-                                std::to_string(layer) + " step " + std::to_string(step) +
-                                " is used up: waited for before, or replaced by a later post");
+    throw std::runtime_error("wait: ticket " + std::to_string(ticket) + " of layer " +
+                             std::to_string(layer) + " step " + std::to_string(step) +
+                             " is used up: waited for before, or replaced by a later post");
+  if (rows != slot.rows)
+    throw std::invalid_argument("wait: out has " + std::to_string(rows) + " rows, expected " +
+                                std::to_string(slot.rows));
   slot.ticket = 0;
   const uint64_t q_floats = ring_.q_floats();
   Reply reply{0, 0};

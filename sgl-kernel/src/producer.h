@@ -32,10 +32,11 @@ class Producer {
   // How post(parts = 0) splits; `most` is what the worker was started with, up to kMaxParts.
   void set_split(const Split& split) { split_ = split; }
 
-  // Posts rows [0, rows) to the worker. Returns the ticket. Copies everything. q fp32 [rows,
-  // row_heads, D], which a record may hold in 16 bits; pages int32 [rows, k], the first n_pages[b]
-  // of row b are valid, ids < 0 skipped; parts: runs per row, 0: according to set_split. Throws
-  // std::invalid_argument for a value out of range (nothing is posted then).
+  // Posts rows [0, rows), a multiple of the lists of a request, to the worker. Returns the ticket.
+  // Copies everything. q fp32 [rows, row_heads, D], which a record may hold in 16 bits; pages int32
+  // [rows, k], the first n_pages[b] of row b are valid, ids < 0 skipped; parts: runs per row, 0:
+  // according to set_split. Throws std::invalid_argument for a value out of range (nothing is
+  // posted then).
   uint64_t post(uint32_t layer, uint64_t step, uint32_t rows, const float* q, const int32_t* pages,
                 uint32_t k, const int32_t* n_pages, uint32_t parts);
 
@@ -44,10 +45,10 @@ class Producer {
 
   // Fills out fp32 [rows, row_heads, D] and lse fp32 [rows, row_heads], from the worker's reply if
   // it arrives within timeout_us, otherwise by computing the same pages here. Throws
-  // std::invalid_argument if the ticket was already waited for or its slot was reused by a later
-  // one.
-  Reply wait(uint64_t ticket, uint32_t layer, uint64_t step, int64_t timeout_us, int64_t spin_us,
-             float* out, float* lse);
+  // std::invalid_argument for another number of rows than was posted, and std::runtime_error if the
+  // ticket was already waited for or its slot was reused by a later one.
+  Reply wait(uint64_t ticket, uint32_t layer, uint64_t step, uint32_t rows, int64_t timeout_us,
+             int64_t spin_us, float* out, float* lse);
 
   const Ring& ring() const { return ring_; }
   // The epoch that records go to; 0: nobody.

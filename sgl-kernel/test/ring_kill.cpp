@@ -82,8 +82,8 @@ void die_here(scout::Point point, uint32_t) {
                         &r};
     if (before.request != nullptr) {
       const uint32_t at = (n - 1) % kLayers;
-      const auto reply = producer.wait(before.ticket, at, (n - 1) / kLayers, 600'000'000,
-                                       rng() % 2 * 50, out.data(), lse.data());
+      const auto reply = producer.wait(before.ticket, at, (n - 1) / kLayers, before.request->rows,
+                                       600'000'000, rng() % 2 * 50, out.data(), lse.data());
       if (!is_right(*before.request, at, out.data(), lse.data()))
         die(reply.fallback_pages > 0 ? "kill: an answer of the fallback is wrong"
                                      : "kill: an answer of the worker is wrong");

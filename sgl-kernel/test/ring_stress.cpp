@@ -94,7 +94,7 @@ class Poster {
 
   void wait(const InFlight& f, bool lively) {
     const bool hasty = lively && rng_() % 16 == 0;
-    const auto reply = producer_.wait(f.ticket, f.layer, f.step,
+    const auto reply = producer_.wait(f.ticket, f.layer, f.step, f.request->rows,
                                       hasty ? static_cast<int64_t>(rng_() % 100) : 60'000'000,
                                       rng_() % 2 * 50, out_.data(), lse_.data());
     if (!is_right(*f.request, f.layer, out_.data(), lse_.data()))

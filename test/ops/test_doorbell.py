@@ -64,11 +64,9 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena):
     for layer, step, request_ in requests:
         q, pages, n = (t.cpu() for t in request_)
         # a kernel does not write rows without pages
-        q = q.view(len(n), -1).masked_fill(n[:, None] == 0, 0.0)
-        producer.post(
-            layer, step, len(n), q.data_ptr(), pages.data_ptr(), pages.shape[1], n.data_ptr(),
-            0, q.nbytes,
-        )  # fmt: skip
+        rows = q.view(len(n), -1).masked_fill(n[:, None] == 0, 0.0)
+        q, pages, n = (t.numpy() for t in (rows.view(q.shape), pages, n))
+        producer.post(layer, step, q, pages, n, 0)
     ring = RingView(arena)
     assert int(ring.bell["count"]) == len(requests)
     expected = [part.copy() for part in ring_cases.shared_bytes(arena)]

@@ -70,14 +70,12 @@ class Ring:
             self.runtime = None
 
     def post(self, layer: int, step: int, q, pages, n_pages) -> int:
-        ids = q.ctypes.data, pages.ctypes.data, pages.shape[1], n_pages.ctypes.data
-        return self.producer.post(layer, step, len(pages), *ids, self.parts, q.nbytes)
+        return self.producer.post(layer, step, q, pages, n_pages, self.parts)
 
     def wait(self, ticket: int, layer: int, step: int, batch: int, timeout_us: int = 10_000_000):
         """out, lse, and the pages that the caller computed."""
         out, lse = buffers(self.arena, batch)
-        answer = out.ctypes.data, lse.ctypes.data, out.nbytes
-        _, fallback = self.producer.wait(ticket, layer, step, timeout_us, 50, *answer)
+        _, fallback = self.producer.wait(ticket, layer, step, timeout_us, 50, out, lse)
         return out, lse, fallback
 
     def serve(self, layer: int, step: int, request, timeout_us: int = 10_000_000):

@@ -68,13 +68,17 @@ def test_mistakes_are_named(make_arena, cpu):
     arena = make_arena()
     client = WorkerClient(arena, [cpu])
     q, pages, n_pages = make_request(arena.spec, 2, 1, full=True)
+    for args in (
+        (q.astype(np.float64), pages, n_pages),
+        (q, pages.astype(np.int64), n_pages),
+        (q, pages[0], n_pages),
+        (q, np.asfortranarray(pages), n_pages),
+    ):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            client.post(0, 0, *args)
     for args, text in (
-        ((q.astype(np.float64), pages, n_pages), r"post: q is float64 \[2, 4, 16\]; expected"),
-        ((q[:, :3], pages, n_pages), r"post: q is .*\[2, 3, 16\]"),
-        ((q, pages.astype(np.int64), n_pages), "post: pages is int64"),
-        ((q, pages[:1], n_pages), r"post: pages is int32 \[1, 8\]"),
-        ((q, pages[0], n_pages), "post: pages has 1 axes"),
-        ((q, np.asfortranarray(pages), n_pages), "not contiguous"),
+        ((q[:, :3].copy(), pages, n_pages), r"post: q is \[2, 3, 16\], expected \[2, 4, 16\]"),
+        ((q, pages[:1], n_pages), r"post: pages is \[1, 8\]"),
         ((q, pages, n_pages[:1]), "post: n_pages"),
         ((q, pages + 100, n_pages), r"post: page id \d+ of row 0 is outside 0\.\.39"),
     ):
@@ -84,8 +88,12 @@ def test_mistakes_are_named(make_arena, cpu):
         client.post(3, 0, q, pages, n_pages)
     ticket = client.post(0, 0, q, pages, n_pages)
     out, lse = buffers(arena, 2)
-    with pytest.raises(ValueError, match=r"wait: lse is float32 \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"wait: lse is \[2, 3\]"):
         client.wait(ticket, out, lse[:, :3].copy())
+    with pytest.raises(ValueError, match="wait: out has 1 rows, expected 2"):
+        client.wait(ticket, out[:1], lse[:1])
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        client.wait(ticket, out.astype(np.float64), lse)
     client.wait(ticket, out, lse)
     with pytest.raises(WorkerError, match="used up"):
         client.wait(ticket, out, lse)

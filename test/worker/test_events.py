@@ -27,7 +27,7 @@ def traced(make_ring):
 def read(ring, start=0):
     """The events of a thread, where to continue, and how many are lost."""
     buffer = np.zeros(EVENT_ENTRIES, EVENT_DTYPE)
-    following, count, lost = ring.producer.read_events(0, start, buffer.ctypes.data)
+    following, count, lost = ring.producer.read_events(0, start, buffer.view(np.uint8))
     return buffer[:count], following, lost
 
 

@@ -43,14 +43,11 @@ class PageChecksums:
 
     def seal(self, pages: Pages) -> None:
         """``pages`` ``[n]`` are final: compute their missing checksums, in all layers."""
-        pages = self._checked(pages, self.words.shape[1])
-        _native.seal_pages(*self._at, pages.ctypes.data, len(pages), self._threads)
+        _native.seal_pages(*self._at, pages, self._threads)
 
     def check(self, layers: Pages, pages: Pages) -> None:
         """Verify ``pages`` ``[n]`` of ``layers`` ``[n]``; :meth:`damaged` reports mismatches."""
-        layers, pages = map(self._checked, (layers, pages), self.words.shape)
-        ids = layers.ctypes.data, pages.ctypes.data
-        _native.check_pages(*self._at, *ids, len(pages), self._threads)
+        _native.check_pages(*self._at, layers, pages, self._threads)
 
     def clear(self, pages: Pages) -> None:
         """``pages`` were freed and may be overwritten."""
@@ -73,9 +70,3 @@ class PageChecksums:
     def put(self, pages: Pages, words: Words) -> None:
         """Set the checksums of ``pages``, to which the K and V of :meth:`taken` have been written."""
         self.words[:, pages] = words
-
-    def _checked(self, ids: Pages, end: int) -> Pages:
-        ids = np.ascontiguousarray(ids, np.int64)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < end:
-            raise ValueError(f"ids are {ids.min()} to {ids.max()}, expected values in [0, {end})")
-        return ids

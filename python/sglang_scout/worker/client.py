@@ -20,8 +20,6 @@ from sglang_scout.worker.messages import Configure, WorkerConfig
 from sglang_scout.worker.ring import EVENT_DTYPE, split_of
 from sglang_scout.worker.supervisor import ProcessStatus, Supervisor
 
-_F32 = np.dtype(np.float32)
-_I32 = np.dtype(np.int32)
 ATTENDANT_POLL_US = 50
 
 
@@ -30,7 +28,6 @@ class Ticket(NamedTuple):
 
     layer: int
     step: int
-    requests: int
     number: int
 
 
@@ -98,8 +95,6 @@ class WorkerClient:
         self._cpu_nodes = tuple(node_of[cpu] for cpu in cpus)
         node_cpus = max(1, min(map(self._cpu_nodes.count, range(self._spec.num_nodes))))
         self.split = split_of(self._spec, node_cpus)
-        self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
-        self._q_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
         self._producer.set_split(*self.split)
         self._attendant: _native.RingAttendant | None = None
@@ -165,18 +160,11 @@ class WorkerClient:
             n_pages: int32 [B*C], number of valid entries in each row.
 
         Raises:
-            ValueError: a shape, dtype, count or page id is wrong; nothing was posted.
+            ValueError: a shape, count or page id is wrong; nothing was posted.
+            TypeError: a dtype, or not contiguous.
         """
-        rows = len(q) * self._spec.lists
-        _check("post", "q", q, _F32, (len(q), *self._q_shape))
-        if pages.ndim != 2:
-            raise ValueError(f"post: pages has {pages.ndim} axes, expected [B*C, k]")
-        _check("post", "pages", pages, _I32, (rows, pages.shape[1]))
-        _check("post", "n_pages", n_pages, _I32, (rows,))
-        record = _address(q), _address(pages), pages.shape[1], _address(n_pages)
         splits = 0  # by the rule
-        number = self._producer.post(layer, step, rows, *record, splits, len(q) * self._q_bytes)
-        return Ticket(layer, step, len(q), number)
+        return Ticket(layer, step, self._producer.post(layer, step, q, pages, n_pages, splits))
 
     def wait(self, ticket: Ticket, out: np.ndarray, lse: np.ndarray) -> Reply:
         """Fills ``out`` and ``lse`` with the attention over the ticket's pages.
@@ -190,18 +178,14 @@ class WorkerClient:
             lse: float32 [B, HQ], natural log, overwritten.
 
         Raises:
-            ValueError: a shape or dtype is wrong; the ticket stays valid.
+            ValueError: a shape is wrong; the ticket stays valid.
             WorkerError: the ticket is no longer valid.
         """
-        _check("wait", "out", out, _F32, (ticket.requests, *self._q_shape))
-        _check("wait", "lse", lse, _F32, (ticket.requests, self._spec.num_q_heads))
         times_us = int(self._config.wait_timeout_s * 1e6), self._config.spin_us
-        answer = _address(out), _address(lse), ticket.requests * self._q_bytes
+        of = ticket.number, ticket.layer, ticket.step
         try:
-            return Reply(
-                *self._producer.wait(ticket.number, ticket.layer, ticket.step, *times_us, *answer)
-            )
-        except ValueError as e:
+            return Reply(*self._producer.wait(*of, *times_us, out, lse))
+        except RuntimeError as e:
             raise WorkerError(str(e)) from None
 
     def record_events(self, on: bool) -> None:
@@ -219,7 +203,7 @@ class WorkerClient:
         """
         taken, lost_total = [], 0
         for thread, cpu in enumerate(self._cpus):
-            read = thread, self._next_event[thread], _address(self._event_buffer)
+            read = thread, self._next_event[thread], self._event_buffer.view(np.uint8)
             self._next_event[thread], count, lost = self._producer.read_events(*read)
             lost_total += lost
             if count:
@@ -234,16 +218,3 @@ class WorkerClient:
         if self._attendant is not None:
             totals["fallback_pages"] += self._attendant.pages()
         return WorkerStatus(cpus=self._cpus, cpu_nodes=self._cpu_nodes, **process, **totals)
-
-
-def _check(op: str, name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-        layout = "" if array.flags.c_contiguous else ", not contiguous"
-        raise ValueError(
-            f"{op}: {name} is {array.dtype} {list(array.shape)}{layout}; "
-            f"expected contiguous {dtype} {list(shape)}"
-        )
-
-
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
