@@ -30,8 +30,8 @@ import torch
 from benchmark import device, rows
 from benchmark.kernels.read_loop import ReadLoop
 from sglang_scout.engine.device import lock_memory
+from sglang_scout.ops import triton as kernels
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.pages import copy_layer_pages
 from sglang_scout.worker.host_memory import populate_together, shmem_mode
 
 GIB = 2**30
@@ -124,7 +124,7 @@ def add_link(writer: rows.Writer, nbytes: int) -> None:
     calls: dict[str, Callable[[], object]] = {
         "copy engine": lambda: to.copy_(host, non_blocking=True),
         "copy engine, back": lambda: host.copy_(to, non_blocking=True),
-        "kernel": lambda: copy_layer_pages(pages, ids, *to, impl="triton"),
+        "kernel": lambda: kernels.pages.copy_layer_pages(pages, ids, *to),
     }
     for name, call in calls.items():
         call()

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Compiles every Triton kernel for a GPU, as its op would launch it, on a machine without one.
+"""Compiles every Triton kernel for a GPU, as its function launches it, on a machine without one.
 
     python scripts/compile_kernels.py [--arch 90] [--ptx FOLDER]
 
-The ops' own functions run on tensors without data; instead of being launched, each kernel is compiled for the types,
+These functions run on tensors without data; instead of being launched, each kernel is compiled for the types,
 alignments and constants of that launch. Fails if one does not compile, exceeds the shared memory limit, spills more
 than a few words on the architecture that it was written for (90), or was not reached.
 """
@@ -28,31 +28,26 @@ if "TRITON_INTERPRET" in os.environ:  # before importing triton
 
 import torch
 import triton
-from sglang_scout.ops.digest import build_layer_digests
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
-from sglang_scout.ops.op import Op
-from sglang_scout.ops.salience import decay_mass, salient_bits
-from sglang_scout.ops.score import score_pages
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
 from sglang_scout.ops import triton as kernels
-from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.doorbell import DeviceRing, write_stamp
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.pages import append_tokens, copy_layer_pages, stage_pages
-from sglang_scout.ops.predict import add_norm, rotate_heads
-from sglang_scout.ops.rotated import (
-    STATS_BYTES,
-    Coordinates,
-    build_layer_rotated,
-    mass_change_rotated,
-    planes_shape,
-    score_rotated,
+from sglang_scout.ops.rotated import STATS_BYTES, Coordinates, planes_shape
+from sglang_scout.ops.triton import (
+    attend,
+    doorbell,
+    pages,
+    predict,
+    rotated,
+    rotated_scores,
+    score,
+    select,
 )
-from sglang_scout.ops.select import select_pages
-from sglang_scout.ops.triton import attend, doorbell
+from sglang_scout.policy.hgca import kernels as salience
+from sglang_scout.policy.learned import kernels as embed
 from sglang_scout.worker.ring import ArenaSpec, Split, layout_of
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -70,7 +65,7 @@ def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 Case = tuple[Callable[..., object], str, tuple]
-"""An op or function that launches kernels, what tells this call from others, and arguments in the shapes of a model."""
+"""A function that launches kernels, what tells this call from others, and arguments in the shapes of a model."""
 
 MODELS = {  # H, G, D, dtype of KV, batch, pages: every size and dtype once, not every pair of them
     "Qwen3-14B": (8, 5, 128, BF16, 16, 2048),
@@ -101,27 +96,27 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     k, v = empty(P, S, H, D, dtype=dtype), empty(P, S, H, D, dtype=dtype)
     digests = empty(P, H, D, dtype=own), empty(P, H, D, dtype=own)
     table = empty(B, N, dtype=I32)
-    yield score_pages, "", (q, *digests, table, row, 0.1)
+    yield score.score_pages, "", (q, *digests, table, row, 0.1)
     for W, E in ((2, D), (1, 32)):
         embeddings = empty(P, H, W, E, dtype=own)
-        yield score_embeddings, f", {W} of {E}", (empty(B * H, E), embeddings, table, row)
+        yield embed.score_embeddings, f", {W} of {E}", (empty(B * H, E), embeddings, table, row)
     for bits, parts in rotated_parts(model, P).items():
         by, about = coordinates(bits, H, D), f", {bits} bits"
-        yield score_rotated, about, (q, *parts, table, row, 0.1, by)
+        yield rotated_scores.score_rotated, about, (q, *parts, table, row, 0.1, by)
         arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1, by)
-        yield mass_change_rotated, about, arguments
-    yield attend_pages, "", (real_q, k, v, table, row, row, 0.1, table[0], row)
+        yield rotated_scores.mass_change_rotated, about, arguments
+    yield attend.attend_pages, "", (real_q, k, v, table, row, row, 0.1, table[0], row)
     W = min(N, 128)
     arguments = (real_q, q[..., 0], k, table, *[row] * 7, empty(B, W, H, S), 0.1, 0.1)
-    yield decay_mass, "", arguments
-    yield salient_bits, "", (empty(3, B, W, H, S), row, row, empty(3, B, H))
+    yield salience.decay_mass, "", arguments
+    yield salience.salient_bits, "", (empty(3, B, W, H, S), row, row, empty(3, B, H))
     if model in ("Qwen3-14B", "D=256"):
         lists, counts = empty(B * H, N, dtype=I32), empty(B * H, dtype=I32)
         arguments = (real_q, k, v, lists, row, row, 0.1, table[0], counts)
-        yield attend_pages, ", a list per head", arguments
+        yield attend.attend_pages, ", a list per head", arguments
     if model == "all one":
-        yield attend_pages, " without a last page", (real_q, k, v, table, None, None, 0.1)
-        yield select_pages, "", (empty(1, 1), table, row, row, 1, 1, 0)
+        yield attend.attend_pages, " without a last page", (real_q, k, v, table, None, None, 0.1)
+        yield select.select_pages, "", (empty(1, 1), table, row, row, 1, 1, 0)
 
 
 def rotated_parts(model: str, *lead: int) -> dict[int, list[torch.Tensor]]:
@@ -149,22 +144,22 @@ def pages_of_all_layers(model: str) -> Iterator[Case]:
     L, P, own = 3, 4096, MODEL_DTYPES.get(dtype, dtype)
     k = empty(P, 32, H, D, dtype=dtype)
     layers, ids = LayerPages.of([k] * L, [k] * L, "meta"), empty(64, dtype=I64)
-    bounds, rotated = [empty(L, P, H, D, dtype=own)] * 2, rotated_parts(model, L, P)
+    bounds, by_bits = [empty(L, P, H, D, dtype=own)] * 2, rotated_parts(model, L, P)
     w_k = empty(L, H, 32, 2 * D)
     of_slots = {" of slots": empty(L, 64, dtype=I64)} if model == "Qwen3-14B" else {}
     for of, rows in {"": None, **of_slots}.items():
-        yield build_layer_digests, of, (layers, ids, *bounds, rows)
-        yield build_layer_means, of, (layers, ids, empty(L, P, H, 2, D, dtype=own), rows)
+        yield pages.build_layer_digests, of, (layers, ids, *bounds, rows)
+        yield embed.build_layer_means, of, (layers, ids, empty(L, P, H, 2, D, dtype=own), rows)
         embeddings = empty(L, P, H, 1, 32, dtype=own)
-        yield build_layer_pilots, of, (layers, ids, embeddings, w_k, rows)
-        for bits, parts in rotated.items():
+        yield embed.build_layer_pilots, of, (layers, ids, embeddings, w_k, rows)
+        for bits, parts in by_bits.items():
             arguments = (layers, ids, *parts, rows, coordinates(bits, L, H, D))
-            yield build_layer_rotated, f", {bits} bits{of}", arguments
+            yield rotated.build_layer_rotated, f", {bits} bits{of}", arguments
     slots = [k.new_empty(L, 9, *k.shape[1:])] * 2
-    yield copy_layer_pages, "", (layers, empty(3, 64, dtype=I64), *slots)
+    yield pages.copy_layer_pages, "", (layers, empty(3, 64, dtype=I64), *slots)
     for heads in (H, 1):
-        slots, pages = [k.new_empty(64 * H, 32, heads, D)] * 2, empty(H, 64, dtype=I32)
-        yield stage_pages, f", {heads} heads", (layers, 0, pages, *slots)
+        slots, listed = [k.new_empty(64 * H, 32, heads, D)] * 2, empty(H, 64, dtype=I32)
+        yield pages.stage_pages, f", {heads} heads", (layers, 0, listed, *slots)
 
 
 def parts_of_a_step() -> Iterator[Case]:
@@ -172,22 +167,26 @@ def parts_of_a_step() -> Iterator[Case]:
     x = empty(16, 5120, dtype=BF16)
     table, at = empty(40960, 128), empty(16, dtype=I64)
     norm, head_norm = empty(5120, dtype=BF16), empty(128, dtype=BF16)
-    yield add_norm, "", (x, x, norm, 1e-6)
-    yield add_norm, " of layer 0", (x, None, norm, 1e-6)
-    yield rotate_heads, "", (x, head_norm, 1e-6, table, at, 128, True, 40, 128)
+    yield predict.add_norm, "", (x, x, norm, 1e-6)
+    yield predict.add_norm, " of layer 0", (x, None, norm, 1e-6)
+    yield predict.rotate_heads, "", (x, head_norm, 1e-6, table, at, 128, True, 40, 128)
     arguments = (x[:1, :128], None, 0.0, None, at[:1], 128, True, 1, 128)
-    yield rotate_heads, ", one head", arguments
-    yield merge_states, "", (out, lse, out, lse)
+    yield predict.rotate_heads, ", one head", arguments
+    yield attend.merge_states, "", (out, lse, out, lse)
     yield write_stamp, "", (empty(64, dtype=I64), 3)
     for N, chosen in ((4096, 64), (1250, 64), (8192, 512), (128, 16)):
         arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
-        yield select_pages, f", {N} pages, k={chosen}", arguments
-        yield select_pages, f" by mass, {N} pages", (*arguments, 1, 1, 0.98)
+        yield select.select_pages, f", {N} pages, k={chosen}", arguments
+        yield select.select_pages, f" by mass, {N} pages", (*arguments, 1, 1, 0.98)
     new = empty(4, 8, 128, dtype=BF16)
     for dtype in (BF16, E4M3, E5M2):
         pool = empty(4096, 32, 8, 128, dtype=dtype)
-        yield append_tokens, f", {dtype}", (new, new, row, (pool, pool, row))
-        yield append_tokens, f" with mirror, {dtype}", (new, new, row, *[(pool, pool, row)] * 2)
+        yield pages.append_tokens, f", {dtype}", (new, new, row, (pool, pool, row))
+        yield (
+            pages.append_tokens,
+            f" with mirror, {dtype}",
+            (new, new, row, *[(pool, pool, row)] * 2),
+        )
 
 
 def ring_calls() -> Iterator[Case]:
@@ -267,10 +266,7 @@ def compile_all(arch: int, folder: Path) -> int:
     seen, errors, most = set(), set(), SHARED_KIB[arch] << 10
     for call, about, call_arguments in cases():
         compiled.clear()
-        case = (call.name if isinstance(call, Op) else call.__name__) + about
-        if isinstance(call, Op):
-            call_arguments = call.in_order(call_arguments, {})
-            call = call.implementations["triton"].run
+        case = call.__name__ + about
         call(*call_arguments)
         for name, kernel in compiled:
             if (name, kernel.hash) in seen:

@@ -38,9 +38,9 @@ import torch
 from benchmark.kernels.kv_pool import Inputs, KvPool, Shape
 from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
 from benchmark.rows import Row, Writer, argument_parser, cache_bytes, environment, summary
+from sglang_scout import _native
 from sglang_scout.core.served_models import FP8_KV
-from sglang_scout.ops import native
-from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.attend import attend_pages, attend_pages_reference
 from sglang_scout.worker.host_memory import available_bytes
 
 MODELS = (  # names, H, G, D
@@ -59,14 +59,13 @@ SETTLE_S = 0.01  # after OpenMP code: its threads spin for some milliseconds
 
 
 class Native:
-    """attend_pages without its argument checks, so that almost only the kernel is timed."""
+    """attend_pages in C++."""
 
     def __init__(self, kind: str = "native", elements: torch.Tensor | None = None) -> None:
         # fp32 sums in another order; on fp8 pages weights may be rounded to bf16.
         self.tolerance = 1e-5 if elements is None else 2**-9
-        self.name, self._elements = f"{kind}-{native.module.isa()}", elements
+        self.name, self._elements = f"{kind}-{_native.isa()}", elements
         self.element_bytes = 2 if elements is None else elements.itemsize
-        self._attend = attend_pages.implementations["native"].run
 
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
         """Nanoseconds of one call per start."""
@@ -76,7 +75,7 @@ class Native:
         tables = [inputs.pages(at) for at in starts]
         begin_ns = time.perf_counter_ns()
         for pages in tables:
-            self._out, _ = self._attend(q, k, v, pages, None, None, scale, None, None)
+            self._out, _ = attend_pages(q, k, v, pages, None, None, scale)
         return time.perf_counter_ns() - begin_ns
 
     def error(self, inputs: Inputs, at: int) -> float:
@@ -86,7 +85,7 @@ class Native:
         for row in {0, inputs.shape.B - 1}:
             one = slice(row, row + 1)
             arguments = inputs.q[one], k, v, inputs.pages(at)[one], None, None, inputs.shape.scale
-            expected, _ = attend_pages.reference(*arguments)
+            expected, _ = attend_pages_reference(*arguments)
             error = (self._out[one] - expected).abs()
             worst = max(worst, float(error.max()))
             if not (error <= self.tolerance * (1 + expected.abs())).all():  # also catches NaN
@@ -220,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cpus = sorted(os.sched_getaffinity(0))
     shared: Row = environment("cpu_attention", ("sglang-scout", "torch", "numpy"))
-    shared["native_best_isa"] = native.module.isa()
+    shared["native_best_isa"] = _native.isa()
     writer = Writer(args.json, shared)
     try:
         run(args, thread_counts(len(cpus)), cpus, writer)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sglang_scout.core.page_bytes import PILOT_RANK
-from sglang_scout.ops.digest import build_layer_digests
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
-from sglang_scout.ops.salience import decay_mass, salient_bits
-from sglang_scout.ops.score import score_pages
 
 from benchmark.kernels.gpu_pools import (
     DTYPE,
+    PILOT_RANK,
     REPEATS,
     Case,
     D,
+    Op,
     Pools,
     S,
     changed,
@@ -25,23 +21,49 @@ from benchmark.kernels.gpu_pools import (
     name_of,
     plain,
 )
-from sglang_scout.ops import rotated
-from sglang_scout.ops.attend import attend_pages, merge_states
+from sglang_scout.ops import (
+    attend,
+    minmax,
+    pages,
+    predict,
+    rotated,
+    rotated_scores,
+    select,
+)
+from sglang_scout.ops import triton as kernels
 from sglang_scout.ops.doorbell import write_stamp
-from sglang_scout.ops.pages import Pool, append_tokens, copy_layer_pages, stage_pages
-from sglang_scout.ops.predict import add_norm, rotate_heads
-from sglang_scout.ops.rotated import mass_change_rotated
-from sglang_scout.ops.select import select_pages
+from sglang_scout.ops.pages import Pool
+from sglang_scout.policy.hgca import kernels as hgca_kernels
+from sglang_scout.policy.hgca import salience
+from sglang_scout.policy.learned import embed
+from sglang_scout.policy.learned import kernels as learned_kernels
+
+ATTEND = Op(kernels.attend.attend_pages, attend.attend_pages_reference)
+MERGE = Op(kernels.attend.merge_states, attend.merge_states_reference)
+SELECT = Op(kernels.select.select_pages, select.select_pages_reference)
+EMBEDDING_SCORES = Op(learned_kernels.score_embeddings, embed.score_embeddings_reference)
+MASS_CHANGE = Op(
+    kernels.rotated_scores.mass_change_rotated, rotated_scores.mass_change_rotated_reference
+)
+COPY = Op(kernels.pages.copy_layer_pages, pages.copy_layer_pages_reference)
+STAGE = Op(kernels.pages.stage_pages, pages.stage_pages_reference)
+APPEND = Op(kernels.pages.append_tokens, pages.append_tokens_reference)
+ADD_NORM = Op(kernels.predict.add_norm, predict.add_norm_reference)
+ROTATE_HEADS = Op(kernels.predict.rotate_heads, predict.rotate_heads_reference)
+DECAY_MASS = Op(hgca_kernels.decay_mass, salience.decay_mass_reference)
+SALIENT_BITS = Op(hgca_kernels.salient_bits, salience.salient_bits_reference)
+_BY_BITS = Op(kernels.rotated_scores.score_rotated, rotated_scores.score_rotated_reference)
+_ROTATE = Op(kernels.rotated.build_layer_rotated, rotated.build_layer_rotated_reference)
 
 HIDDEN = 5120  # of Qwen3-14B, with 8 KV heads of 5 query heads each
-SCORES = {0: score_pages, 1: rotated.score_rotated, 2: rotated.score_rotated}
+SCORES = {0: Op(kernels.score.score_pages, minmax.score_pages_reference), 1: _BY_BITS, 2: _BY_BITS}
 """By bits per key element; 0: per-channel bounds."""
 BUILDS = {
-    "bounds": build_layer_digests,
-    "1 bit": rotated.build_layer_rotated,
-    "2 bits": rotated.build_layer_rotated,
-    "means": build_layer_means,
-    "pilots": build_layer_pilots,
+    "bounds": Op(kernels.pages.build_layer_digests, minmax.build_layer_digests_reference),
+    "1 bit": _ROTATE,
+    "2 bits": _ROTATE,
+    "means": Op(learned_kernels.build_layer_means, embed.build_layer_means_reference),
+    "pilots": Op(learned_kernels.build_layer_pilots, embed.build_layer_pilots_reference),
 }
 
 
@@ -51,20 +73,20 @@ def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
     q, n_full = pools.random(B, pools.HQ, D).to(DTYPE), pools.full(N, B)
     tables = [pools.ids(B, N, pages=len(digests[0])) for _ in range(REPEATS)]
 
-    def call(table: torch.Tensor, rows: slice = slice(None), impl: str = "triton") -> torch.Tensor:
+    def call(function: Any, table: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
         arguments = (q[rows], *digests, table[rows], n_full[rows], D**-0.5)
-        return op(*arguments, *(pools.coordinates[1],) * (bits == 1), impl=impl)
+        return function(*arguments, *(pools.coordinates[1],) * (bits == 1))
 
     def check() -> str:
         rows = (slice(b, b + 1) for b in range(B))
-        want = torch.cat([call(tables[0], row, "reference") for row in rows])
-        return op.tolerances["bfloat16"].mismatch(call(tables[0]).cpu(), want.cpu())
+        want = torch.cat([call(op.reference, tables[0], row) for row in rows])
+        return op.tolerance.mismatch(call(op.kernel, tables[0]).cpu(), want.cpu())
 
     return Case(
         op.name,
         {"B": B, "N": N, "bits": bits},
         B * N * (sum(part[0].nbytes for part in digests) + 8) + q.nbytes,
-        [lambda t=t: call(t) for t in tables],
+        [lambda t=t: call(op.kernel, t) for t in tables],
         check,
     )
 
@@ -72,13 +94,12 @@ def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
 def embedding_scores(pools: Pools, B: int, N: int, embeddings: torch.Tensor) -> Case:
     q, n_full = pools.random(B * pools.H, embeddings.shape[-1]).to(DTYPE), pools.full(N, B)
     tables = [pools.ids(B, N, pages=len(embeddings)) for _ in range(REPEATS)]
-    call = functools.partial(score_embeddings, q, embeddings, n_full=n_full)
     return Case(
         "score_embeddings",
         {"B": B, "N": N, "W": embeddings.shape[2]},
         B * N * (embeddings[0].nbytes + 4 * pools.H + 4),
-        [lambda t=t: call(table=t, impl="triton") for t in tables],
-        lambda: difference(score_embeddings, q, embeddings, tables[0], n_full),
+        [lambda t=t: EMBEDDING_SCORES.kernel(q, embeddings, t, n_full) for t in tables],
+        lambda: difference(EMBEDDING_SCORES, q, embeddings, tables[0], n_full),
     )
 
 
@@ -96,14 +117,14 @@ def attention(pools: Pools, B: int, resident: int, columns: int, kv: torch.dtype
 
     def check() -> str:
         given, wide = arguments(tables[0]), arguments(tables[0], wide=True)
-        return difference(attend_pages, *given, impl="triton", of=wide, rounded=True)
+        return difference(ATTEND, *given, of=wide, rounded=True)
 
     token_bytes = 2 * pools.H * D * kv.itemsize
     return Case(
         "attend_pages",
         {"B": B, "resident": resident, "columns": columns, "kv": name_of(kv)},
         B * ((resident * S + S // 2) * token_bytes + 4 * columns) + 3 * q.nbytes + 4 * B * pools.HQ,
-        [lambda t=t: attend_pages(*arguments(t), impl="triton") for t in tables],
+        [lambda t=t: ATTEND.kernel(*arguments(t)) for t in tables],
         check,
     )
 
@@ -115,7 +136,7 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
 
     def check() -> str:
         arguments = (given[0], table, n_full, slot_of, k)
-        got, want = (select_pages(*arguments, impl=i) for i in ("triton", "reference"))
+        got, want = (f(*arguments) for f in (SELECT.kernel, SELECT.reference))
         # Forced pages come first, in any order among themselves; random scores have no ties.
         same = list(map(set, got[0].tolist())) == list(map(set, want[0].tolist()))
         return "" if same and torch.equal(got[2], want[2]) else "other pages than the reference"
@@ -124,7 +145,7 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
         "select_pages",
         {"B": B, "N": N, "k": k},
         B * (8 * N + 12 * k + 4),
-        [lambda s=s: select_pages(s, table, n_full, slot_of, k, impl="triton") for s in given],
+        [lambda s=s: SELECT.kernel(s, table, n_full, slot_of, k) for s in given],
         check,
     )
 
@@ -142,9 +163,9 @@ def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYP
         of_layer = (x[None].repeat(L, *[1] * x.dim()) for x in pools.coordinates[1])
         more = None, rotated.Coordinates(*of_layer)
 
-    def call(which: torch.Tensor, impl: str = "triton") -> object:
-        of = pools.layers(source, kv, wide=True) if impl == "reference" else layers
-        return op(of, which, *written, *more, impl=impl)
+    def call(function: Any, which: torch.Tensor) -> object:
+        of = pools.layers(source, kv, wide=True) if function is op.reference else layers
+        return function(of, which, *written, *more)
 
     # Steps may differ by rounding, and with them values close to a threshold.
     is_rotated, share = "bit" in kind, 0.01 if "bit" in kind else 0.0
@@ -155,8 +176,8 @@ def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYP
         op.name,
         {"pages": n, "layers": L, "from": source, "digest": kind, "kv": name_of(kv)},
         n * L * page_bytes if on_bus else n * (L * (page_bytes + digest_bytes) + 8),
-        [lambda i=i: call(i) for i in ids],
-        lambda: changed(op, written, lambda impl: call(ids[0], impl), share),
+        [lambda i=i: call(op.kernel, i) for i in ids],
+        lambda: changed(op, written, lambda function: call(function, ids[0]), share),
         "bus" if on_bus else "device",
     )
 
@@ -171,17 +192,14 @@ def copies(pools: Pools, n: int, source: str) -> Case:
     # On the device before capture.
     ids = [torch.stack([slots % L, pages, slots // L]).to(pools.device) for pages in drawn]
 
-    def call(which: torch.Tensor, impl: str = "triton") -> object:
-        return copy_layer_pages(layers, which, *to, impl=impl)
-
     kv_bytes = 2 * S * pools.H * D * DTYPE.itemsize
     on_bus = layers.k[0].device.type != pools.device
     return Case(
         "copy_layer_pages",
         {"pages": n, "layers": L, "from": source},
         n * kv_bytes if on_bus else n * (2 * kv_bytes + 24),
-        [lambda i=i: call(i) for i in ids],
-        lambda: changed(copy_layer_pages, to, lambda impl: call(ids[0], impl)),
+        [lambda i=i: COPY.kernel(layers, i, *to) for i in ids],
+        lambda: changed(COPY, to, lambda function: function(layers, ids[0], *to)),
         "bus" if on_bus else "device",
     )
 
@@ -190,20 +208,17 @@ def staged(pools: Pools, lists: int, k: int, heads: int) -> Case:
     """Pages of one layer copied to staging slots, whole or one KV head each."""
     layers = pools.layers("host")
     to = [torch.zeros(lists * k, S, heads, D, dtype=DTYPE, device=pools.device) for _ in range(2)]
-    pages = [pools.ids(lists, k, pages=len(layers.k[0])) for _ in range(REPEATS)]
-    for some in pages:
+    listed = [pools.ids(lists, k, pages=len(layers.k[0])) for _ in range(REPEATS)]
+    for some in listed:
         some[:, -1] = -1
-
-    def call(which: torch.Tensor, impl: str = "triton") -> object:
-        return stage_pages(layers, 1, which, *to, impl=impl)
 
     kv_bytes = 2 * S * heads * D * DTYPE.itemsize
     return Case(
         "stage_pages",
         {"lists": lists, "k": k, "heads": heads},
         lists * (k - 1) * kv_bytes,
-        [lambda p=p: call(p) for p in pages],
-        lambda: changed(stage_pages, to, lambda impl: call(pages[0], impl)),
+        [lambda p=p: STAGE.kernel(layers, 1, p, *to) for p in listed],
+        lambda: changed(STAGE, to, lambda function: function(layers, 1, listed[0], *to)),
         "bus" if pools.device == "cuda" else "device",
     )
 
@@ -213,54 +228,51 @@ def appended(pools: Pools, B: int, kv: torch.dtype = DTYPE) -> Case:
     to = Pool(*(x.clone() for x in pools.kv(kv, False)), pools.ids(B))
     lens = pools.full(7, B)
 
-    def call(impl: str = "triton") -> object:
-        return append_tokens(k, v, lens, to, impl=impl)
-
     return Case(
         "append_tokens",
         {"B": B, "kv": name_of(kv)},
         (k.nbytes + v.nbytes) // 2 * (2 + kv.itemsize) + 8 * B,
-        [call] * REPEATS,
-        lambda: changed(append_tokens, [to.k, to.v], call),
+        [lambda: APPEND.kernel(k, v, lens, to)] * REPEATS,
+        lambda: changed(APPEND, [to.k, to.v], lambda function: function(k, v, lens, to)),
     )
 
 
 def merged(pools: Pools, B: int) -> Case:
     parts = [pools.random(*size) for size in ((B, pools.HQ, D), (B, pools.HQ)) * 2]
-    return plain(merge_states, {"B": B}, 3 * sum(p.nbytes for p in parts[:2]), *parts)
+    return plain(MERGE, {"B": B}, 3 * sum(p.nbytes for p in parts[:2]), *parts)
 
 
 def predicted(pools: Pools, B: int) -> Iterator[Case]:
     """The parts of a layer's predicted query around its matrix product."""
     x, residual, weight = (pools.random(*s, HIDDEN).to(DTYPE) for s in ((B,), (B,), ()))
-    yield plain(add_norm, {"B": B}, 3 * x.nbytes + weight.nbytes, x, residual, weight, 1e-6)
+    yield plain(ADD_NORM, {"B": B}, 3 * x.nbytes + weight.nbytes, x, residual, weight, 1e-6)
     q, table = pools.random(B, pools.HQ * D).to(DTYPE), pools.random(4096, D)
     at = torch.arange(B, device=q.device)
     arguments = (q, weight[:D].contiguous(), 1e-6, table, at, D, True, pools.HQ, D)
-    yield plain(rotate_heads, {"B": B}, 2 * q.nbytes + 4 * B * D, *arguments)
+    yield plain(ROTATE_HEADS, {"B": B}, 2 * q.nbytes + 4 * B * D, *arguments)
 
 
 def window_weights(pools: Pools, B: int, W: int, kv: torch.dtype = DTYPE) -> Iterator[Case]:
     """HGCA's moving averages over a window of W pages, and the tokens kept of pages that leave it."""
     q, lse = pools.random(B, pools.HQ, D).to(DTYPE), pools.random(B, pools.HQ) + 8
     maw = pools.uniform(B, W, pools.H, S)
-    pages, slot_of = pools.ids(B, W - 1), pools.ids(pools.pages)
-    window = pages, pools.full(W - 1, B), slot_of, pools.ids(B), pools.full(7, B)
+    ids, slot_of = pools.ids(B, W - 1), pools.ids(pools.pages)
+    window = ids, pools.full(W - 1, B), slot_of, pools.ids(B), pools.full(7, B)
     rows = pools.full(0, B), torch.arange(B, dtype=torch.int32, device=pools.device)
 
-    def call(impl: str = "triton") -> object:
-        k = pools.kv(kv, impl == "reference")[0]
-        return decay_mass(q, lse, k, *window, *rows, rows[0], maw, 0.1, D**-0.5, impl=impl)
+    def call(function: Any = DECAY_MASS.kernel) -> object:
+        k = pools.kv(kv, function is DECAY_MASS.reference)[0]
+        return function(q, lse, k, *window, *rows, rows[0], maw, 0.1, D**-0.5)
 
     yield Case(
         "decay_mass",
         {"B": B, "W": W, "kv": name_of(kv)},
         B * W * S * pools.H * (D * kv.itemsize + 8),
         [call] * REPEATS,
-        lambda: changed(decay_mass, [maw], call),
+        lambda: changed(DECAY_MASS, [maw], call),
     )
     limits, nbytes = pools.random(1, B, pools.H) * 0.1 + 0.5, 4 * B * pools.H * (S + 1)
-    yield plain(salient_bits, {"n": B}, nbytes, maw.clone()[None], rows[1], rows[0], limits)
+    yield plain(SALIENT_BITS, {"n": B}, nbytes, maw.clone()[None], rows[1], rows[0], limits)
 
 
 def stamped(pools: Pools) -> Case:
@@ -280,10 +292,6 @@ def mass_changes(pools: Pools, B: int, k: int, bits: int) -> Case:
     digests = pools.digests[bits]
     q, table = pools.random(B, pools.HQ, D), pools.ids(B, k, pages=len(digests[0]))
     queries = q, q + 0.1 * pools.random(B, pools.HQ, D)
-    op = mass_change_rotated
     arguments = (*queries, *digests, table, pools.full(k, B), D**-0.5, pools.coordinates.get(bits))
     nbytes = B * k * (sum(part[0].nbytes for part in digests) + 4) + 2 * q.nbytes
-    calls = [lambda: op(*arguments, impl="triton")] * REPEATS
-    return Case(
-        op.name, {"B": B, "k": k, "bits": bits}, nbytes, calls, lambda: difference(op, *arguments)
-    )
+    return plain(MASS_CHANGE, {"B": B, "k": k, "bits": bits}, nbytes, *arguments)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from sglang_scout.core.page_bytes import PILOT_RANK
-from sglang_scout.ops.op import Op, Tolerance
 
 from sglang_scout.ops import rotated
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.tolerances import TOLERANCES, Tolerance
 
+PILOT_RANK = 32
 S, G, D = 32, 5, 128  # Qwen3-14B, which has 8 KV heads
 REPEATS = 8
 DTYPE, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -27,6 +28,22 @@ def signs(*heads: int, D: int = D, device: torch.device | str = "cpu") -> rotate
     bits = torch.ones(*heads, 4, D, device=device)
     bits[..., 0, :], bits[..., 3, :] = torch.arange(D, device=device), D**-0.5
     return rotated.Coordinates(unit, unit, bits)
+
+
+@dataclass(frozen=True)
+class Op:
+    """The function that launches a kernel, and the reference for it."""
+
+    kernel: Callable[..., Any]
+    reference: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return TOLERANCES[self.name]["bfloat16"]
 
 
 @dataclass
@@ -132,16 +149,8 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def tolerance_of(op: Op) -> Tolerance:
-    return op.tolerances["bfloat16" if "bfloat16" in op.tolerances else "float32"]
-
-
 def difference(
-    op: Op,
-    *arguments: object,
-    impl: str = "triton",
-    of: tuple[object, ...] = (),
-    rounded: bool = False,
+    op: Op, *arguments: object, of: tuple[object, ...] = (), rounded: bool = False
 ) -> str:
     """Difference of the kernel's result from the reference, with the op's tolerance for this dtype.
 
@@ -149,9 +158,9 @@ def difference(
         of: the reference's arguments, if different.
         rounded: the first result, or the weights of its sums, are rounded to bfloat16.
     """
-    results = op(*arguments, impl=impl), op(*(of or arguments), impl="reference")
+    results = op.kernel(*arguments), op.reference(*(of or arguments))
     got, want = ((x,) if isinstance(x, torch.Tensor) else x for x in results)
-    tolerances = [ROUNDED if rounded and not i else tolerance_of(op) for i in range(len(got))]
+    tolerances = [ROUNDED if rounded and not i else op.tolerance for i in range(len(got))]
     found = (
         tolerance.mismatch(g.double().cpu(), w.double().cpu())
         for tolerance, g, w in zip(tolerances, got, want, strict=True)
@@ -162,18 +171,18 @@ def difference(
 def changed(
     op: Op,
     mutable: list[torch.Tensor],
-    call: Callable[[str], object],
+    call: Callable[[Callable[..., Any]], object],
     share: float = 0.0,
 ) -> str:
-    """The same for ops that write into their arguments: within tolerance, or equal except for a share of the written
-    elements."""
+    """The same for ops that write into their arguments, where ``call(function)`` calls the kernel or the reference:
+    within tolerance, or equal except for a share of the written elements."""
     before = [t.clone() for t in mutable]
-    call("triton")
+    call(op.kernel)
     got = [t.clone() for t in mutable]
     for tensor, old in zip(mutable, before, strict=True):
         tensor.copy_(old)
-    call("reference")
-    tolerance = tolerance_of(op)
+    call(op.reference)
+    tolerance = op.tolerance
     for after, mine, old in zip(mutable, got, before, strict=True):
         if tolerance.rtol:
             if found := tolerance.mismatch(mine.double().cpu(), after.double().cpu()):
@@ -188,5 +197,5 @@ def changed(
 
 def plain(op: Op, sizes: dict[str, int | str], nbytes: int, *arguments: object) -> Case:
     """A case with the same small arguments in every call, which stay cached in a real step too."""
-    calls = [lambda: op(*arguments, impl="triton")] * REPEATS
+    calls = [lambda: op.kernel(*arguments)] * REPEATS
     return Case(op.name, sizes, nbytes, calls, lambda: difference(op, *arguments))

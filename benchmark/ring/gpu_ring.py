@@ -26,7 +26,7 @@ import torch
 
 from benchmark import device, rows
 from sglang_scout.engine.device import lock_memory
-from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.attend import attend_pages_reference
 from sglang_scout.ops.doorbell import DeviceRing
 
 LAYERS, PAGES, S, H, HQ, D, K = 8, 64, 32, 8, 40, 128, 64
@@ -121,7 +121,7 @@ def check(device: str) -> str:
             merged = ring.merge(3, step.out, step.lse)
         errors = ring.errors()
         k, v = (torch.from_numpy(x(3)) for x in (running.arena.k_pages, running.arena.v_pages))
-        want = attend_pages.reference(step.q.cpu(), k, v, step.pages.cpu(), None, None, D**-0.5)
+        want = attend_pages_reference(step.q.cpu(), k, v, step.pages.cpu(), None, None, D**-0.5)
     if errors:
         return "; ".join(errors)
     # An answer is rounded to bfloat16.

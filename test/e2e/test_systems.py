@@ -10,7 +10,6 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sglang_scout.core.page_bytes import PILOT_RANK
 
 from harness import (
     PDCluster,
@@ -51,7 +50,7 @@ def trained(model, tmp_path_factory):
     )
     made = {
         "forecast": forecast_weights(of_model, raw["hidden_size"]),
-        "pilot": pilot_weights(of_model, PILOT_RANK),
+        "pilot": pilot_weights(of_model, rank=32),
         "digest": digest_weights(of_model),
     }
     for kind, weights in made.items():

@@ -20,7 +20,8 @@ ON_DEVICE = torch.cuda.is_available() and not triton.interpreted()
 
 def name_of(implementation: Callable) -> str:
     """native, triton or reference."""
-    if implementation.__module__.startswith("sglang_scout.ops.triton."):
+    module = implementation.__module__
+    if module.startswith("sglang_scout.ops.triton.") or module.endswith(".kernels"):
         return "triton"
     return "native" if implementation.__name__.endswith("_native") else "reference"
 

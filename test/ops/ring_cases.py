@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_scout.ops import triton
-from sglang_scout.ops.attend import attend_pages, merge_states
+from sglang_scout.ops.attend import attend_pages_reference, merge_states_reference
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
@@ -96,8 +96,8 @@ def expected_of(arena, layer, asked, out, lse):
     change it: by half a unit in its last place, times its weight."""
     q, pages, _ = asked
     pool = (torch.from_numpy(x(layer)) for x in (arena.k_pages, arena.v_pages))
-    answer = attend_pages.reference(q.cpu(), *pool, pages.cpu(), None, None, D**-0.5)
-    merged, total = merge_states.reference(out.cpu(), lse.cpu(), *answer)
+    answer = attend_pages_reference(q.cpu(), *pool, pages.cpu(), None, None, D**-0.5)
+    merged, total = merge_states_reference(out.cpu(), lse.cpu(), *answer)
     unit = 2**-8 if arena.spec.q_dtype == "bfloat16" else 0.0
     return merged, unit * (answer[1] - total).exp()[..., None] * answer[0].abs()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from sglang_scout.ops.embed import score_embeddings, score_embeddings_reference
 
 from page_weights import coordinates
 from sglang_scout.ops import minmax, rotated, rotated_scores, triton
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.policy.learned import kernels
+from sglang_scout.policy.learned.embed import score_embeddings, score_embeddings_reference
 
 OPS = {
     "minmax": minmax.score_pages,
@@ -27,7 +28,7 @@ IMPLEMENTATIONS = {
         triton.rotated_scores.score_rotated,
         rotated_scores.score_rotated_reference,
     ),
-    score_embeddings: (triton.embed.score_embeddings, score_embeddings_reference),
+    score_embeddings: (kernels.score_embeddings, score_embeddings_reference),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIMS = (16, 48, 64, 80, 96, 128, 256)

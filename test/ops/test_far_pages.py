@@ -8,18 +8,15 @@ import mmap
 
 import pytest
 import torch
-from sglang_scout.ops.digest import build_layer_digests
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
-from sglang_scout.ops.salience import decay_mass
-from sglang_scout.ops.score import score_pages
 
-from sglang_scout.ops import rotated, triton
-from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops import rotated
+from sglang_scout.ops import triton as kernels
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.pages import Pool, append_tokens, copy_layer_pages, stage_pages
-from sglang_scout.ops.rotated import mass_change_rotated
+from sglang_scout.ops.pages import Pool
+from sglang_scout.policy.hgca import kernels as hgca_kernels
+from sglang_scout.policy.learned import kernels as learned_kernels
 
-pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
+pytestmark = pytest.mark.skipif(not kernels.interpreted(), reason="needs Triton's interpreter")
 
 N, S, H, D = 3, 32, 1, 16
 KV_AT, WORDS_AT, DIGESTS_AT, PLANES_AT = 2**23, 2**24, 2**28, 2**27
@@ -52,24 +49,24 @@ def rotated_digests() -> tuple[torch.Tensor, ...]:
     pools = tuple(pool(PLANES_AT, H, *shape, dtype=torch.uint8) for shape in shapes)
     keys = LayerPages.of([random(N, S, H, D)], [random(N, S, H, D) + 1], "cpu")
     last = (x[None, PLANES_AT:] for x in pools)
-    rotated.build_layer_rotated(keys, torch.arange(N), *last, impl="reference")
+    rotated.build_layer_rotated_reference(keys, torch.arange(N), *last)
     return pools
 
 
 QUERY = random(1, 2, D).bfloat16()
 READS = {
-    attend_pages: (KV_AT, kv, lambda x, to: (QUERY, *x, TABLE + to, ZERO + to, COUNT, 0.25)),
-    score_pages: (
+    kernels.attend.attend_pages: (KV_AT, kv, lambda x, to: (QUERY, *x, TABLE + to, ZERO + to, COUNT, 0.25)),
+    kernels.score.score_pages: (
         DIGESTS_AT, lambda: (pool(DIGESTS_AT, H, D), pool(DIGESTS_AT, H, D)),
         lambda x, to: (QUERY, *x, TABLE + to, COUNT, 0.25),
     ),
-    rotated.score_rotated: (
+    kernels.rotated_scores.score_rotated: (
         PLANES_AT, rotated_digests, lambda x, to: (QUERY, *x, TABLE + to, COUNT, 0.25)
     ),
-    mass_change_rotated: (
+    kernels.rotated_scores.mass_change_rotated: (
         PLANES_AT, rotated_digests, lambda x, to: (QUERY, QUERY + 1, *x, TABLE + to, COUNT, 0.25)
     ),
-    score_embeddings: (
+    learned_kernels.score_embeddings: (
         PLANES_AT, lambda: [pool(PLANES_AT, H, 2, D)],
         lambda x, to: (QUERY[:, 0].contiguous(), *x, TABLE + to, COUNT),
     ),
@@ -82,12 +79,12 @@ def equal(far: object, near: object) -> None:
         assert torch.equal(got, want) and want.float().abs().sum() > 0
 
 
-@pytest.mark.parametrize("op", READS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", READS, ids=lambda op: op.__name__)
 def test_reads(op):
     first, pools, arguments = READS[op]
     pools = pools()
-    far = op(*arguments(pools, first), impl="triton")
-    equal(far, op(*arguments([x[first:] for x in pools], 0), impl="triton"))
+    far = op(*arguments(pools, first))
+    equal(far, op(*arguments([x[first:] for x in pools], 0)))
 
 
 def test_reads_of_moving_averages():
@@ -96,7 +93,7 @@ def test_reads_of_moving_averages():
     for pages, at, maw in ((k, KV_AT, far), (k[KV_AT:], 0, near)):
         window = TABLE[:, :2], COUNT - 1, torch.arange(N, dtype=torch.int32) + at, ZERO + 1 + at
         arguments = QUERY, ZERO + random(1, 2), pages, *window, COUNT, ZERO, ZERO, ZERO, maw
-        decay_mass(*arguments, 0.1, 0.25, impl="triton")
+        hgca_kernels.decay_mass(*arguments, 0.1, 0.25)
     equal(far, near)
 
 
@@ -105,7 +102,7 @@ def test_appended_tokens():
     for pages in own + mirror:
         pages[KV_AT:] = 0
     pools = (Pool(*x, ZERO + KV_AT + i) for i, x in ((1, own), (2, mirror)))
-    append_tokens(k, v, COUNT, *pools, impl="triton")
+    kernels.pages.append_tokens(k, v, COUNT, *pools)
     for i, (pages, token) in {1: (own[0], k), 2: (mirror[1], v)}.items():
         equal(pages[KV_AT + i, N - 1], token[0])
 
@@ -114,29 +111,32 @@ def test_copies_from_and_to():
     source, to = kv(WORDS_AT), kv(WORDS_AT)
     layers = LayerPages.of(*([x] for x in source), "cpu")
     ids = torch.stack([IDS * 0, IDS + WORDS_AT, IDS.flip(0) + WORDS_AT])
-    copy_layer_pages(layers, ids, *(x[None] for x in to), impl="triton")
+    kernels.pages.copy_layer_pages(layers, ids, *(x[None] for x in to))
     equal([x[WORDS_AT:][IDS.flip(0)] for x in to], [x[WORDS_AT:][IDS] for x in source])
     staged = [torch.zeros(N, S, H, D, dtype=torch.bfloat16) for _ in range(2)]
-    stage_pages(layers, 0, TABLE + WORDS_AT, *staged, impl="triton")
+    kernels.pages.stage_pages(layers, 0, TABLE + WORDS_AT, *staged)
     equal(staged, [x[WORDS_AT:][IDS] for x in source])
 
 
 BUILDS = {
-    build_layer_digests: (DIGESTS_AT, lambda: [pool(DIGESTS_AT, H, D) for _ in range(2)]),
-    rotated.build_layer_rotated: (PLANES_AT, rotated_digests),
-    build_layer_means: (PLANES_AT, lambda: [pool(PLANES_AT, H, 2, D)]),
-    build_layer_pilots: (PLANES_AT, lambda: [pool(PLANES_AT, H, 1, 32)]),
+    kernels.pages.build_layer_digests: (
+        DIGESTS_AT,
+        lambda: [pool(DIGESTS_AT, H, D) for _ in range(2)],
+    ),
+    kernels.rotated.build_layer_rotated: (PLANES_AT, rotated_digests),
+    learned_kernels.build_layer_means: (PLANES_AT, lambda: [pool(PLANES_AT, H, 2, D)]),
+    learned_kernels.build_layer_pilots: (PLANES_AT, lambda: [pool(PLANES_AT, H, 1, 32)]),
 }
 
 
-@pytest.mark.parametrize("op", BUILDS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", BUILDS, ids=lambda op: op.__name__)
 def test_digests_from_and_to(op):
     at, pools = BUILDS[op]
     source, to = kv(), pools()
-    more = (random(1, H, 32, 2 * D),) if op is build_layer_pilots else ()
+    more = (random(1, H, 32, 2 * D),) if op is learned_kernels.build_layer_pilots else ()
     near = [x[None, at:].clone() for x in to]
     layers = LayerPages.of(*([x] for x in source), "cpu")
-    op(layers, IDS + at, *(x[None] for x in to), *more, rows=IDS[None] + KV_AT, impl="triton")
+    op(layers, IDS + at, *(x[None] for x in to), *more, rows=IDS[None] + KV_AT)
     layers = LayerPages.of(*([x[KV_AT:]] for x in source), "cpu")
-    op(layers, IDS, *near, *more, rows=IDS[None], impl="triton")
+    op(layers, IDS, *near, *more, rows=IDS[None])
     equal([x[None, at:] for x in to], near)

@@ -4,15 +4,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_scout.ops.embed import build_layer_means, build_layer_pilots
 
 from attend_cases import FP8
 from implementations import implementations, name_of
-from sglang_scout.ops import embed, minmax, rotated, triton
+from sglang_scout.ops import minmax, rotated, triton
 from sglang_scout.ops.layers import LayerPages, largest
 from sglang_scout.ops.minmax import build_layer_digests
 from sglang_scout.ops.rotated import PAGE_TOKENS, STATS_BYTES, build_layer_rotated, planes_shape
 from sglang_scout.ops.tolerances import TOLERANCES
+from sglang_scout.policy.learned import embed
+from sglang_scout.policy.learned import kernels as learned_kernels
+from sglang_scout.policy.learned.embed import build_layer_means, build_layer_pilots
 
 pytestmark = pytest.mark.usefixtures("isa")
 EMBEDS = (build_layer_means, build_layer_pilots)
@@ -23,8 +25,8 @@ NATIVE = (
 KERNELS = (
     (build_layer_digests, triton.pages.build_layer_digests),
     (build_layer_rotated, triton.rotated.build_layer_rotated),
-    (build_layer_means, triton.embed.build_layer_means),
-    (build_layer_pilots, triton.embed.build_layer_pilots),
+    (build_layer_means, learned_kernels.build_layer_means),
+    (build_layer_pilots, learned_kernels.build_layer_pilots),
 )
 REFERENCES = (
     (build_layer_digests, minmax.build_layer_digests_reference),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_scout.ops.triton import attend
-from sglang_scout.ops.triton.rotated import programs_per_sm
+from sglang_scout.ops.triton.rotated_scores import programs_per_sm
 from sglang_scout.ops.triton.score import PER_SM
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -42,7 +42,7 @@ def offered_pages(position: Tensor, pages: int) -> Tensor:
 
 
 def mean_scores(query: Tensor, halves: Tensor) -> Tensor:
-    """[L, H, Q, N] of ``query`` [L, H, Q, D] with the means [L, N, H, 2, D], like `ops.embed.score_embeddings`."""
+    """[L, H, Q, N] of ``query`` [L, H, Q, D] with the means [L, N, H, 2, D], like `score_embeddings`."""
     first, second = torch.einsum("lhqd,lnhwd->lhqnw", query, halves).unbind(-1)
     following = F.pad(first, (0, 1), value=-torch.inf)[..., 1:]
     return (second + torch.maximum(first, following)) / 2

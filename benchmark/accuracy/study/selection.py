@@ -27,7 +27,7 @@ from sglang_scout.ops.rotated import (
     SECOND,
     STATS_BYTES,
     Coordinates,
-    build_layer_rotated,
+    build_layer_rotated_reference,
     decode,
     planes_shape,
     rotate,
@@ -117,7 +117,7 @@ def as_stored(pages: Tensor, coordinates: Coordinates) -> Tensor:
     digests = [torch.zeros(1, N, H, *shape, dtype=torch.uint8) for shape in shapes]
     of_layer = Coordinates(*(x[None] for x in coordinates))
     source = LayerPages.of([k], [k], "cpu")
-    build_layer_rotated(source, torch.arange(N), *digests, None, of_layer, impl="reference")
+    build_layer_rotated_reference(source, torch.arange(N), *digests, None, of_layer)
     x = decode(*(x[0] for x in digests), coordinates)
     return (x @ coordinates.queries).transpose(0, 1)
 

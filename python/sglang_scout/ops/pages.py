@@ -45,9 +45,7 @@ def append_tokens(
     run(k, v, lens, pool, mirror)
 
 
-def append_tokens_reference(
-    k: Tensor, v: Tensor, lens: Tensor, pool: Pool, mirror: Pool | None = None
-) -> None:
+def append_tokens_reference(k, v, lens, pool, mirror=None):
     for pages_k, pages_v, ids in (pool,) if mirror is None else (pool, mirror):
         rows = (ids >= 0).nonzero().squeeze(1)
         at = [x.to(pages_k.device) for x in (ids[rows].long(), lens[rows].long() - 1)]
@@ -76,9 +74,7 @@ def copy_layer_pages(
     run(source, ids, dst_k, dst_v)
 
 
-def copy_layer_pages_reference(
-    source: LayerPages, ids: Tensor, dst_k: Tensor, dst_v: Tensor
-) -> None:
+def copy_layer_pages_reference(source, ids, dst_k, dst_v):
     layers, pages, slots = ids[:, ids[1] >= 0].cpu()
     for layer in layers.unique().tolist():
         here = layers == layer
@@ -87,7 +83,7 @@ def copy_layer_pages_reference(
             dst[layer].index_copy_(0, slots[here].to(dst.device), copied.to(dst.device))
 
 
-def _copy_layer_pages_native(source: LayerPages, ids: Tensor, dst_k: Tensor, dst_v: Tensor) -> None:
+def _copy_layer_pages_native(source, ids, dst_k, dst_v):
     _native.copy_layer_pages(source.k, source.v, ids, dst_k, dst_v)
 
 
@@ -113,9 +109,7 @@ def stage_pages(
     run(source, layer, pages, dst_k, dst_v)
 
 
-def stage_pages_reference(
-    source: LayerPages, layer: int, pages: Tensor, dst_k: Tensor, dst_v: Tensor
-) -> None:
+def stage_pages_reference(source, layer, pages, dst_k, dst_v):
     rows, columns = (pages >= 0).nonzero(as_tuple=True)
     lists, k = source.k[0].shape[2] // dst_k.shape[2], pages.shape[1]
     named = pages[rows, columns]
@@ -125,9 +119,7 @@ def stage_pages_reference(
         dst[rows * k + columns] = by_list[page, :, which].to(dst.device)
 
 
-def _stage_pages_native(
-    source: LayerPages, layer: int, pages: Tensor, dst_k: Tensor, dst_v: Tensor
-) -> None:
+def _stage_pages_native(source, layer, pages, dst_k, dst_v):
     _native.stage_pages(source.k[layer], source.v[layer], pages, dst_k, dst_v)
 
 
@@ -142,11 +134,11 @@ def copy_tokens(source: LayerPages, ids: Int64[Tensor, "3 m"], target: LayerPage
     _copy_tokens_native(source, ids, target)
 
 
-def _copy_tokens_native(source: LayerPages, ids: Tensor, target: LayerPages) -> None:
+def _copy_tokens_native(source, ids, target):
     _native.copy_tokens(source.k, source.v, ids, target.k, target.v)
 
 
-def copy_tokens_reference(source: LayerPages, ids: Tensor, target: LayerPages) -> None:
+def copy_tokens_reference(source, ids, target):
     layers, rows, targets = ids
     for layer in layers.unique().tolist():
         here = layers == layer
