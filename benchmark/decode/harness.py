@@ -21,7 +21,8 @@ from benchmark.decode.model import DummyModel, ModelSize, QueryDrift
 from benchmark.device import captured
 from benchmark.kernels.gpu_pools import signs
 from benchmark.mapped import wait_mapped
-from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig, parse_config
+from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
+from sglang_scout.core.flags import parse_config
 from sglang_scout.core.forecast import VERSION, Header, PageWeights
 from sglang_scout.core.profile import ModelIdentity
 from sglang_scout.engine.device import lock_memory

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.core.config import check_files, parse_config
-from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import check_files, parse_config
+from sglang_scout.core.numa import parse_cpu_list, ranges
 from sglang_scout.core.profile import load_profile
 from sglang_scout.policy.base import policies
 

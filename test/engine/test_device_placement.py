@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from page_weights import identity, pilot_weights
-from sglang_scout.core.config import parse_config
+from sglang_scout.core.flags import parse_config
 from sglang_scout.engine import digest_pool, older_tokens, step, step_inputs
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.step import StepEngine

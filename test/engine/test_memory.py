@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hgca_worker import HgcaWorker
 from page_weights import digest_weights, identity, pilot_weights
-from sglang_scout.core.config import parse_config
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import parse_config
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import HEADROOM_BYTES, ServerSize, check_memory
 from sglang_scout.engine.stores import ModelShape

@@ -13,8 +13,10 @@ import torch
 from fake_sys import use_sys
 from page_weights import forecast_weights, pilot_weights
 from sglang_scout.cli.sizes import make_plan
-from sglang_scout.core.config import OffloadConfig, parse_config
+from sglang_scout.core import numa
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import parse_config
 from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.page_bytes import input_bytes
 from sglang_scout.engine.digest_pool import DigestPool
@@ -25,7 +27,7 @@ from sglang_scout.plugin import prefill as prefill_hooks
 from sglang_scout.plugin import ranks as ranks_module
 from sglang_scout.plugin.release import VERSION
 from sglang_scout.policy.base import policies
-from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool, pool_lacks
 from sglang_scout.worker.cpus import CpuPlan
 

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from fake_sys import use_sys
 from ring_view import RingView
+from sglang_scout.core import numa
 from sglang_scout.core.errors import ArenaError, ScoutError
 from sglang_scout.worker import arena as arena_module
-from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.arena_fits import pool, pool_lacks
 from sglang_scout.worker.client import WorkerClient

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.core.cpu_list import parse_cpu_list
-from sglang_scout.worker import numa
+from sglang_scout.core import numa
+from sglang_scout.core.numa import parse_cpu_list
 from sglang_scout.worker.cpus import ATTENTION, background_cpus, deal_cpus, plan_cpus
 
 

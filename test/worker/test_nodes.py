@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from fake_sys import use_sys
 from ring_view import RingView
+from sglang_scout.core import numa
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.ring import layout_of, node_spans
 from worker_cases import small_spec, until

@@ -17,10 +17,10 @@ from subprocess import CompletedProcess
 from sglang_scout.cli import machine_checks as machine
 from sglang_scout.cli.machine_checks import FAILED, WARNING, Check, python, reason
 from sglang_scout.cli.table import columns
-from sglang_scout.core.cpu_list import parse_cpu_list
+from sglang_scout.core import numa
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.sglang_versions import ADAPTERS
-from sglang_scout.worker import numa
+from sglang_scout.core.numa import parse_cpu_list
+from sglang_scout.core.supported import ADAPTERS
 
 DESCRIPTION = (
     "Check whether this machine can serve. Each line says ok, warning or failed and what was found; a line that starts "

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_scout.cli.table import columns, gib
-from sglang_scout.core.cpu_list import ranges
-from sglang_scout.core.files import check_socket_folder
-from sglang_scout.worker import host_memory, numa
+from sglang_scout.core import numa
+from sglang_scout.core.flags import check_socket_folder
+from sglang_scout.core.numa import ranges
+from sglang_scout.worker import host_memory
 from sglang_scout.worker.cpus import plan_cpus
 
 OK, WARNING, FAILED = "ok", "warning", "failed"

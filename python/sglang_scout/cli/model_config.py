@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.served_models import FP8_KV, check_architecture, check_attention
+from sglang_scout.core.supported import FP8_KV, check_architecture, check_attention
 
 VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_scout.cli.step_model import CAVEAT, DEVICES, Prediction, find_device, has_model, predict
 from sglang_scout.cli.table import GIB, columns, gb, gib
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
-from sglang_scout.core.served_models import DTYPES, FP8_KV
+from sglang_scout.core.supported import DTYPES, FP8_KV
 
 if TYPE_CHECKING:
     from sglang_scout.cli.sizes import Plan

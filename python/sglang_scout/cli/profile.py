@@ -12,7 +12,7 @@ import numpy as np
 from sglang_scout import __version__
 from sglang_scout.cli.table import columns
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.files import check_different
+from sglang_scout.core.flags import check_different
 from sglang_scout.core.profile import PROFILE_VERSION, RecallProfile, choose_interval, save_profile
 from sglang_scout.core.step_log import COLD_STEPS, StepLogFile, ratios_by_age, read_step_log
 

@@ -13,8 +13,9 @@ import torch
 
 from sglang_scout.cli.model_config import ModelConfig, read_model
 from sglang_scout.cli.table import GIB
-from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig, parse_config
+from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ArenaError, ConfigError
+from sglang_scout.core.flags import parse_config
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import MemoryPlan, ServerSize
 from sglang_scout.engine.stores import ModelShape

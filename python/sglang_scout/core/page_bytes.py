@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-DIGESTS = ("minmax", "rotated-2", "calibrated")
+from typing import Literal, get_args
+
+Digest = Literal["minmax", "rotated-2", "calibrated"]
+DIGESTS = get_args(Digest)
 """Page digests for selection by all heads of a layer; see ``engine/digest_pool.py``."""
 
 EMBEDDINGS = ("mean16", "pilot")

@@ -18,7 +18,7 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import PageWeights, trained_weights
 from sglang_scout.core.profile import ModelIdentity, config_digest
-from sglang_scout.core.served_models import DTYPES, FP8_KV
+from sglang_scout.core.supported import DTYPES, FP8_KV
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.predict import QueryProjector, add_norm, rotate_heads
 from sglang_scout.plugin.release import adapter

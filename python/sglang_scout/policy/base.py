@@ -15,8 +15,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.config import DEFAULT_DIGEST, FLAGS, OffloadConfig, check_layers
+from sglang_scout.core.config import DEFAULT_DIGEST, FLAGS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import check_layers
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.ops.residency import PageUses
 from sglang_scout.policy.salient_tokens import SalientTokens

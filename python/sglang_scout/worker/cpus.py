@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from sglang_scout.core.cpu_list import ranges
-from sglang_scout.worker import numa
+from sglang_scout.core import numa
+from sglang_scout.core.numa import ranges
 
 LEFT_CPUS = 2
 """Minimum CPUs left to the server's own threads: the scheduler thread, and those of transfers."""

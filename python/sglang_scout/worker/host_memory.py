@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
+from sglang_scout.core import numa
 from sglang_scout.core.errors import ArenaError, ConfigError
-from sglang_scout.worker import numa
 
 logger = logging.getLogger(__name__)
 

@@ -18,14 +18,13 @@ from typing import NoReturn, TypeVar
 import zmq
 
 from sglang_scout import _native
-from sglang_scout.core.cpu_list import ranges
 from sglang_scout.core.errors import ScoutError, WorkerError
+from sglang_scout.core.numa import ranges, read_cpus
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.die_with_parent import die_with_parent
 from sglang_scout.worker.host_memory import PopulateThread, use_own_node
-from sglang_scout.worker.numa import read_cpus
 
 logger = logging.getLogger("sglang_scout.worker")
 

@@ -1,14 +1,15 @@
-"""What /sys says of this machine: CPUs, NUMA nodes, GPUs, RDMA."""
+"""What /sys says of this machine: CPUs, NUMA nodes, GPUs, RDMA; and Linux CPU lists."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
-from sglang_scout.core.cpu_list import parse_cpu_list
+from sglang_scout.core.errors import ConfigError
 
 SYS = Path("/sys")
 _NODES = "devices/system/node"
@@ -16,6 +17,47 @@ _PCI = "bus/pci/devices"
 _ANY_CPU = set(range(1 << 16))
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # PCI class 03: display controllers, 0302 for those without a screen
+# Stricter than int(), which also accepts 1_0, +0 and digits of other scripts.
+_RANGE = re.compile(r"([0-9]{1,5})(?:\s*-\s*([0-9]{1,5}))?")
+
+
+def parse_cpu_list(
+    text: str, available: set[int] | None = None, flag: str = "--kv-offload-cpus"
+) -> tuple[int, ...]:
+    """Parse a Linux CPU list such as ``0-3,8`` into sorted CPU numbers.
+
+    Args:
+        available: CPUs that this process may run on; None: ask the kernel.
+        flag: the source of ``text``, for the message.
+    Raises:
+        ConfigError: not a list, or a CPU that does not exist here.
+    """
+    cpus: set[int] = set()
+    what = f"{flag} {text!r}"
+    for part in map(str.strip, text.split(",")):
+        if (found := _RANGE.fullmatch(part)) is None:
+            fix = "write for example 0-3,8"
+            raise ConfigError(f"{what}: {part!r} is not a CPU number or a range; {fix}")
+        low, high = int(found[1]), int(found[2] or found[1])
+        if high < low:
+            raise ConfigError(f"{what}: {part!r} is not an ascending range; write {high}-{low}")
+        cpus.update(range(low, high + 1))
+    if available is None:
+        available = os.sched_getaffinity(0)
+    if absent := cpus - available:
+        raise ConfigError(
+            f"{what}: this process may not run on CPU {min(absent)}; available are {ranges(available)}"
+        )
+    return tuple(sorted(cpus))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as a Linux list, ascending: 0-3,8."""
+    parts = []
+    for _, run in itertools.groupby(enumerate(sorted(numbers)), lambda at: at[1] - at[0]):
+        first, *more = (str(number) for _, number in run)
+        parts.append(f"{first}-{more[-1]}" if more else first)
+    return ",".join(parts)
 
 
 def read(path: str | Path) -> str:
@@ -35,7 +77,7 @@ def folder(node: int) -> Path:
     return SYS / _NODES / f"node{node}"
 
 
-def read_cpus(path: str) -> list[int]:
+def read_cpus(path: str | Path) -> list[int]:
     """The CPU list in a file of /sys, ascending; empty if there is no such file."""
     text = read(path)
     return list(parse_cpu_list(text, _ANY_CPU)) if text else []
@@ -83,22 +125,9 @@ def near_cpus(pci_address: str) -> list[int]:
 
 def cpus_by_node(cpus: Collection[int]) -> dict[int, list[int]]:
     """``cpus`` by NUMA node, ascending, without nodes that have none. Empty if one of ``cpus`` is on no node."""
-    found = {}
-    for node in nodes():
-        if members := sorted(set(cpus).intersection(read_cpus(f"{folder(node)}/cpulist"))):
-            found[node] = members
+    by_node = {node: sorted({*cpus} & {*read_cpus(folder(node) / "cpulist")}) for node in nodes()}
+    found = {node: members for node, members in by_node.items() if members}
     return found if sum(map(len, found.values())) == len(cpus) else {}
-
-
-def hardware() -> list[dict[str, Any]]:
-    """What ``numactl --hardware`` says of each node; bytes are None and distances empty if the kernel does not tell."""
-    found = []
-    for node in nodes():
-        memory, cpus = read_meminfo(folder(node) / "meminfo"), read_cpus(f"{folder(node)}/cpulist")
-        sizes = {"total_bytes": memory.get("MemTotal"), "free_bytes": memory.get("MemFree")}
-        distances = list(map(int, read(folder(node) / "distance").split()))
-        found.append({"node": node, "cpus": cpus, **sizes, "distances": distances})
-    return found
 
 
 def read_meminfo(file: Path) -> dict[str, int]:
