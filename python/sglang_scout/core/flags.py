@@ -254,7 +254,7 @@ def check_socket_folder() -> None:
 
 
 def check_different(files: Mapping[str, str]) -> None:
-    """Refuse one file under two names: one would overwrite the other. ``files``: paths by flag or key with its value."""
+    """Refuse one file under two names: one would overwrite the other. ``files``: paths by flag or key and value."""
     taken: dict[str | tuple[int, int], str] = {}
     for what, path in files.items():
         try:

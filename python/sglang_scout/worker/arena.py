@@ -14,7 +14,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,17 +44,14 @@ class Arena:
     """
 
     def __init__(self, fd: int, memory: np.ndarray, spec: ArenaSpec, backing: str) -> None:
-        self.spec = spec
-        self.fd = fd
-        self.nbytes = memory.nbytes
-        self.address = memory.ctypes.data
-        self.backing = backing
+        self.fd, self.spec, self.backing = fd, spec, backing
+        self.nbytes, self.address = memory.nbytes, memory.ctypes.data
         self.layout = layout_of(spec)
         self._memory: np.ndarray | None = memory
         _open_arenas.add(self)
 
-    @classmethod
-    def create(cls, spec: ArenaSpec, *, numa_nodes: Sequence[int] = ()) -> Arena:
+    @staticmethod
+    def create(spec: ArenaSpec, *, numa_nodes: Sequence[int] = ()) -> Arena:
         """Creates, seals and maps a new arena: in the hugetlb pool if that has enough free pages, on each of
         ``numa_nodes`` too, and otherwise in transparent huge pages. Memory is allocated on first write, except from the
         pool, and where the machine must grow first to have it all.
@@ -67,16 +64,15 @@ class Arena:
             ArenaError: not enough memory on the machine or on a node, a pool that is short though half of the pages are
                 free, a node that does not exist, or a failed system call.
         """
-        made = _take_from_pool(spec, numa_nodes)
-        if made is None:
+        arena = _take_from_pool(spec, numa_nodes)
+        if arena is None:
             check_fits(spec, numa_nodes)
             try:
-                made = _make(spec, numa_nodes, False)
+                arena = _make(spec, numa_nodes, False)
             except OSError as e:
                 raise ArenaError(f"cannot make {describe(spec)}: {e.strerror}") from e
-        fd, memory, backing = made
-        logger.info("arena: %s, %s pages", describe(spec), backing)
-        return cls(fd, memory, spec, backing)
+        logger.info("arena: %s, %s pages", describe(spec), arena.backing)
+        return arena
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
@@ -87,15 +83,17 @@ class Arena:
             ArenaError: the file is not an arena of this version, or cannot be mapped.
         """
         nbytes, own = os.fstat(fd).st_size, os.dup(fd)
-        with _closed_on_error(own):
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, own)
             try:
                 memory, backing = _map(own, nbytes, "4k")
                 spec = read_header(memory)
-                layout = layout_of(spec)
-                for begin, end in ((0, layout.bell_offset), (layout.kv_offset, nbytes)):
+                at = layout_of(spec)
+                for begin, end in ((0, at.bell_offset), (at.kv_offset, nbytes)):
                     host_memory.protect(memory.ctypes.data + begin, end - begin)
             except OSError as e:
                 raise ArenaError(f"cannot map {nbytes} bytes: {e.strerror}") from e
+            on_error.pop_all()
         memory.flags.writeable = False
         return cls(own, memory, spec, backing)
 
@@ -137,14 +135,14 @@ class Arena:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def bytes_at(self, begin: int, count: int) -> np.ndarray:
+        """A part of the mapping, uint8 [count]; no copy."""
+        return self._mapped()[begin : begin + count]
+
     def _mapped(self) -> np.ndarray:
         if self._memory is None:
             raise ArenaError("the arena is closed")
         return self._memory
-
-    def bytes_at(self, begin: int, count: int) -> np.ndarray:
-        """A part of the mapping, uint8 [count]; no copy."""
-        return self._mapped()[begin : begin + count]
 
     def _plane(
         self, layer: int, which: int, begin: int = 0, shape: tuple[int, ...] = ()
@@ -174,19 +172,8 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-@contextlib.contextmanager
-def _closed_on_error(fd: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _make(
-    spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool
-) -> tuple[int, np.ndarray, str]:
-    """A sealed file with a header, its mapping, and how it is backed. Raises OSError.
+def _make(spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool) -> Arena:
+    """An arena in a sealed file, with its header. Raises OSError.
 
     A mapping only reserves pages of the machine-wide pool. Whether they are on its nodes, and within cgroup limits,
     shows when they are populated; on a later access it would be a SIGBUS.
@@ -199,7 +186,8 @@ def _make(
         if e.errno != errno.EINVAL:
             raise
         fd = os.memfd_create(MEMFD_NAME, flags)
-    with _closed_on_error(fd):
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(os.close, fd)
         os.ftruncate(fd, layout.total_bytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
         memory, backing = _map(fd, layout.total_bytes, "hugetlb" if from_pool else "4k")
@@ -214,12 +202,11 @@ def _make(
         elif not host_memory.promised_bytes() and memory.nbytes > bytes_now(numa_nodes):
             host_memory.take_in_steps(*place, functools.partial(bytes_now, numa_nodes))
         write_header(memory, spec)
-    return fd, memory, backing
+        on_error.pop_all()
+    return Arena(fd, memory, spec, backing)
 
 
-def _take_from_pool(
-    spec: ArenaSpec, numa_nodes: Sequence[int]
-) -> tuple[int, np.ndarray, str] | None:
+def _take_from_pool(spec: ArenaSpec, numa_nodes: Sequence[int]) -> Arena | None:
     """Like :func:`_make`, in the hugetlb pool; None if that cannot provide all pages."""
     if short := pool_lacks(spec, numa_nodes):
         if host_memory.free_pool_bytes():
@@ -230,7 +217,7 @@ def _take_from_pool(
     except OSError as e:
         what = "arena: not in the huge page pool, although it has enough pages: %s"
         logger.warning(what, e.strerror)
-        return None
+    return None
 
 
 def _map(fd: int, nbytes: int, backing: str) -> tuple[np.ndarray, str]:

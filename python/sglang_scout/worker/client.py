@@ -16,7 +16,7 @@ import numpy as np
 from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.messages import Configure, WorkerConfig
+from sglang_scout.worker.channel import Configure, WorkerConfig
 from sglang_scout.worker.ring import EVENT_DTYPE, split_of
 from sglang_scout.worker.supervisor import ProcessStatus, Supervisor
 
@@ -90,8 +90,7 @@ class WorkerClient:
         nodes: Sequence[Sequence[int]] | None = None,
         config: WorkerConfig | None = None,
     ) -> None:
-        self._config = config or WorkerConfig()
-        self._cpus = tuple(cpus)
+        self._config, self._cpus = config or WorkerConfig(), tuple(cpus)
         self._spec = arena.spec
         self._mapping = arena.k_pages(0)  # keeps the mapping alive as long as this object
         node_of = {cpu: node for node, of_node in enumerate(nodes or [cpus]) for cpu in of_node}

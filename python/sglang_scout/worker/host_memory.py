@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import itertools
 import logging
 import mmap
 import os
@@ -18,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sglang_scout.core import numa
@@ -166,21 +166,15 @@ def populate(address: int, nbytes: int, *, write: bool = True) -> int:
 
 def populate_together(address: int, nbytes: int) -> int:
     """:func:`populate` by a thread for each CPU of the affinity, up to MOST_THREADS. Returns 0 or the first error."""
-    threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
-    pieces = itertools.count(0, PIECE_BYTES)  # its next() is atomic
     errors: list[int] = []
 
-    def work() -> None:
-        while not errors and (done := next(pieces)) < nbytes:
-            if error := populate(address + done, min(PIECE_BYTES, nbytes - done)):
-                errors.append(error)
+    def work(done: int) -> None:
+        if not errors and (error := populate(address + done, min(PIECE_BYTES, nbytes - done))):
+            errors.append(error)
 
-    others = [threading.Thread(target=work, name=f"scout-populate-{i}") for i in range(1, threads)]
-    for thread in others:
-        thread.start()
-    work()
-    for thread in others:
-        thread.join()
+    threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    with ThreadPoolExecutor(threads, "scout-populate") as executor:
+        list(executor.map(work, range(0, nbytes, PIECE_BYTES)))  # raises what they raise
     return errors[0] if errors else 0
 
 

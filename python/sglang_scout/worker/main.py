@@ -20,7 +20,7 @@ import zmq
 from sglang_scout import _native
 from sglang_scout.core.errors import ScoutError, WorkerError
 from sglang_scout.core.numa import ranges, read_cpus
-from sglang_scout.worker import messages as m
+from sglang_scout.worker import channel as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.die_with_parent import die_with_parent
@@ -125,7 +125,7 @@ def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.R
 
 
 def main() -> int:
-    """Runs a process, as supervisor and process.py start it. Returns the exit code."""
+    """Runs a process, as supervisor.py starts it. Returns the exit code."""
     arena_fd, epoch, server_pid = map(int, sys.argv[2::2])  # of --arena-fd, --epoch and --parent
     logging.basicConfig(
         level=logging.INFO, format=f"[scout-cpu-attention {os.getpid()}] %(levelname)s %(message)s"
