@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -39,8 +39,15 @@ MISSING = {
     "cpu": "missing pages are attended to on the CPU",
     "fetch": "missing pages are copied to the device; the CPU computes no attention",
 }
-WITH_FEEDBACK = "the CPU attends to the tokens kept from outside the window"
 Run = Callable[[], CompletedProcess[str]]
+
+
+def installed(distribution: str) -> str | None:
+    """Version of a distribution; None if there is none."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def pinned(distribution: str) -> str | None:
@@ -53,27 +60,24 @@ def pinned(distribution: str) -> str | None:
 
 
 def check_python() -> Check:
-    found = ".".join(map(str, sys.version_info[:3]))
+    found = platform.python_version()
     fix = "use Python 3.11 or 3.12: not all of SGLang's packages have wheels for newer versions"
     values = {"version": found, "executable": sys.executable}
     return Check(found, fix if sys.version_info >= (3, 13) else "", values)
 
 
 def check_sglang(query_check: Run) -> Check:
-    supported = list(ADAPTERS)
-    fix = f"pip install sglang=={supported[0]}; supported are only {' and '.join(supported)}"
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        return Check("not installed", fix, failed=True)
+    supported, found = list(ADAPTERS), installed("sglang")
     values = {"version": found, "supported": supported}
     if found not in supported:
-        return Check(f"{found}, expected {' or '.join(supported)}", fix, values, failed=True)
+        text = f"{found}, expected {' or '.join(supported)}" if found else "not installed"
+        fix = f"pip install sglang=={supported[0]}; supported are only {' and '.join(supported)}"
+        return Check(text, fix, values, failed=True)
     done = query_check()
     if "libcuda.so.1" in done.stderr and found != "0.5.15.post1":  # which works without them
         fix = "without a GPU: run scripts/no_driver.sh VENV, then . scripts/cpu_env.sh; with a GPU: install its driver"
-        found += f"; its kernels do not load: {reason(done)}"
-        return Check(found, fix, values, failed=True)
+        text = f"{found}; its kernels do not load: {reason(done)}"
+        return Check(text, fix, values, failed=True)
     return Check(found, values=values)
 
 
@@ -117,10 +121,8 @@ def check_native() -> Check:
 
 def _importable(module: str, distribution: str, packages: str = "") -> Check:
     """Whether ``module`` imports; ``packages``: Debian packages of its shared libraries."""
-    done = python("-c", f"import {module}")
-    found = wanted = None
-    with contextlib.suppress(PackageNotFoundError):
-        found, wanted = version(distribution), pinned(distribution)
+    done, found = python("-c", f"import {module}"), installed(distribution)
+    wanted = pinned(distribution) if found else None
     values = {"distribution": distribution, "version": found, "wanted": wanted}
     if done.returncode != 0:
         fix = f"pip install {distribution}"
@@ -159,9 +161,10 @@ def check_policy(name: str, keys: str) -> Check:
     policy = make_policy(Context(config, num_layers=layers, page_bytes=1))
     if named := weights_file(config):
         kind, path = named
-        model = load_weights(path, kind).header.identity
-        files.append(f"{kind}_file {path}, of {model.describe()}")
-    missing = MISSING[policy.route] if policy.feedback is None else WITH_FEEDBACK
+        files = [f"{kind}_file {path}, of {load_weights(path, kind).header.identity.describe()}"]
+    missing = MISSING[policy.route]
+    if policy.feedback is not None:
+        missing = "the CPU attends to the tokens kept from outside the window"
     text = f"{name}: {missing}; budget of {config.budget_tokens} tokens"
     values = {"policy": policy.name, "budget_tokens": config.budget_tokens, "digest": config.digest}
     values |= {"worker": policy.route == "cpu", "missing": missing, "files": files}
@@ -169,11 +172,7 @@ def check_policy(name: str, keys: str) -> Check:
 
 
 def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
-    """All checks by name, in the order of the report.
-
-    Raises:
-        ConfigError: ``args.cpus`` is not a list of CPUs of this process.
-    """
+    """All checks by name, in the order of the report. Raises ConfigError if ``args.cpus`` is not a list of CPUs."""
     # SGLang on a tiny model, on the CPU even if there is a GPU. It takes seconds.
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     query_check = cache(lambda: python("-m", "sglang_scout.plugin.query_check", **on_cpu))
@@ -192,9 +191,7 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
         "mooncake": check_mooncake,
         "router": lambda: _importable("sglang_router", "sglang-router"),
         "queries": lambda: check_queries(query_check),
-        "CPU attention": lambda: import_module("sglang_scout.cli.worker_check").check_worker(
-            given or sorted(os.sched_getaffinity(0))
-        ),
+        "CPU attention": lambda: import_module("sglang_scout.cli.worker_check").check_worker(given),
     }
     if args.kv_offload is not None:
         found["policy"] = lambda: check_policy(args.kv_offload, args.kv_offload_config)
@@ -245,12 +242,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     results = {name: outcome(check) for name, check in checks(args).items()}
     ok = not any(check.failed for check in results.values())
-    if args.json:
-        found = [
-            {"name": name, "state": x.state, "found": x.found, "fix": x.fix, "values": x.values}
-            for name, x in results.items()
-        ]
-        print(json.dumps({"ok": ok, "checks": found}, indent=2))
-    else:
-        print(report(results))
+    found = [
+        {"name": name, "state": x.state, "found": x.found, "fix": x.fix, "values": x.values}
+        for name, x in results.items()
+    ]
+    print(json.dumps({"ok": ok, "checks": found}, indent=2) if args.json else report(results))
     return 0 if ok else 1

@@ -36,7 +36,7 @@ def server_config(name: str, keys: str, budget_tokens: int | None = None) -> Off
 
 @dataclass(frozen=True)
 class Server:
-    """A decode server for requests of ``context_tokens``."""
+    """A decode server for requests of ``context_tokens``. Its sizes are over all layers."""
 
     model: ModelConfig
     config: OffloadConfig
@@ -50,18 +50,12 @@ class Server:
         dtype, fp8 = getattr(torch, model.dtype), None if kv == model.dtype else getattr(torch, kv)
         page_size = self.config.page_size_tokens
         shape = ModelShape(model.num_layers, *heads, page_size, dtype, scale=1.0, fp8=fp8)
-        node_cpus = [max(requests * self.lists, MOST_THREADS_PER_GROUP)]
-        sizes = requests, self.context_tokens, node_cpus
+        cpus = max(requests * self.config.lists(model.num_kv_heads), MOST_THREADS_PER_GROUP)
+        sizes = requests, self.context_tokens, [cpus]
         return ServerSize(self.config, shape, *sizes, self.policy.route, self.pilot_rank)
 
     @property
-    def lists(self) -> int:
-        """Selection lists of a request in a layer."""
-        return self.config.lists(self.model.num_kv_heads)
-
-    @property
     def kv_bytes_per_page(self) -> int:
-        """Over all layers, like the other sizes."""
         return self.size(1).page_bytes
 
     @property
@@ -88,15 +82,19 @@ class Server:
         """The plan for concurrent requests, by default with only the pages that they need."""
         return self.size(requests).plan(num_pages or self.host_pages(requests))
 
+    @property
+    def max_requests(self) -> int:
+        return MAX_BATCH // self.config.lists(self.model.num_kv_heads)
+
     def fitting(self, device_bytes: int) -> int:
         """The most requests whose plan fits in ``device_bytes``."""
-        counts = range(1, MAX_BATCH // self.lists + 1)
+        counts = range(1, self.max_requests + 1)
         return bisect.bisect_right(counts, device_bytes, key=lambda n: self.memory(n).device_bytes)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How many requests fit, by each memory, and which is the limit. None: not considered."""
+    """How many requests fit, by each memory; None: not considered."""
 
     by_host: int | None
     by_gpu: int | None
@@ -158,11 +156,7 @@ def make_plan(
     policy: str = "scout",
     config: str = "{}",
 ) -> Plan:
-    """The plan for the command's arguments, None where not given.
-
-    Raises:
-        ConfigError: a wrong argument, or a model that cannot be read; names flag, value and fix.
-    """
+    """The plan for the command's arguments, None where not given. Raises ConfigError with flag, value and fix."""
     for flag, value, most in (
         ("--context-tokens", context_tokens, MAX_TOKENS),
         ("--requests", requests, MAX_BATCH),
@@ -183,7 +177,7 @@ def make_plan(
     host_bytes = int(host_gib * GIB)
     by_gpu = stock = gpu_kv_bytes = None
     host_pages = max(0, host_bytes // server.kv_bytes_per_page - 1)
-    by_host = min(host_pages // server.pages_per_request, MAX_BATCH // server.lists)
+    by_host = min(host_pages // server.pages_per_request, server.max_requests)
     try:
         # Without --gpu-gb digests and resident pages are host memory too, in addition to --kv-offload-host-gb, so they
         # do not change how many requests fit in pages of that size.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -31,13 +32,13 @@ SPEC = ArenaSpec(
     max_pages=PAGES,
 )
 """One layer with the heads of Qwen3-14B; 8 MiB of pages."""
-
 Floats = npt.NDArray[np.float32]
 
 
-def check_worker(cpus: Sequence[int]) -> Check:
-    """Starts a process on ``cpus``, checks its result, times it, and stops it. Raises ScoutError if that fails."""
+def check_worker(cpus: Sequence[int] | None) -> Check:
+    """Starts a process on ``cpus`` or all, checks its result, times it, and stops it. Raises ScoutError."""
     logging.disable(logging.WARNING)  # the result says what was wrong
+    cpus = cpus or sorted(os.sched_getaffinity(0))
     begin_s, config = time.monotonic(), WorkerConfig(wait_timeout_s=5.0)
     try:
         with Arena.create(SPEC) as arena, WorkerClient(arena, cpus, config=config) as client:
@@ -45,15 +46,13 @@ def check_worker(cpus: Sequence[int]) -> Check:
             found, problem = compare_and_time(client, arena)
     finally:
         logging.disable(logging.NOTSET)
-    times = f"round trip {found['batch_us']:.0f} us; one page: {found['page_us']:.0f} us"
     text = (
         f"ready in {ready_s * 1e3:.0f} ms, control socket {found['endpoint']}; {ROWS} sequences x {PAGES} pages: "
-        f"largest error {found['max_error']:.1e}, {times}"
+        f"largest error {found['max_error']:.1e}, round trip {found['batch_us']:.0f} us; one page: "
+        f"{found['page_us']:.0f} us{problem and f': {problem}'}"
     )
     values = {"right": not problem, "problem": problem, "ready_s": ready_s} | found
-    if problem:
-        return Check(f"{text}: {problem}", "please report it", values, failed=True)
-    return Check(text, values=values)
+    return Check(text, problem and "please report it", values, failed=bool(problem))
 
 
 def attend_plainly(

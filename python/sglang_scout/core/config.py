@@ -28,7 +28,6 @@ DEFAULT_RECALL_THRESHOLD = 0.12
 """The paper's β: the CPU compute ratio that no layer should exceed (section 3.4)."""
 LARGE = 2**30
 """Limits from here on only keep out what no machine has; the documents leave them out."""
-
 FLAGS = {
     "policy": "--kv-offload",
     "budget_tokens": "--kv-offload-budget",
@@ -38,7 +37,6 @@ FLAGS = {
     "config": "--kv-offload-config",
 }
 """Names of the arguments of `parse_config`, in messages."""
-
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Pages = Annotated[int, Meta(ge=0, le=2**20)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]

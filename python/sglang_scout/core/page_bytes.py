@@ -7,16 +7,12 @@ from typing import Literal, get_args
 Digest = Literal["minmax", "rotated-2", "calibrated"]
 DIGESTS = get_args(Digest)
 """Page digests for selection by all heads of a layer; see ``engine/digest_pool.py``."""
-
 EMBEDDINGS = ("mean16", "pilot")
 """Page digests for selection per KV head."""
-
 PILOT_RANK = 32
 """Elements of a ``pilot`` embedding, unless its weights have another rank."""
-
 MARK_BYTES = 4
 """Second part of an embedding: zeros that mark it as written. A transfer identifies kinds by their parts' ratio."""
-
 ROTATED_STATS_BYTES = 112
 """Of a rotated digest, besides its bits and D bytes of mean: scales, norms and step sizes, see ``ops/rotated.py``."""
 

@@ -54,7 +54,6 @@ _RECONNECT_MS = 2  # until the process has bound
 _MAX_AT_ONCE = 64
 _LOG_INTERVAL_S = 1.0
 _SPARE_DESCRIPTORS, _SPARE_THREADS = 12, 3
-
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
 
 
@@ -135,13 +134,8 @@ def encode(message: Message) -> bytes:
 
 
 def open_context() -> ZmqContext:
-    """A context whose threads run.
-
-    libzmq aborts the process where a context cannot start them, so what it takes is tried first.
-
-    Raises:
-        WorkerError: too few descriptors or threads are left.
-    """
+    """A context whose threads run. libzmq aborts the process where a context cannot start them, so what it takes is
+    tried first. Raises WorkerError where too few descriptors or threads are left."""
     done = threading.Event()
     try:
         with contextlib.ExitStack() as tried:
@@ -167,16 +161,13 @@ class Channel:
 
     A message is two frames, token and struct. Before them the process's end has the address of the sender; it replies
     to the one whose message it accepted last.
-
-    Attributes:
-        peer_pid: process whose messages are accepted.
-        refused: number of messages that were dropped.
     """
 
     def __init__(
         self, socket: zmq.Socket[bytes], endpoint: str, token: str, kind: UnionType, peer_pid: int
     ) -> None:
-        self.endpoint, self.peer_pid, self.refused = endpoint, peer_pid, 0
+        self.endpoint, self.peer_pid = endpoint, peer_pid  # whose messages are accepted
+        self.refused = 0  # messages that were dropped
         self._socket, self._token = socket, token.encode()
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kind)
         self._is_router = socket.type == zmq.ROUTER
@@ -213,7 +204,7 @@ class Channel:
         return channel
 
     def wait(self, timeout_s: float, fds: Iterable[int] = ()) -> list[int]:
-        """Blocks until a message has come, one of ``fds`` is readable, or on timeout. Returns those readable."""
+        """Blocks until a message comes, one of ``fds`` is readable, or on timeout. Returns those readable."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         for fd in fds:

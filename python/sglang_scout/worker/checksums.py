@@ -15,7 +15,6 @@ from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.ring import BELL_DTYPE
 
 MOST_THREADS = 8  # memory-bound, more gain little
-
 Pages = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 

@@ -7,6 +7,7 @@ the posted pages: from the worker, or computed in place by the same code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -35,15 +36,11 @@ class Ticket(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """How an answer was obtained."""
-
     waited_us: int  # for the worker
     fallback_pages: int  # that the caller computed
 
 
 class ThreadEvents(NamedTuple):
-    """What one worker thread did."""
-
     thread: int  # its number, from 0
     cpu: int  # that it is pinned to
     # EVENT_DTYPE [n] in chronological order, across restarts. Validated, as the worker's memory is untrusted: only
@@ -98,7 +95,7 @@ class WorkerClient:
         node_cpus = max(1, min(map(self._cpu_nodes.count, range(self._spec.num_nodes))))
         self.split = split_of(self._spec, node_cpus)
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
-        self._q_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
+        self._q_bytes = 4 * math.prod(self._q_shape)
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
         self._producer.set_split(*self.split)
         self._attendant: _native.RingAttendant | None = None
@@ -119,10 +116,8 @@ class WorkerClient:
         self._supervisor.start()
 
     def stop(self) -> None:
-        """Stops the worker; leaves no process, thread, descriptor or file. Idempotent.
-
-        Outstanding tickets can still be waited for. Records posted by a device are no longer answered.
-        """
+        """Stops the worker; leaves no process, thread, descriptor or file. Idempotent. Outstanding tickets can still be
+        waited for. Records posted by a device are no longer answered."""
         self._supervisor.stop()
         if self._attendant is not None:
             self._attendant.stop()
@@ -135,11 +130,9 @@ class WorkerClient:
         self.stop()
 
     def serve_device(self) -> None:
-        """From now on records are posted from a device's stream (``ops.doorbell.DeviceRing``), not by ``post``.
-
-        An attendant thread rings the bell on the stream's behalf, and answers records that no live worker will. Call
-        once, before :meth:`start`.
-        """
+        """From now on records are posted from a device's stream (``ops.doorbell.DeviceRing``), not by ``post``. An
+        attendant thread rings the bell on its behalf, and answers records that no live worker will. Call once, before
+        :meth:`start`."""
         self._own_epoch = self._producer.next_epoch()
         self._attendant = _native.RingAttendant(self._producer, ATTENDANT_POLL_US)
 
@@ -173,8 +166,8 @@ class WorkerClient:
         _check("post", "pages", pages, _I32, (rows, pages.shape[1]))
         _check("post", "n_pages", n_pages, _I32, (rows,))
         record = _address(q), _address(pages), pages.shape[1], _address(n_pages)
-        splits = 0  # by the rule
-        number = self._producer.post(layer, step, rows, *record, splits, len(q) * self._q_bytes)
+        # 0: as many splits as the rule says.
+        number = self._producer.post(layer, step, rows, *record, 0, len(q) * self._q_bytes)
         return Ticket(layer, step, len(q), number)
 
     def wait(self, ticket: Ticket, out: np.ndarray, lse: np.ndarray) -> Reply:
@@ -207,15 +200,12 @@ class WorkerClient:
         """Turns tracing of the worker's threads on or off, at once, in this worker and later ones; earlier events are
         not read."""
         if on:
-            lines = range(len(self._cpus))
-            self._next_event = [self._producer.next_event(line) for line in lines]
+            self._next_event = [*map(self._producer.next_event, range(len(self._cpus)))]
         self._producer.set_trace(on)
 
     def take_events(self) -> tuple[list[ThreadEvents], int]:
-        """Events of each thread since the last call, and how many were lost: overwritten, or corrupted.
-
-        A thread keeps its newest ``event_entries`` events: call this once per step, from the thread of ``post``.
-        """
+        """Events of each thread since the last call, and how many were lost: overwritten, or corrupted. A thread keeps
+        its newest ``event_entries``: call this once per step, from the thread of ``post``."""
         taken, lost_total = [], 0
         for thread, cpu in enumerate(self._cpus):
             read = thread, self._next_event[thread], _address(self._event_buffer)

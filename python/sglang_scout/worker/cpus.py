@@ -15,7 +15,6 @@ ROOMY_CORES = 8
 ENOUGH_THREADS = 16
 """Of a rank. From this many cores on, their SMT siblings stay free: 16 threads draw most of a socket's memory
 bandwidth, by which attention is bound. Not measured on a machine with SMT."""
-
 ATTENTION = "attention threads, one each"
 
 

@@ -30,7 +30,6 @@ logger = logging.getLogger("sglang_scout.worker")
 
 _CONFIGURE_TIMEOUT_S = 60.0
 _DRAIN_POLL_S = 0.001
-
 Expected = TypeVar("Expected", m.Hello, m.Register, m.Configure)
 
 
@@ -75,15 +74,13 @@ class Worker:
             self._beat(runtime, configure.config.heartbeat_interval_s)
 
     def _beat(self, runtime: _native.RingRuntime, interval_s: float) -> NoReturn:
-        due_s = time.monotonic()
-        draining = False
+        due_s, draining = time.monotonic(), False
         while True:
             now_s = time.monotonic()
             pending, items = runtime.progress()
             if now_s >= due_s:
-                refused = self._channel.refused
-                beat = m.Heartbeat(items=items, pending=pending, refused_messages=refused)
-                self._channel.send(beat)
+                counts = {"items": items, "pending": pending}
+                self._channel.send(m.Heartbeat(refused_messages=self._channel.refused, **counts))
                 due_s = now_s + interval_s
             if draining and not pending:
                 self._channel.send(m.Drained())
