@@ -48,8 +48,8 @@ from benchmark.decode.harness import PAGE, Harness, Store
 from benchmark.decode.model import FIGURE_6_SHARE, SIZES, DummyModel, QueryDrift, bisect_rho
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.numa import plan_cpus
 from sglang_scout.engine.step_inputs import Candidates
-from sglang_scout.worker.cpus import plan_cpus
 from sglang_scout.worker.host_memory import available_bytes
 
 MAPPED_S = 45.0

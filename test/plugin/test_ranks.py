@@ -18,6 +18,7 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import parse_config
 from sglang_scout.core.forecast import save_weights
+from sglang_scout.core.numa import CpuPlan
 from sglang_scout.core.page_bytes import input_bytes
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import ServerSize
@@ -29,7 +30,6 @@ from sglang_scout.plugin.release import VERSION
 from sglang_scout.policy.base import policies
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool, pool_lacks
-from sglang_scout.worker.cpus import CpuPlan
 
 
 def _meet(rank, path):

@@ -15,9 +15,8 @@ from typing import Any
 from sglang_scout.cli.table import columns, gib
 from sglang_scout.core import numa
 from sglang_scout.core.flags import check_socket_folder
-from sglang_scout.core.numa import ranges
+from sglang_scout.core.numa import plan_cpus, ranges
 from sglang_scout.worker import host_memory
-from sglang_scout.worker.cpus import plan_cpus
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 SMALL_MEMORY_BYTES = 4 * 2**30

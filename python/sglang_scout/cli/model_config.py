@@ -54,11 +54,8 @@ class ModelConfig:
 
 
 def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> ModelConfig:
-    """Reads a model's files, without network.
+    """Reads a model's files, without network. Arguments as SGLang's flags.
 
-    Args:
-        model_path: folder with config.json, or the name of a model in the cache of the Hugging Face Hub.
-        dtype, kv_cache_dtype: as SGLang's flags.
     Raises:
         ConfigError: no model, one that --kv-offload does not support, as far as config.json shows, or quantised weights
             without files, whose size is then unknown.
@@ -138,13 +135,13 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
 
 
 def _experts(config: Any) -> tuple[int, int, int]:
-    """MLPs of a layer, how many a token uses, and the inner size of one. Dense layers are counted as if they had
-    experts."""
+    """MLPs of a layer, how many a token uses, and the inner size of one. Dense layers count as if they had experts."""
+    inner = config.intermediate_size
     for name in ("num_local_experts", "num_experts"):
         if experts := getattr(config, name, None):
-            inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
-            return experts, config.num_experts_per_tok, inner
-    return 1, 1, config.intermediate_size
+            taken = config.num_experts_per_tok
+            return experts, taken, getattr(config, "moe_intermediate_size", inner)
+    return 1, 1, inner
 
 
 def _weight_files(folder: Path) -> tuple[int, str]:

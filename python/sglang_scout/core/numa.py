@@ -1,4 +1,5 @@
-"""What /sys says of this machine: CPUs, NUMA nodes, GPUs, RDMA; and Linux CPU lists."""
+"""What /sys says of this machine: CPUs, NUMA nodes, GPUs, RDMA. Which CPUs the attention threads of each rank take, and
+what is left to the server. Linux CPU lists."""
 
 from __future__ import annotations
 
@@ -6,10 +7,20 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from sglang_scout.core.errors import ConfigError
+
+LEFT_CPUS = 2
+"""Minimum CPUs left to the server's own threads: the scheduler thread, and those of transfers."""
+ROOMY_CORES = 8
+"""From this many cores on, two are left, so that the thread that a step waits for has its own core."""
+ENOUGH_THREADS = 16
+"""Of a rank. From this many cores on, their SMT siblings stay free: 16 threads draw most of a socket's memory
+bandwidth, by which attention is bound. Not measured on a machine with SMT."""
+ATTENTION = "attention threads, one each"
 
 SYS = Path("/sys")
 _NODES = "devices/system/node"
@@ -134,3 +145,152 @@ def read_meminfo(file: Path) -> dict[str, int]:
     """Bytes by name, of the machine or of a node; empty if the kernel does not tell."""
     found = re.findall(r"(\S+):\s+(\d+) kB$", read(file), re.MULTILINE)
     return {name: 1024 * int(kib) for name, kib in found}
+
+
+class CpuUse(NamedTuple):
+    """A row of the table of CPUs."""
+
+    cpus: str  # a list such as 0-3,8
+    used_by: str
+    why: str
+
+
+class CpuPlan(NamedTuple):
+    """The CPUs of a decode server's rank."""
+
+    threads: list[int]  # an attention thread is pinned to each; SMT siblings of others last
+    background: list[int]  # of background work; empty: any but these
+    rows: list[CpuUse]  # each CPU of the machine in one of them
+    warning: str  # empty if there is none
+
+
+def plan_cpus(
+    allowed: Collection[int],
+    near: Collection[int] | None,
+    given: Collection[int] | None = None,
+    share: Collection[int] | None = None,
+) -> CpuPlan:
+    """Assign the machine's CPUs.
+
+    Args:
+        allowed: CPUs of this process.
+        near: those on the GPU's NUMA node, empty if not known; None: the CPU device.
+        given: by ``--kv-offload-cpus``: all are taken.
+        share: of ``given`` or ``allowed``, by :func:`deal_cpus`; None: there is one rank.
+    """
+    allowed, local, warning = set(allowed), set(near or ()).intersection(allowed), ""
+    home = sorted(share or given or local or allowed)
+    threads, num_cores, free = home, len(home), []
+    where = _nodes_of(home) + ("" if share is None else ", this rank's share")
+    if given:
+        why = "given by --kv-offload-cpus"
+    elif near is None:
+        why = f"CPU device: all of {where}"
+    else:
+        cores = _by_core(reserve_server_cores(home))
+        # The first CPU of each core, then the second ones.
+        order = [cpu for _, cpu in sorted((i, cpu) for of in cores for i, cpu in enumerate(of))]
+        num_cores, count = len(cores), max(len(cores), ENOUGH_THREADS)
+        threads, free = order[:count], order[count:]
+        why = f"one per core of {where}" + (", near the GPU" if local & set(home) else "")
+        if near and not local:
+            warning = f"this process may run on none of the CPUs near the GPU ({ranges(near)})"
+            why += f": {warning}"
+    elsewhere, left = allowed.difference(home), set(home).difference(threads, free)
+    # Not on what other ranks have been dealt.
+    pool = allowed.difference(given).union(threads) if given else set(home)
+    background = background_cpus(pool, threads)
+    rest = ("not used", f"{_nodes_of(elsewhere)}, far from the GPU")
+    if given or not left:
+        rest = ("the server", "not given by --kv-offload-cpus" if given else _nodes_of(elsewhere))
+    if share is not None:
+        rest = ("the server and other ranks", "not this rank's share")
+    online = set(read_cpus("devices/system/cpu/online"))
+    keep = "scheduler, tokenizer, transfers: polling attention threads slow their SMT siblings"
+    rows = [
+        (threads[:num_cores], ATTENTION, why),
+        (threads[num_cores:], ATTENTION, f"SMT siblings, for up to {ENOUGH_THREADS} threads"),
+        (left.difference(background), "the server", keep),
+        (left.intersection(background), "the server and background work", keep),
+        (free, "background work", "SMT siblings: attention is bound by memory bandwidth"),
+        (elsewhere.difference(background), *rest),
+        (elsewhere.intersection(background), f"{rest[0]} and background work", rest[1]),
+        (online - allowed, "not allowed", "outside this process's cpuset"),
+    ]
+    return CpuPlan(
+        threads, background, [CpuUse(ranges(cpus), *of) for cpus, *of in rows if cpus], warning
+    )
+
+
+def _nodes_of(cpus: Collection[int]) -> str:
+    nodes = [str(node) for node in cpus_by_node(cpus)]
+    return f"NUMA node{'s' * (len(nodes) > 1)} {', '.join(nodes)}" if nodes else "this process"
+
+
+def reserve_server_cores(cpus: Collection[int]) -> list[int]:
+    """Those of ``cpus`` for spinning threads, which slow their SMT siblings: the first cores are left to the server, or
+    none of too few CPUs."""
+    if len(cpus) < 2 * LEFT_CPUS:
+        return sorted(cpus)
+    units = _by_core(cpus)
+    left = 2 if len(units) >= ROOMY_CORES else 1
+    while len(sum(units[:left], [])) < LEFT_CPUS:
+        left += 1
+    if left == len(units):
+        return sorted(cpus)[LEFT_CPUS:]
+    return sorted(sum(units[left:], []))
+
+
+def background_cpus(cpus: Collection[int], workers: Collection[int]) -> list[int]:
+    """Those of ``cpus`` for background work, ascending: none of ``workers``, nor the server's first core, unless it is
+    the only one left.
+
+    Prefers SMT siblings of the workers, which nothing else uses, then other CPUs on their nodes, as page tables are
+    allocated on the node of the thread that faults.
+    """
+    cores = set(map(core_of, workers))
+    siblings = [cpu for cpu in set(cpus).difference(workers) if core_of(cpu) in cores]
+    units = _by_core(set(cpus).difference(workers, siblings))
+    free = sum(units[1:] or units, [])
+    of_nodes = cpus_by_node(cpus).values()
+    near = {cpu for of_node in of_nodes if not set(workers).isdisjoint(of_node) for cpu in of_node}
+    return sorted(siblings or near.intersection(free) or free)
+
+
+def deal_cpus(cpus: Collection[int], homes: Sequence[Collection[int]]) -> list[list[int]]:
+    """Distribute ``cpus`` among the ranks, given for each the CPUs near its device, its home.
+
+    Ranks with the same home share its CPUs evenly. If homes overlap partially, or one has fewer CPUs than ranks, all
+    ranks share all CPUs evenly instead. SMT siblings stay together if there are enough cores.
+
+    Returns:
+        Per rank, ascending. Disjoint, unless there are fewer CPUs than ranks: then every rank gets all.
+    """
+    near = [frozenset(cpus) & frozenset(home) for home in homes]
+    members = {home: [r for r, own in enumerate(near) if own == home] for home in near}
+    if sum(map(len, members)) != len(frozenset().union(*members)) or any(
+        len(home) < len(ranks) for home, ranks in members.items()
+    ):
+        members = {frozenset(cpus): list(range(len(homes)))}
+    dealt: list[list[int]] = [[] for _ in homes]
+    for home, ranks in members.items():
+        for rank, part in zip(ranks, _split(home, len(ranks)), strict=True):
+            dealt[rank] = part
+    return dealt
+
+
+def _split(cpus: Collection[int], parts: int) -> list[list[int]]:
+    units = _by_core(cpus)
+    if len(units) < parts:
+        units = [[cpu] for cpu in sorted(cpus)]
+    if len(units) < parts:
+        return [sorted(cpus)] * parts
+    cuts = [len(units) * part // parts for part in range(parts + 1)]
+    return [sorted(sum(units[cuts[p] : cuts[p + 1]], [])) for p in range(parts)]
+
+
+def _by_core(cpus: Collection[int]) -> list[list[int]]:
+    cores: dict[int, list[int]] = {}
+    for cpu in sorted(cpus):
+        cores.setdefault(core_of(cpu), []).append(cpu)
+    return list(cores.values())

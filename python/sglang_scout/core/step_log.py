@@ -118,8 +118,8 @@ def read_step_log(path: str | Path) -> StepLogFile:
 
 
 def ratios_by_age(log: StepLogFile) -> tuple[Floats, Counts]:
-    """Mean CPU compute ratio ``[L, T]`` of requests longer than the budget at the age of 0 to T - 1 steps, 0 where there
-    was none, and ``[T]`` their number."""
+    """Mean CPU compute ratio ``[L, T]`` of requests longer than the budget at the age of 0 to T - 1 steps, 0 without
+    any, and ``[T]`` their number."""
     oldest = max((age for step in log.steps for age in step.ages), default=0)
     pages, rows = np.zeros((log.facts.layers, oldest + 1)), np.zeros(oldest + 1, np.int64)
     for step in log.steps:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import logging
 import mmap
 import os
@@ -17,12 +16,21 @@ import weakref
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+from sglang_scout import _native
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import bytes_now, check_fits, describe, pool_lacks
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
-from sglang_scout.worker.ring import ArenaSpec, layout_of, node_spans, read_header, write_header
+from sglang_scout.worker.ring import (
+    BELL_DTYPE,
+    ArenaSpec,
+    layout_of,
+    node_spans,
+    read_header,
+    write_header,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +39,13 @@ _F_ADD_SEALS = 1033
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _MFD_NOEXEC_SEAL = 8  # of Linux 6.3
 _MFD_HUGE_2MB = 21 << 26
+CHECKSUM_THREADS = 8  # memory-bound, more gain little
+
+Pages = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
 
-class Arena:
+class Arena(contextlib.AbstractContextManager["Arena"]):
     """A mapped arena. Constructed by :meth:`create` or :meth:`attach`.
 
     Attributes:
@@ -76,12 +88,9 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """Maps an existing arena for the worker: only the part of the ring that the worker answers in is
-        writable. ``fd`` is duplicated and stays owned by the caller.
-
-        Raises:
-            ArenaError: the file is not an arena of this version, or cannot be mapped.
-        """
+        """Maps an existing arena for the worker: only the part of the ring that the worker answers in is writable.
+        ``fd`` is duplicated and stays owned by the caller. Raises ArenaError if the file is not an arena of this
+        version, or cannot be mapped."""
         nbytes, own = os.fstat(fd).st_size, os.dup(fd)
         with contextlib.ExitStack() as on_error:
             on_error.callback(os.close, own)
@@ -128,9 +137,6 @@ class Arena:
             self._memory = None
             os.close(self.fd)
             self.fd = -1
-
-    def __enter__(self) -> Arena:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -200,7 +206,7 @@ def _make(spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool) -> Arena:
             if error not in (0, errno.EINVAL):  # EINVAL: before Linux 5.14
                 raise OSError(error, os.strerror(error))
         elif not host_memory.promised_bytes() and memory.nbytes > bytes_now(numa_nodes):
-            host_memory.take_in_steps(*place, functools.partial(bytes_now, numa_nodes))
+            host_memory.take_in_steps(*place, lambda: bytes_now(numa_nodes))
         write_header(memory, spec)
         on_error.pop_all()
     return Arena(fd, memory, spec, backing)
@@ -231,3 +237,63 @@ def _map(fd: int, nbytes: int, backing: str) -> tuple[np.ndarray, str]:
         with contextlib.suppress(OSError):
             mapping.madvise(advice)
     return np.frombuffer(mapping, dtype=np.uint8), backing
+
+
+class PageChecksums:
+    """Checksums of an arena's pages: computed when a page is full, verified before it is read again.
+
+    They are stored in the arena, because the worker verifies before it attends; see sgl-kernel/src/checksums.h. This is
+    the decode server's side, on an arena of a spec with ``checksums``, which must stay open.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.words: Words = arena.checksums()  # 0 for a page that may still change
+        self._at = arena.address, arena.nbytes
+        bell = arena.bytes_at(arena.layout.bell_offset, BELL_DTYPE.itemsize)
+        self._bell = bell.view(BELL_DTYPE)
+        self._threads = min(CHECKSUM_THREADS, len(os.sched_getaffinity(0)))
+        self._seen, self._damaged = self.failures, np.zeros((0, 2), np.int64)
+
+    @property
+    def failures(self) -> int:
+        """Number of (layer, page) mismatches since the arena was created."""
+        return int(self._bell["damaged"][0])
+
+    def seal(self, pages: Pages) -> None:
+        """``pages`` ``[n]`` are final: compute their missing checksums, in all layers."""
+        pages = self._checked(pages, self.words.shape[1])
+        _native.seal_pages(*self._at, pages.ctypes.data, len(pages), self._threads)
+
+    def check(self, layers: Pages, pages: Pages) -> None:
+        """Verify ``pages`` ``[n]`` of ``layers`` ``[n]``; :meth:`damaged` reports mismatches."""
+        layers, pages = map(self._checked, (layers, pages), self.words.shape)
+        ids = layers.ctypes.data, pages.ctypes.data
+        _native.check_pages(*self._at, *ids, len(pages), self._threads)
+
+    def clear(self, pages: Pages) -> None:
+        """``pages`` were freed and may be overwritten."""
+        self.words[:, pages] = 0
+
+    def damaged(self) -> Pages:
+        """``[n, 2]`` (layer, page) with a checksum mismatch, until the page is freed."""
+        if (failures := self.failures) != self._seen:
+            self._seen = failures
+            self._damaged = np.argwhere(self.words & _native.PAGE_DAMAGED)
+        elif len(self._damaged):
+            is_damaged = self.words[tuple(self._damaged.T)] & _native.PAGE_DAMAGED
+            self._damaged = self._damaged[is_damaged != 0]
+        return self._damaged
+
+    def taken(self, pages: Pages) -> Words:
+        """A copy of the checksums of ``pages``, for :meth:`put`; for a damaged page, the expected one."""
+        return self.words[:, pages] & ~np.uint64(_native.PAGE_DAMAGED)
+
+    def put(self, pages: Pages, words: Words) -> None:
+        """Set the checksums of ``pages``, to which the K and V of :meth:`taken` have been written."""
+        self.words[:, pages] = words
+
+    def _checked(self, ids: Pages, end: int) -> Pages:
+        ids = np.ascontiguousarray(ids, np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < end:
+            raise ValueError(f"ids are {ids.min()} to {ids.max()}, expected values in [0, {end})")
+        return ids

@@ -63,7 +63,7 @@ class ArenaSpec:
         context_pages: C, pages of one KV head in each layer, after the host pages; on the last node.
         q_dtype: of the queries in a record and the output in its reply, one of ``QUERY_DTYPES``: ``"bfloat16"`` for a
             model in bf16. Log-sum-exp is fp32 always.
-        checksums: whether there is a checksum for each page and layer, see ``checksums.py``.
+        checksums: whether there is a checksum for each page and layer, see :class:`PageChecksums`.
 
     Raises:
         ArenaError: a size is out of range. What does not fit together, such as the numbers of heads, is refused where

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_scout.core import numa
-from sglang_scout.core.numa import parse_cpu_list
-from sglang_scout.worker.cpus import ATTENTION, background_cpus, deal_cpus, plan_cpus
+from sglang_scout.core.numa import ATTENTION, background_cpus, deal_cpus, parse_cpu_list, plan_cpus
 
 
 @contextlib.contextmanager
