@@ -19,7 +19,7 @@ from sglang_scout.core.flags import parse_config
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import MemoryPlan, ServerSize
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.policy.base import Context, Policy, make_policy, policies
+from sglang_scout.policy.base import Context, make_policy, policies
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, available_bytes, free_pool_bytes
 from sglang_scout.worker.ring import MAX_BATCH, MOST_THREADS_PER_GROUP
 
@@ -34,15 +34,20 @@ def server_config(name: str, keys: str, budget_tokens: int | None = None) -> Off
     return parse_config(policy=name, policies=known, config=keys, budget_tokens=budget_tokens)
 
 
-@dataclass(frozen=True)
 class Server:
     """A decode server for requests of ``context_tokens``. Its sizes are over all layers."""
 
-    model: ModelConfig
-    config: OffloadConfig
-    policy: Policy
-    pilot_rank: int
-    context_tokens: int
+    def __init__(self, model: ModelConfig, config: OffloadConfig, context_tokens: int) -> None:
+        self.model, self.config, self.context_tokens = model, config, context_tokens
+        self.policy = make_policy(Context(config, model.num_layers, page_bytes=1))
+        self.pilot_rank = pilot_rank(config)
+        self.lists = config.lists(model.num_kv_heads)
+        self.max_requests = MAX_BATCH // self.lists
+        self.kv_bytes_per_page = self.size(1).page_bytes
+        self.kv_bytes_per_token = self.kv_bytes_per_page // config.page_size_tokens
+        self.digest_bytes_per_page = self.size(1).digest_bytes
+        self.pages_per_request = math.ceil(context_tokens / config.page_size_tokens)
+        self.kv_bytes_per_request = self.pages_per_request * self.kv_bytes_per_page
 
     def size(self, requests: int) -> ServerSize:
         model, kv = self.model, self.model.kv_dtype
@@ -50,29 +55,9 @@ class Server:
         dtype, fp8 = getattr(torch, model.dtype), None if kv == model.dtype else getattr(torch, kv)
         page_size = self.config.page_size_tokens
         shape = ModelShape(model.num_layers, *heads, page_size, dtype, scale=1.0, fp8=fp8)
-        cpus = max(requests * self.config.lists(model.num_kv_heads), MOST_THREADS_PER_GROUP)
-        sizes = requests, self.context_tokens, [cpus]
+        node_cpus = [max(requests * self.lists, MOST_THREADS_PER_GROUP)]
+        sizes = requests, self.context_tokens, node_cpus
         return ServerSize(self.config, shape, *sizes, self.policy.route, self.pilot_rank)
-
-    @property
-    def kv_bytes_per_page(self) -> int:
-        return self.size(1).page_bytes
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.kv_bytes_per_page // self.config.page_size_tokens
-
-    @property
-    def digest_bytes_per_page(self) -> int:
-        return self.size(1).digest_bytes
-
-    @property
-    def pages_per_request(self) -> int:
-        return math.ceil(self.context_tokens / self.config.page_size_tokens)
-
-    @property
-    def kv_bytes_per_request(self) -> int:
-        return self.pages_per_request * self.kv_bytes_per_page
 
     def host_pages(self, requests: int) -> int:
         """Pages of ``requests`` requests, plus page 0, SGLang's padding."""
@@ -81,10 +66,6 @@ class Server:
     def memory(self, requests: int, num_pages: int | None = None) -> MemoryPlan:
         """The plan for concurrent requests, by default with only the pages that they need."""
         return self.size(requests).plan(num_pages or self.host_pages(requests))
-
-    @property
-    def max_requests(self) -> int:
-        return MAX_BATCH // self.config.lists(self.model.num_kv_heads)
 
     def fitting(self, device_bytes: int) -> int:
         """The most requests whose plan fits in ``device_bytes``."""
@@ -108,38 +89,37 @@ class Fit:
         return "host memory" if self.by_host == self.requests else "gpu memory"
 
 
-@dataclass(frozen=True)
 class Plan:
-    """The command's output."""
+    """The command's output.
 
-    server: Server
-    host_bytes: int  # for KV pages
-    gpu_kv_bytes: int | None  # GPU memory after the weights, if its size was given
-    offload: Fit
-    stock: Fit | None
-    asked: int | None  # requests to plan for; None: as many as fit
-    memory: MemoryPlan  # of these, or of one if none fits
+    Args:
+        host_bytes: for KV pages.
+        gpu_kv_bytes: GPU memory after the weights, if its size was given.
+        asked: requests to plan for; None: as many as fit.
+    Raises:
+        ArenaError: a size is out of range.
+    """
 
-    @property
-    def requests(self) -> int:
-        return self.offload.requests if self.asked is None else self.asked
-
-    @property
-    def fits(self) -> bool:
-        """Whether the asked number of requests, or any at all, fits with offload."""
-        return self.offload.requests >= (self.asked or 1)
-
-    @property
-    def host_gib(self) -> float:
-        """--kv-offload-host-gb for these requests. Rounded up: rounding down would be a page short."""
-        return math.ceil(self.memory.bytes_of("host pages") / GIB * 10) / 10
-
-    @property
-    def huge_pages(self) -> int:
-        """Pages of 2 MiB that the arena of a server with that flag takes on one NUMA node."""
-        num_pages = int(self.host_gib * GIB) // self.server.kv_bytes_per_page + 1
-        memory = self.server.memory(max(self.requests, 1), num_pages)
-        return -(-memory.arena_bytes // HUGE_PAGE_BYTES)
+    def __init__(
+        self,
+        server: Server,
+        host_bytes: int,
+        gpu_kv_bytes: int | None,
+        offload: Fit,
+        stock: Fit | None,
+        asked: int | None,
+    ) -> None:
+        self.server, self.host_bytes, self.gpu_kv_bytes = server, host_bytes, gpu_kv_bytes
+        self.offload, self.stock, self.asked = offload, stock, asked
+        self.requests = offload.requests if asked is None else asked
+        self.fits = offload.requests >= (asked or 1)
+        count = max(self.requests, 1)
+        self.memory = server.memory(count)
+        # --kv-offload-host-gb for these. Rounded up: rounding down would be a page short.
+        self.host_gib = math.ceil(self.memory.bytes_of("host pages") / GIB * 10) / 10
+        # Pages of 2 MiB that the arena of a server with that flag takes on one NUMA node.
+        num_pages = int(self.host_gib * GIB) // server.kv_bytes_per_page + 1
+        self.huge_pages = -(-server.memory(count, num_pages).arena_bytes // HUGE_PAGE_BYTES)
 
 
 def make_plan(
@@ -168,9 +148,7 @@ def make_plan(
             raise ConfigError(f"plan: {flag} {value}: must be greater than 0 and at most {most}")
     settings = server_config(policy, config, budget_tokens)
     model = read_model(model_path, dtype, kv_cache_dtype)
-    made = make_policy(Context(settings, model.num_layers, page_bytes=1))
-    context = context_tokens or model.max_context_tokens
-    server = Server(model, settings, made, pilot_rank(settings), context)
+    server = Server(model, settings, context_tokens or model.max_context_tokens)
     if host_gib is None:  # about as a server decides
         share, pool = available_bytes() * DEFAULT_HOST_SHARE, free_pool_bytes()
         host_gib = (pool if 2 * pool >= share else share) / GIB
@@ -185,11 +163,9 @@ def make_plan(
             gpu_kv_bytes = max(0, int(gpu_gib * GIB * mem_fraction) - model.weight_bytes)
             by_gpu = server.fitting(gpu_kv_bytes)
             stock = Fit(None, gpu_kv_bytes // server.kv_bytes_per_request)
-        offload = Fit(by_host, by_gpu)
-        memory = server.memory(max(requests or offload.requests, 1))
+        return Plan(server, host_bytes, gpu_kv_bytes, Fit(by_host, by_gpu), stock, requests)
     except ArenaError as error:
         raise ConfigError(
             f"plan: --model-path {model_path}, --kv-offload-budget {settings.budget_tokens}: {error}; lower the "
             "budget, --context-tokens or --requests, or choose another model"
         ) from None
-    return Plan(server, host_bytes, gpu_kv_bytes, offload, stock, requests, memory)
