@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_sys import use_sys
 from sglang_scout.core import numa
 from sglang_scout.core.numa import ATTENTION, background_cpus, deal_cpus, parse_cpu_list, plan_cpus
 
@@ -22,6 +23,15 @@ def machine(cores, nodes=None):
     with patch.object(numa, "core_of", lambda cpu: cpu % cores):
         with patch.object(numa, "cpus_by_node", by_node):
             yield
+
+
+def test_cpus_are_found_on_their_nodes(monkeypatch, tmp_path):
+    nodes = {"has_cpu": "0-1", "node0/cpulist": "0-3", "node1/cpulist": "4-7,32"}
+    nodes |= {"node2/cpulist": ""}  # memory without CPUs
+    use_sys(monkeypatch, tmp_path, {f"devices/system/node/{k}": text for k, text in nodes.items()})
+    assert numa.nodes() == [0, 1, 2]
+    assert numa.cpus_by_node([32, 5, 1, 0]) == {0: [0, 1], 1: [5, 32]}
+    assert numa.cpus_by_node([0, 9]) == numa.cpus_by_node([]) == {}, "9 is of no node"
 
 
 ALONE = 1 << 16  # more cores than CPUs
