@@ -104,7 +104,7 @@ NODE_0 = [*range(4), *range(8, 12)]
 def test_a_gpu_on_the_second_of_two_nodes(
     allowed, other, expected, rest, nodes, background, monkeypatch, tmp_path
 ):
-    """From /sys and the cpuset to CPUs, table and nodes; other plans: test/worker/test_cpus.py."""
+    """From /sys and the cpuset to CPUs, table and nodes; other plans: test/core/test_numa.py."""
     use_sys(monkeypatch, tmp_path)
     pci = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pci)

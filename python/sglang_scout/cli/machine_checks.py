@@ -55,17 +55,6 @@ def reason(done: subprocess.CompletedProcess[str]) -> str:
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
-def cuda_devices() -> tuple[int, str]:
-    """How many CUDA devices torch can use, and why none."""
-    done, hidden = python("-c", COUNT_DEVICES), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if done.returncode:
-        return 0, reason(done)
-    if count := int(done.stdout.split()[-1]):
-        return count, ""
-    is_hidden = hidden in ("", "-1")
-    return 0, f"CUDA_VISIBLE_DEVICES={hidden!r}" if is_hidden else "no driver or no device"
-
-
 def transfer_reads_device() -> bool:
     """Whether the installed mooncake was built with CUDA. Otherwise every transfer of device memory over TCP fails."""
     spec = importlib.util.find_spec("mooncake")  # a lookup without an import
@@ -126,12 +115,16 @@ def check_gpu() -> Check:
     if not gpus:
         return Check("none; start servers with --device cpu", values=values)
     found = ", ".join(f"{gpu['address']} on NUMA node {gpu['numa_node']}" for gpu in gpus)
-    values["cuda_devices"], why = cuda_devices()
-    if why:
+    done, hidden = python("-c", COUNT_DEVICES), os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = values["cuda_devices"] = 0 if done.returncode else int(done.stdout.split()[-1])
+    if not count:
+        is_hidden = hidden in ("", "-1")
+        why = f"CUDA_VISIBLE_DEVICES={hidden!r}" if is_hidden else "no driver or no device"
+        why = reason(done) if done.returncode else why
         fix = "install NVIDIA's driver and, in a container, give access to the GPU; or start servers with --device cpu"
         return Check(f"{found}, but torch sees no CUDA device ({why})", fix, values)
-    found += f"; torch sees {values['cuda_devices']}: start servers with --device cuda, which is untested on a GPU "
-    return Check(f"{found}(docs/gpu.md)", values=values)
+    note = f"; torch sees {count}: start servers with --device cuda, which is untested on a GPU (docs/gpu.md)"
+    return Check(found + note, values=values)
 
 
 def check_environment() -> Check:

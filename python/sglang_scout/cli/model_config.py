@@ -46,12 +46,6 @@ class ModelConfig:
         idle = (1 - self.expert_share) * self.expert_bytes
         return self.weight_bytes - self.embedding_bytes - int(idle)
 
-    def describe(self) -> str:
-        return (
-            f"{self.architecture}, {self.num_layers} layers, {self.num_q_heads} query and "
-            f"{self.num_kv_heads} KV heads of {self.head_dim}"
-        )
-
 
 def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> ModelConfig:
     """Reads a model's files, without network. Arguments as SGLang's flags.

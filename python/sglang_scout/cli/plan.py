@@ -122,8 +122,9 @@ def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> s
     server, model, config = plan.server, plan.server.model, plan.server.config
     experts = f", of which a token uses {gib(model.bytes_a_token)}" if model.expert_bytes else ""
     page = f"{config.page_size_tokens} tokens: {gib(server.kv_bytes_per_page)} of KV, "
+    heads = f"{model.num_q_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}"
     facts = [
-        ("model", model.describe()),
+        ("model", f"{model.architecture}, {model.num_layers} layers, {heads}"),
         ("weights", f"{gib(model.weight_bytes)} ({model.weight_source}){experts}"),
         ("policy", f"{config.policy}, budget of {config.budget_tokens} tokens"),
         ("KV per token", f"{server.kv_bytes_per_token} bytes, {model.kv_dtype}"),

@@ -268,15 +268,13 @@ def deal_cpus(cpus: Collection[int], homes: Sequence[Collection[int]]) -> list[l
     """
     near = [frozenset(cpus) & frozenset(home) for home in homes]
     members = {home: [r for r, own in enumerate(near) if own == home] for home in near}
-    if sum(map(len, members)) != len(frozenset().union(*members)) or any(
-        len(home) < len(ranks) for home, ranks in members.items()
-    ):
+    overlap = sum(map(len, members)) > len(frozenset().union(*members))
+    if overlap or any(len(home) < len(ranks) for home, ranks in members.items()):
         members = {frozenset(cpus): list(range(len(homes)))}
-    dealt: list[list[int]] = [[] for _ in homes]
+    dealt: dict[int, list[int]] = {}
     for home, ranks in members.items():
-        for rank, part in zip(ranks, _split(home, len(ranks)), strict=True):
-            dealt[rank] = part
-    return dealt
+        dealt |= zip(ranks, _split(home, len(ranks)), strict=True)
+    return [dealt[rank] for rank in range(len(homes))]
 
 
 def _split(cpus: Collection[int], parts: int) -> list[list[int]]:

@@ -76,7 +76,15 @@ class Arena(contextlib.AbstractContextManager["Arena"]):
             ArenaError: not enough memory on the machine or on a node, a pool that is short though half of the pages are
                 free, a node that does not exist, or a failed system call.
         """
-        arena = _take_from_pool(spec, numa_nodes)
+        arena = None
+        if not (short := pool_lacks(spec, numa_nodes)):
+            try:
+                arena = _make(spec, numa_nodes, True)
+            except OSError as e:
+                what = "arena: not in the huge page pool, although it has enough pages: %s"
+                logger.warning(what, e.strerror)
+        elif host_memory.free_pool_bytes():
+            logger.warning("arena: not in the huge page pool: %s", short)
         if arena is None:
             check_fits(spec, numa_nodes)
             try:
@@ -210,20 +218,6 @@ def _make(spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool) -> Arena:
         write_header(memory, spec)
         on_error.pop_all()
     return Arena(fd, memory, spec, backing)
-
-
-def _take_from_pool(spec: ArenaSpec, numa_nodes: Sequence[int]) -> Arena | None:
-    """Like :func:`_make`, in the hugetlb pool; None if that cannot provide all pages."""
-    if short := pool_lacks(spec, numa_nodes):
-        if host_memory.free_pool_bytes():
-            logger.warning("arena: not in the huge page pool: %s", short)
-        return None
-    try:
-        return _make(spec, numa_nodes, True)
-    except OSError as e:
-        what = "arena: not in the huge page pool, although it has enough pages: %s"
-        logger.warning(what, e.strerror)
-    return None
 
 
 def _map(fd: int, nbytes: int, backing: str) -> tuple[np.ndarray, str]:
