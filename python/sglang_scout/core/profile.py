@@ -65,9 +65,7 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     curves: list[list[float]] = []
     made_by: str = ""
     selection: dict[str, str | int | float] = {}  # SELECTION_KEYS; an absent one is not checked
-    query_cosine: list[
-        float | None
-    ] = []  # mean of each layer's predicted query; None: not predicted
+    query_cosine: list[float | None] = []  # mean of each layer; None: not predicted
 
 
 SELECTION_KEYS = ("digest", "mass", "sink_pages", "recent_pages")
