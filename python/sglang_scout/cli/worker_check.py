@@ -19,18 +19,9 @@ from sglang_scout.worker.client import WorkerClient, WorkerConfig
 ROWS, PAGES, ROUNDS = 4, 16, 30
 TOLERANCE = 1e-4
 """Absolute, for values of order one: fp32 sums over 512 tokens in different orders."""
-SPEC = ArenaSpec(
-    num_layers=1,
-    num_pages=65,
-    page_size=32,
-    num_kv_heads=8,
-    num_q_heads=40,
-    head_dim=128,
-    kv_dtype="bfloat16",
-    scale=128**-0.5,
-    max_batch=ROWS,
-    max_pages=PAGES,
-)
+HEADS = {"num_kv_heads": 8, "num_q_heads": 40, "head_dim": 128, "scale": 128**-0.5}
+SIZES = {"num_layers": 1, "num_pages": 65, "page_size": 32, "max_batch": ROWS, "max_pages": PAGES}
+SPEC = ArenaSpec(kv_dtype="bfloat16", **SIZES, **HEADS)
 """One layer with the heads of Qwen3-14B; 8 MiB of pages."""
 Floats = npt.NDArray[np.float32]
 
