@@ -72,9 +72,8 @@ def parse_config(
             f"{FLAGS['policy']} {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
         )
     own = policies.get(policy, {})
-    defaults = {"budget_tokens": DEFAULT_BUDGET_TOKENS, **own}
-    if budget_tokens is not None:
-        defaults["budget_tokens"] = budget_tokens
+    asked = {} if budget_tokens is None else {"budget_tokens": budget_tokens}
+    defaults = {"budget_tokens": DEFAULT_BUDGET_TOKENS, **own, **asked}
     _check_budget(defaults["budget_tokens"])
     if host_gb is not None and not host_gb > 0:
         raise ConfigError(
