@@ -79,8 +79,9 @@ class Worker:
             now_s = time.monotonic()
             pending, items = runtime.progress()
             if now_s >= due_s:
-                counts = {"items": items, "pending": pending}
-                self._channel.send(m.Heartbeat(refused_messages=self._channel.refused, **counts))
+                refused = self._channel.refused
+                beat = m.Heartbeat(items=items, pending=pending, refused_messages=refused)
+                self._channel.send(beat)
                 due_s = now_s + interval_s
             if draining and not pending:
                 self._channel.send(m.Drained())
