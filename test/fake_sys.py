@@ -1,6 +1,6 @@
 """/sys of a machine with two NUMA nodes of four cores with two SMT threads each, and a GPU on node 1."""
 
-from sglang_scout.worker import numa
+from sglang_scout.core import numa
 
 TWO_NODES = {
     "devices/system/cpu/online": "0-15",

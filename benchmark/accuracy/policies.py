@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_scout.core.config import PAGE_SIZE_TOKENS, idle_keys
+from sglang_scout.core.config import PAGE_SIZE_TOKENS
+from sglang_scout.core.flags import idle_keys
 from sglang_scout.policy import policies
 
 WEIGHTS = Path(__file__).resolve().parents[2] / ".cache" / "weights"

@@ -45,11 +45,10 @@ from benchmark import device, rows
 from benchmark.decode.check import check
 from benchmark.decode.full_attention import KINDS, DeviceKV, FullAttention
 from benchmark.decode.harness import PAGE, Harness, Store
-from benchmark.decode.model import FIGURE_6_SHARE, SIZES, DummyModel, QueryDrift, bisect_rho
+from benchmark.decode.model import FIGURE_6_SHARE, SIZES, DummyModel, QueryDrift, calibrated_rho
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.step_inputs import Candidates
-from sglang_scout.worker.cpus import plan_cpus
+from sglang_scout.core.numa import plan_cpus
 from sglang_scout.worker.host_memory import available_bytes
 
 MAPPED_S = 45.0
@@ -57,20 +56,14 @@ MAPPED_S = 45.0
 DEVICE_RESERVE_BYTES = 6 * 2**30  # for graphs, activations and other server state
 NEARLY = 0.02
 """Of the budget: how close to Figure 6's share the missing pages of the simulated host are brought."""
-MEASURED = {
-    "full_gb": float("inf"),
-    "budget": DEFAULT_BUDGET_TOKENS,
-    "steps": 64,
-    "warm_up": 24,
-    "requests": 32,
-}
+MEASURED = {"full_gb": float("inf"), "budget": DEFAULT_BUDGET_TOKENS}
+MEASURED |= {"steps": 64, "warm_up": 24, "requests": 32}
 """``full_gb``: the most device memory for full attention; ``requests``: of the simulated host, whose 64k tokens of
 Qwen3-14B for each would take 320 GiB in all."""
 REHEARSAL = {"model": "few-layers", "host_gb": 5.0, "full_gb": 2.2, "steps": 4, "warm_up": 4}
 INTERPRETED = {"model": "tiny", "context": [512, 256], "host_gb": 0.006, "full_gb": 0.001}
 INTERPRETED |= {"requests": 8, "budget": 128}
 """Of a rehearsal: on a device the contexts of the measurement, for which kernels are compiled; in the interpreter."""
-
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"cache": "device"},
     {"cache": "budget"},
@@ -116,14 +109,10 @@ class Measurement:
         kv = str(self.kv).removeprefix("torch.")
         return {"model": self.options.model, "context": context, "batch": batch, "kv": kv}
 
-    def pointless(self) -> str:
-        """Why there is nothing to gain here; "" if there is."""
+    def run(self) -> int:
         sizes = ((x, self.batch(x), self.full_batch(x)) for x in self.options.context)
         reasons = (device.pointless(*size, self.options.host_gb, device.name()) for size in sizes)
-        return next(filter(None, reasons), "")
-
-    def run(self) -> int:
-        if why := self.pointless():
+        if why := next(filter(None, reasons), ""):
             self.writer.add("scout", "skipped", why, **self.about(self.options.context[0], 0))
             print(f"ABORTED: {why}", flush=True)
             return 1
@@ -173,7 +162,6 @@ class Measurement:
             device.free()
 
     def full_row(self, kind: str, kv: DeviceKV, context: int) -> None:
-        """A baseline that fails is a row, not an abort."""
         impl, batch = f"full-{kind}", self.full_batch(context)
         about = self.about(context, batch)
         if batch < 1:
@@ -219,7 +207,7 @@ class Measurement:
                 drift = harness.drift
                 for _ in range(3):
                     device.times_us(harness.step, self.options.warm_up // 2)  # to the new drift
-                    _, found = self.steps(harness, self.options.warm_up // 2)
+                    _, found = harness.timed(self.options.warm_up // 2)
                     missing = found["cpu_compute_ratio"]
                     if abs(missing - FIGURE_6_SHARE) < NEARLY:
                         break
@@ -262,20 +250,8 @@ class Measurement:
         beside = batch + self.options.budget // PAGE
         return max(batch, min(int(self._free_bytes() // self.page_bytes), self.host_pages) - beside)
 
-    def steps(self, harness: Harness, count: int) -> tuple[list[float], dict[str, Any]]:
-        """Times of steps, and what was counted meanwhile."""
-        counters = harness.engine.parts.counters
-        before = counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us
-        taken = device.times_us(harness.step, count)
-        after = counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us
-        pages, budget, waited = (now - then for now, then in zip(after, before, strict=True))
-        return taken, {
-            "cpu_compute_ratio": round(pages / max(budget, 1), 4),
-            "wait_share": round(waited / max(sum(taken), 1), 4),
-        }
-
     def measured(self, impl: str, store: Store, harness: Harness, about: dict[str, Any]) -> None:
-        taken, found = self.steps(harness, self.options.steps)
+        taken, found = harness.timed(self.options.steps)
         if faults := harness.engine.transport.faults():
             raise RuntimeError("; ".join(faults))
         found["fallback_pages"] = store.worker.snapshot().fallback_pages
@@ -285,40 +261,9 @@ class Measurement:
     def report(self, impl: str, about: dict[str, Any], taken: list[float], **more: Any) -> None:
         rate = round(about["batch"] * len(taken) / (sum(taken) / 1e6), 1)
         row = self.writer.add(impl, **about, **more, **rows.summary(taken), tokens_per_s=rate)
-        shown = {k: v for k, v in (about | more).items() if k not in ("model", "simulated")}
-        print(
-            f"{impl}: step {row['median_us'] / 1e3:.2f} ms, {rate} tokens/s "
-            + " ".join(f"{k}={v}" for k, v in shown.items()),
-            flush=True,
-        )
-
-
-def calibrated_rho(store: Store, context: int, budget_pages: int) -> float:
-    """rho of the queries, with the store's digests, by bisect_rho."""
-    pages, size = context // PAGE, store.size
-    table = torch.arange(1, pages + 1, dtype=torch.int32, device=store.device)[None]
-    n_full = torch.full((1,), pages, dtype=torch.int32, device=store.device)
-    candidates = Candidates.of(table, n_full, 1)
-    layers = range(0, size.layers, max(1, size.layers // 4))
-    source = torch.Generator(store.device).manual_seed(1)
-    shape = (2, len(layers), 1, size.q_heads, size.head_dim)
-    q, noise = torch.randn(shape, generator=source, device=store.device)
-
-    def chosen(queries: torch.Tensor) -> list[torch.Tensor]:
-        found = []
-        for layer, query in zip(layers, queries, strict=True):
-            scores = store.digests.score(layer, query, candidates, store.shape.scale)
-            found.append(scores[0].topk(min(budget_pages, pages)).indices)
-        return found
-
-    before = chosen(q)
-
-    def new_share(kept: float) -> float:
-        after = chosen(kept * q + (1 - kept**2) ** 0.5 * noise)
-        new = [(~torch.isin(a, b)).float().mean() for a, b in zip(after, before, strict=True)]
-        return float(torch.stack(new).mean())
-
-    return bisect_rho(new_share)
+        told = {k: v for k, v in (about | more).items() if k not in ("model", "simulated")}
+        words = " ".join(f"{k}={v}" for k, v in told.items())
+        print(f"{impl}: step {row['median_us'] / 1e3:.2f} ms, {rate} tokens/s {words}", flush=True)
 
 
 def measure(options: argparse.Namespace) -> int:

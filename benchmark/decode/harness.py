@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from benchmark.decode.model import DummyModel, ModelSize, QueryDrift
-from benchmark.device import captured
+from benchmark.device import captured, times_us
 from benchmark.kernels.gpu_pools import signs
 from benchmark.mapped import wait_mapped
-from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig, parse_config
+from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
+from sglang_scout.core.flags import parse_config
 from sglang_scout.core.forecast import VERSION, Header, PageWeights
 from sglang_scout.core.profile import ModelIdentity
 from sglang_scout.engine.device import lock_memory
@@ -263,6 +264,18 @@ class Harness:
             with self._guard():
                 self._layers()
         self.drift.advance()
+
+    def timed(self, count: int) -> tuple[list[float], dict[str, Any]]:
+        """Times of steps, and what was counted meanwhile."""
+        counters = self.engine.parts.counters
+        before = counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us
+        taken = times_us(self.step, count)
+        after = counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us
+        pages, budget, waited = (now - then for now, then in zip(after, before, strict=True))
+        return taken, {
+            "cpu_compute_ratio": round(pages / max(budget, 1), 4),
+            "wait_share": round(waited / max(sum(taken), 1), 4),
+        }
 
     def close(self) -> None:
         self.engine.close()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.ops.predict import add_norm
+
+if TYPE_CHECKING:
+    from benchmark.decode.harness import Store
 
 _EPS = 1e-6
 FIGURE_6_STEPS, FIGURE_6_SHARE = 8.7, 0.12
@@ -141,9 +144,31 @@ class QueryDrift:
         self.q.mul_(self.rho).add_(noise, alpha=(1 - self.rho**2) ** 0.5)
 
 
-def bisect_rho(new_share: Callable[[float], float]) -> float:
-    """The rho at which Figure 6's share of a selection has changed after its number of steps. ``new_share(kept)`` is
-    that share for queries ``kept * old + sqrt(1 - kept^2) * noise``."""
+def calibrated_rho(store: Store, context: int, budget_pages: int) -> float:
+    """The rho at which, with the store's digests, Figure 6's share of a selection changes in its number of steps."""
+    pages, size = context // store.shape.page_size, store.size
+    table = torch.arange(1, pages + 1, dtype=torch.int32, device=store.device)[None]
+    n_full = torch.full((1,), pages, dtype=torch.int32, device=store.device)
+    candidates = Candidates.of(table, n_full, 1)
+    layers = range(0, size.layers, max(1, size.layers // 4))
+    source = torch.Generator(store.device).manual_seed(1)
+    shape = (2, len(layers), 1, size.q_heads, size.head_dim)
+    q, noise = torch.randn(shape, generator=source, device=store.device)
+
+    def chosen(queries: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for layer, query in zip(layers, queries, strict=True):
+            scores = store.digests.score(layer, query, candidates, store.shape.scale)
+            found.append(scores[0].topk(min(budget_pages, pages)).indices)
+        return found
+
+    before = chosen(q)
+
+    def new_share(kept: float) -> float:
+        after = chosen(kept * q + (1 - kept**2) ** 0.5 * noise)
+        new = [(~torch.isin(a, b)).float().mean() for a, b in zip(after, before, strict=True)]
+        return float(torch.stack(new).mean())
+
     low, high = 0.9, 0.99999
     for _ in range(20):
         rho = (low + high) / 2

@@ -12,7 +12,7 @@ from benchmark.accuracy import gate, policies, questions, scoring, suite, table,
 from benchmark.accuracy.policies import FULL, Setting
 from benchmark.progress import Progress
 from benchmark.rows import ROOT, RowFile, environment
-from sglang_scout.core.config import parse_config
+from sglang_scout.core.flags import parse_config
 from sglang_scout.policy import policies as known_policies
 
 FULL_SETTING, SCOUT = Setting(FULL), Setting("scout", 512)

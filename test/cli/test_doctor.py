@@ -15,9 +15,10 @@ from page_weights import forecast_weights
 from sglang_scout.cli import doctor, main, worker_check
 from sglang_scout.cli import machine_checks as machine
 from sglang_scout.cli.machine_checks import Check
+from sglang_scout.core import numa
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.core.forecast import save_weights
-from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker import host_memory
 
 
 def test_this_machine_can_serve():

@@ -134,9 +134,9 @@ def write_log(path, steps, *, full_pages=(8, 8), growth=(0.02, 0.3), **changes):
 
 def test_ratios_by_age(tmp_path):
     log = read_step_log(write_log(tmp_path / "s.jsonl", 5, full_pages=(8, 4)))
-    ratios, rows = ratios_by_age(log, 7)
-    assert rows.tolist() == [1, 1, 1, 1, 1, 0, 0], "the second request fits its budget"
-    assert ratios[1].tolist() == [1, 0.25, 0.5, 1, 1, 0, 0]
+    ratios, rows = ratios_by_age(log)
+    assert rows.tolist() == [1, 1, 1, 1, 1], "the second request fits its budget"
+    assert ratios[1].tolist() == [1, 0.25, 0.5, 1, 1]
 
 
 def test_a_line_under_way_is_left_out_and_rubbish_is_refused(tmp_path):

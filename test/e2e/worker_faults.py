@@ -22,7 +22,7 @@ import psutil
 from control_channel import descriptors, duplicate, frames, server_end
 from harness import PDCluster, scheduler_pid, wait_for_worker, wait_until
 from ring_view import CLOSED_ITEM, RingView, writable
-from sglang_scout.worker import messages as m
+from sglang_scout.worker import channel as m
 from sglang_scout.worker.arena import MEMFD_NAME
 
 _POST_BITS, _EPOCH_SHIFT = (1 << 40) - 1, 40

@@ -18,8 +18,7 @@ from sglang_scout.engine.stores import HostPages, context_pages
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops import triton
 from sglang_scout.ops.doorbell import DeviceRing
-from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.checksums import PageChecksums
+from sglang_scout.worker.arena import Arena, PageChecksums
 
 if not triton.interpreted():
     pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from page_weights import digest_weights, identity, pilot_weights
-from sglang_scout.core.config import parse_config
+from sglang_scout.core.flags import parse_config
 from sglang_scout.engine.digest_kinds import MARK_BYTES
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.parts import Parts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import mini_worker
 from mini_worker import SIZE, MiniWorker, check_table
 from page_weights import digest_kinds, identity, rule_of
-from sglang_scout.core.config import DIGESTS
+from sglang_scout.engine.digest_kinds import KINDS
 from sglang_scout.engine.policy import QuerySource
 from sglang_scout.policy import make_policy, policies
 
@@ -23,10 +23,12 @@ QUERIES = {
     "forecast": QuerySource(attends=False),
 }
 # Digest, grain and query. Embeddings are per KV head: one is trained for a forecast, one for queries.
-EMBEDDINGS = [kind for kind in digest_kinds() if kind not in ("none", *DIGESTS)]
+EMBEDDINGS = [kind for kind in digest_kinds() if kind not in KINDS]
 CHOOSERS = [
     chooser
-    for chooser in product([*DIGESTS, *EMBEDDINGS], ["layer", "head"], QUERIES)
+    for chooser in product(
+        [*[k for k in KINDS if k != "none"], *EMBEDDINGS], ["layer", "head"], QUERIES
+    )
     if chooser[:2] != ("calibrated", "head")
     and (
         chooser[0] not in EMBEDDINGS

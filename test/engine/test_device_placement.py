@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from op_calls import replaced
 from page_weights import identity, pilot_weights
-from sglang_scout.core.config import parse_config
+from sglang_scout.core.flags import parse_config
 from sglang_scout.engine import digest_pool
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.parts import Parts

@@ -57,7 +57,7 @@ def test_lines_are_what_was_counted(logged, tmp_path):
     for before, after in zip(log.steps, log.steps[1:], strict=False):
         assert before.start_us + before.step_us <= after.start_us
 
-    ratios, rows = ratios_by_age(log, 9)
+    ratios, rows = ratios_by_age(log)
     assert rows.tolist() == [2] * 5 + [1] * 4
     budget = 4 * rows.sum()
     mean = (ratios * rows).sum(axis=1) / rows.sum()

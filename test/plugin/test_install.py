@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt import plugins
 
-from sglang_scout.core.sglang_versions import ADAPTERS
+from sglang_scout.core.supported import ADAPTERS
 from sglang_scout.plugin import hooks, launch
 
 

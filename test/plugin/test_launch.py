@@ -43,7 +43,7 @@ DETERMINISTIC = {"enable_deterministic_inference": True}
 SPARDA = {"kv_offload": "sparda", "kv_offload_config": "FORECAST"}
 RHEO = {"kv_offload": "rheo", "kv_offload_config": "PILOT"}
 SYSTEMS = [SPARDA, RHEO, {"kv_offload": "infinigen"}, {"kv_offload": "hgca"}]
-# name: (arguments, parts of the refusal; none: accepted). Refusals of core: test/core/test_config.py.
+# name: (arguments, parts of the refusal; none: accepted). Refusals of core: test/core/test_flags.py.
 CASES = {
     "decode": ({}, ""),
     "prefill": (PREFILL, ""),

@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.common import conn
 
 from page_weights import digest_kinds, identity, rule_of
 from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.numa import CpuPlan
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.hints import HINT_PAGES
 from sglang_scout.engine.memory import ServerSize
@@ -19,7 +20,6 @@ from sglang_scout.plugin import fixes, pool
 from sglang_scout.plugin import prefill as hooks
 from sglang_scout.plugin.ranks import RankCpus
 from sglang_scout.policy import Context, make_policy
-from sglang_scout.worker.cpus import CpuPlan
 
 SIZE = 32
 SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)

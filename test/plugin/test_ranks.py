@@ -13,9 +13,12 @@ import torch
 from fake_sys import use_sys
 from page_weights import forecast_weights, pilot_weights, rule_of
 from sglang_scout.cli.sizes import make_plan
-from sglang_scout.core.config import OffloadConfig, parse_config
+from sglang_scout.core import numa
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import parse_config
 from sglang_scout.core.forecast import save_weights
+from sglang_scout.core.numa import CpuPlan
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import ServerSize, input_bytes
 from sglang_scout.engine.stores import ModelShape
@@ -24,9 +27,8 @@ from sglang_scout.plugin import prefill as prefill_hooks
 from sglang_scout.plugin import ranks as ranks_module
 from sglang_scout.plugin.release import VERSION, adapter
 from sglang_scout.policy import Context, make_policy, policies
-from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool, pool_lacks
-from sglang_scout.worker.cpus import CpuPlan
 
 
 def _meet(rank, path):
@@ -101,7 +103,7 @@ NODE_0 = [*range(4), *range(8, 12)]
 def test_a_gpu_on_the_second_of_two_nodes(
     allowed, other, expected, rest, nodes, background, monkeypatch, tmp_path
 ):
-    """From /sys and the cpuset to CPUs, table and nodes; other plans: test/worker/test_cpus.py."""
+    """From /sys and the cpuset to CPUs, table and nodes; other plans: test/core/test_numa.py."""
     use_sys(monkeypatch, tmp_path)
     pci = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pci)

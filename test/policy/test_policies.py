@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from sglang_scout.core.config import parse_config
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import parse_config
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy import Context, make_policy, policies

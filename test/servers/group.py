@@ -21,7 +21,7 @@ from servers.server_process import (
     stop_all,
     title_of,
 )
-from sglang_scout.core.files import SOCKET_PATH_BYTES
+from sglang_scout.core.flags import SOCKET_PATH_BYTES
 
 HOST = "127.0.0.1"
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cpu_env.sh"

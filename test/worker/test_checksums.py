@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sglang_scout import _native
-from sglang_scout.worker.checksums import PageChecksums
+from sglang_scout.worker.arena import PageChecksums
 from sglang_scout.worker.client import WorkerClient
 from worker_cases import buffers, close, make_request, oracle
 

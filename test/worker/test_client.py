@@ -18,9 +18,9 @@ import pytest
 
 from ring_view import CLOSED_ITEM, RingView
 from sglang_scout.core.errors import WorkerError
-from sglang_scout.worker import process as process_module
+from sglang_scout.worker import supervisor as supervisor_module
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
-from sglang_scout.worker.process import WorkerProcess
+from sglang_scout.worker.supervisor import WorkerProcess
 from worker_cases import buffers, close, freeze, make_request, oracle, until
 
 
@@ -114,7 +114,7 @@ def test_worker_that_exits_or_says_nothing(make_arena, cpu, monkeypatch):
     def spawn(*_: object) -> subprocess.Popen:
         return subprocess.Popen([sys.executable, "-c", program])
 
-    monkeypatch.setattr(process_module, "_spawn", spawn)
+    monkeypatch.setattr(supervisor_module, "_spawn", spawn)
     client = WorkerClient(make_arena(), [cpu], config=WorkerConfig(ready_timeout_s=1.0))
     with pytest.raises(WorkerError, match=r"process \d+ ended with exit code 3"):
         client.start()
@@ -228,7 +228,7 @@ def test_failed_starts_are_tried_again(make_arena, cpu, monkeypatch):
     config = WorkerConfig(backoff_min_s=0.01, backoff_max_s=0.02, max_start_failures=3, retry_s=0.1)
     with WorkerClient(arena, [cpu], config=config) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(process_module, "_spawn", lambda *_: subprocess.Popen(["false"]))
+            patch.setattr(supervisor_module, "_spawn", lambda *_: subprocess.Popen(["false"]))
             os.kill(client.snapshot().pid, signal.SIGKILL)
             until(lambda: client.snapshot().state == "failed", "three failures")
             assert client.snapshot().restarts >= 3

@@ -10,28 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_sys import use_sys
 from ring_view import RingView
+from sglang_scout.core import numa
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.ring import layout_of, node_spans
 from worker_cases import small_spec, until
 
 HUGE = 2 << 20
 NEVER_US = 600_000_000  # no thread helps another node
-
-
-def test_cpus_and_memory_are_found_on_their_nodes(monkeypatch, tmp_path):
-    kib = {"MemTotal": 2000, "MemFree": 300, "Active(file)": 70, "Inactive(file)": 20}
-    memory = "\n".join(f"Node 1 {name}: {n} kB" for name, n in kib.items())
-    nodes = {"node0/cpulist": "0-3", "node1/cpulist": "4-7,32", "node1/meminfo": memory}
-    nodes |= {"has_cpu": "0-1", "node2/cpulist": ""}  # memory without CPUs
-    use_sys(monkeypatch, tmp_path, {f"devices/system/node/{k}": text for k, text in nodes.items()})
-    assert numa.nodes() == [0, 1, 2]
-    assert numa.cpus_by_node([32, 5, 1, 0]) == {0: [0, 1], 1: [5, 32]}
-    assert numa.cpus_by_node([0, 9]) == numa.cpus_by_node([]) == {}, "9 is of no node"
-    assert host_memory.available_bytes(1) == 320 * 1024
 
 
 @settings(max_examples=100, deadline=None)

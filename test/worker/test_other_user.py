@@ -11,7 +11,7 @@ import pytest
 
 from control_channel import endpoint, speaks, stranger, variable
 from other_user import NOBODY, arena_of, as_user, ends, outcomes, reads, sockets_of
-from sglang_scout.worker import messages as m
+from sglang_scout.worker import channel as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import WorkerClient
 from worker_cases import small_spec

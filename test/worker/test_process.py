@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 from sglang_scout.core.errors import WorkerError
-from sglang_scout.worker import messages as m
-from sglang_scout.worker import process as process_module
+from sglang_scout.worker import channel as m
+from sglang_scout.worker import supervisor as supervisor_module
 from sglang_scout.worker.channel import Channel
-from sglang_scout.worker.process import WorkerProcess
+from sglang_scout.worker.supervisor import WorkerProcess
 from worker_cases import gone, until
 
 
@@ -34,7 +34,7 @@ def process(make_arena, context, monkeypatch):
             monkeypatch.setenv(name, value)
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
-    monkeypatch.setattr(process_module, "_spawn", spawn)
+    monkeypatch.setattr(supervisor_module, "_spawn", spawn)
     process = WorkerProcess(context, 5, make_arena().fd)
     process.channel.peer_pid = os.getpid()
     process.peer = Channel.bind(context, os.getpid())

@@ -16,7 +16,6 @@ from sglang_scout import __version__
 from sglang_scout.core.errors import ScoutError
 
 __all__ = ["main"]
-
 DESCRIPTION = (
     "Tools for SGLang servers that run with --kv-offload. Start the servers themselves with SGLang's "
     "own commands. The tools here check a machine (doctor), say how many requests fit (plan), show a "

@@ -56,10 +56,10 @@ class Poller:
         self._url = decode_url.rstrip("/") + "/server_info"
         self._lock = threading.Lock()
         self._polled_at = -math.inf
-        self._before: tuple[float, dict[str, Any]] | None = None
-        self._shown: dict[str, Any] = {}
+        self._before: tuple[float, State] | None = None
+        self._shown: State = {}
 
-    def view(self) -> dict[str, Any]:
+    def view(self) -> State:
         """What the page shows, or an error."""
         with self._lock:
             if time.monotonic() - self._polled_at >= SHARED_FOR_S:
@@ -67,7 +67,7 @@ class Poller:
                 self._shown = self._poll()
             return self._shown
 
-    def _poll(self) -> dict[str, Any]:
+    def _poll(self) -> State:
         try:
             with DIRECT.open(self._url, timeout=5.0) as answer:
                 state = json.load(answer)["internal_states"][0].get("kv_offload")
@@ -81,29 +81,32 @@ class Poller:
         return view(before, state, now - at)
 
 
-def view(before: State, now: State, seconds: float) -> dict[str, Any]:
+def view(before: State, now: State, seconds: float) -> State:
     """Rates and values over the ``seconds`` between two polls of ``internal_states[0].kv_offload``.
 
     Returns:
         JSON: pages by layer and place, each layer's CPU compute ratio in these seconds (None without a step), its
         threshold or None, and rates. A restarted server counts from zero.
     """
-    if now["steps"] < before["steps"]:
-        nothing = {"cpu_compute_ratio_by_layer": [], "worker": {"pages": 0}}
-        before = dict.fromkeys(before, 0) | nothing
     layers, cpus = len(now["cpu_compute_ratio_by_layer"]), now["worker"]["cpus"]
+    if now["steps"] < before["steps"]:
+        nothing = {"cpu_compute_ratio_by_layer": [0.0] * layers, "worker": {"pages": 0}}
+        before = dict.fromkeys(before, 0) | nothing
 
     def rate(key: str, unit: float = 1.0) -> float:
         return (now[key] - before[key]) / seconds / unit
 
     steps = now["steps"] - before["steps"]
-    budget_pages = now["budget_tokens"] // now["page_size"]
-    shown = {key: now["worker"][key] for key in ("state", "restarts", "last_error")}
     # A new worker starts at 0.
     worker_pages = max(0, now["worker"]["pages"] - before["worker"]["pages"])
     host_pages = next(row for row in now["plan"] if row["what"] == "host pages")
     worker_bytes = worker_pages * host_pages["bytes"] / host_pages["count"] / layers
-    budget = now["budget_pages"] - before["budget_pages"]
+    # Summed over layers, equal for each. Ratios are since start.
+    first, last = before["budget_pages"], now["budget_pages"]
+    of_request = layers * (now["budget_tokens"] // now["page_size"])
+    ratios = zip(*(x["cpu_compute_ratio_by_layer"] for x in (before, now)), strict=True)
+    recent = [max(0.0, (b * last - a * first) / max(last - first, 1)) for a, b in ratios]
+    shown = {key: now["worker"][key] for key in ("state", "restarts", "last_error")}
     return {
         "policy": now["policy"],
         "backend": now["backend"],
@@ -112,9 +115,9 @@ def view(before: State, now: State, seconds: float) -> dict[str, Any]:
         "resident": now["resident_pages_by_layer"],
         "copying": now["copying_pages_by_layer"],
         "slots": now["resident_slots"] // layers,
-        "cpu_ratio": _recent_ratios(before, now, layers),
+        "cpu_ratio": recent if last > first else [None] * layers,
         "threshold": now["recall"].get("threshold"),
-        "requests": budget / (steps * layers * budget_pages) if steps else 0,
+        "requests": (last - first) / (steps * of_request) if steps else 0,
         "steps_per_s": rate("steps"),
         "wait_share": rate("gpu_wait_us", 1e6),
         "recall_wait_share": rate("recall_wait_us", 1e6),
@@ -122,15 +125,3 @@ def view(before: State, now: State, seconds: float) -> dict[str, Any]:
         "worker_bytes_per_s_core": worker_bytes / seconds / max(1, len(cpus)),
         "fallback_pages_per_s": rate("fallback_pages"),
     }
-
-
-def _recent_ratios(before: State, now: State, layers: int) -> list[float | None]:
-    """The state has ratios since start, and budget pages summed over layers, equal for each."""
-    first, last = before["budget_pages"], now["budget_pages"]
-    if first == last:
-        return [None] * layers
-    earlier = before["cpu_compute_ratio_by_layer"] or [0.0] * layers
-    return [
-        max(0.0, (b * last - a * first) / (last - first))
-        for a, b in zip(earlier, now["cpu_compute_ratio_by_layer"], strict=True)
-    ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,10 +17,10 @@ from subprocess import CompletedProcess
 from sglang_scout.cli import machine_checks as machine
 from sglang_scout.cli.machine_checks import FAILED, WARNING, Check, python, reason
 from sglang_scout.cli.table import columns
-from sglang_scout.core.cpu_list import parse_cpu_list
+from sglang_scout.core import numa
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.sglang_versions import ADAPTERS
-from sglang_scout.worker import numa
+from sglang_scout.core.numa import parse_cpu_list
+from sglang_scout.core.supported import ADAPTERS
 
 DESCRIPTION = (
     "Check whether this machine can serve. Each line says ok, warning or failed and what was found; a line that starts "
@@ -38,6 +38,14 @@ INSTALL = "in a clone, run scripts/setup.sh, or pip install '.[cpu]' or '.[cuda]
 Run = Callable[[], CompletedProcess[str]]
 
 
+def installed(distribution: str) -> str | None:
+    """Version of a distribution; None if there is none."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
 def pinned(distribution: str) -> str | None:
     """Version of a distribution that this one requires; None if it requires none."""
     for requirement in requires("sglang-scout") or ():
@@ -48,27 +56,24 @@ def pinned(distribution: str) -> str | None:
 
 
 def check_python() -> Check:
-    found = ".".join(map(str, sys.version_info[:3]))
+    found = platform.python_version()
     fix = "use Python 3.11 or 3.12: not all of SGLang's packages have wheels for newer versions"
     values = {"version": found, "executable": sys.executable}
     return Check(found, fix if sys.version_info >= (3, 13) else "", values)
 
 
 def check_sglang(query_check: Run) -> Check:
-    supported = list(ADAPTERS)
-    fix = f"pip install sglang=={supported[0]}; supported are only {' and '.join(supported)}"
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        return Check("not installed", fix, failed=True)
+    supported, found = list(ADAPTERS), installed("sglang")
     values = {"version": found, "supported": supported}
     if found not in supported:
-        return Check(f"{found}, expected {' or '.join(supported)}", fix, values, failed=True)
+        text = f"{found}, expected {' or '.join(supported)}" if found else "not installed"
+        fix = f"pip install sglang=={supported[0]}; supported are only {' and '.join(supported)}"
+        return Check(text, fix, values, failed=True)
     done = query_check()
     if "libcuda.so.1" in done.stderr and found != "0.5.15.post1":  # which works without them
         fix = "without a GPU: run scripts/no_driver.sh VENV, then . scripts/cpu_env.sh; with a GPU: install its driver"
-        found += f"; its kernels do not load: {reason(done)}"
-        return Check(found, fix, values, failed=True)
+        text = f"{found}; its kernels do not load: {reason(done)}"
+        return Check(text, fix, values, failed=True)
     return Check(found, values=values)
 
 
@@ -112,10 +117,8 @@ def check_native() -> Check:
 
 def _importable(module: str, distribution: str, packages: str = "") -> Check:
     """Whether ``module`` imports; ``packages``: Debian packages of its shared libraries."""
-    done = python("-c", f"import {module}")
-    found = wanted = None
-    with contextlib.suppress(PackageNotFoundError):
-        found, wanted = version(distribution), pinned(distribution)
+    done, found = python("-c", f"import {module}"), installed(distribution)
+    wanted = pinned(distribution) if found else None
     values = {"distribution": distribution, "version": found, "wanted": wanted}
     if done.returncode != 0:
         fix = f"pip install {distribution}"
@@ -162,11 +165,7 @@ def check_policy(name: str, keys: str) -> Check:
 
 
 def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
-    """All checks by name, in the order of the report.
-
-    Raises:
-        ConfigError: ``args.cpus`` is not a list of CPUs of this process.
-    """
+    """All checks by name, in the order of the report. Raises ConfigError if ``args.cpus`` is not a list of CPUs."""
     # SGLang on a tiny model, on the CPU even if there is a GPU. It takes seconds.
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     query_check = cache(lambda: python("-m", "sglang_scout.plugin.query_check", **on_cpu))
@@ -185,9 +184,7 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
         "mooncake": check_mooncake,
         "router": lambda: _importable("sglang_router", "sglang-router"),
         "queries": lambda: check_queries(query_check),
-        "CPU attention": lambda: import_module("sglang_scout.cli.worker_check").check_worker(
-            given or sorted(os.sched_getaffinity(0))
-        ),
+        "CPU attention": lambda: import_module("sglang_scout.cli.worker_check").check_worker(given),
     }
     if args.kv_offload is not None:
         found["policy"] = lambda: check_policy(args.kv_offload, args.kv_offload_config)
@@ -238,12 +235,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     results = {name: outcome(check) for name, check in checks(args).items()}
     ok = not any(check.failed for check in results.values())
-    if args.json:
-        found = [
-            {"name": name, "state": x.state, "found": x.found, "fix": x.fix, "values": x.values}
-            for name, x in results.items()
-        ]
-        print(json.dumps({"ok": ok, "checks": found}, indent=2))
-    else:
-        print(report(results))
+    found = [
+        {"name": name, "state": x.state, "found": x.found, "fix": x.fix, "values": x.values}
+        for name, x in results.items()
+    ]
+    print(json.dumps({"ok": ok, "checks": found}, indent=2) if args.json else report(results))
     return 0 if ok else 1

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_scout.cli.table import columns, gib
-from sglang_scout.core.cpu_list import ranges
-from sglang_scout.core.files import check_socket_folder
-from sglang_scout.worker import host_memory, numa
-from sglang_scout.worker.cpus import plan_cpus
+from sglang_scout.core import numa
+from sglang_scout.core.flags import check_socket_folder
+from sglang_scout.core.numa import plan_cpus, ranges
+from sglang_scout.worker import host_memory
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 SMALL_MEMORY_BYTES = 4 * 2**30
@@ -55,30 +55,32 @@ def reason(done: subprocess.CompletedProcess[str]) -> str:
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
-def cuda_devices() -> tuple[int, str]:
-    """How many CUDA devices torch can use, and why none."""
-    done = python("-c", COUNT_DEVICES)
-    if done.returncode:
-        return 0, reason(done)
-    count, hidden = int(done.stdout.split()[-1]), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if count or hidden not in ("", "-1"):
-        return count, "" if count else "no driver or no device"
-    return 0, f"CUDA_VISIBLE_DEVICES={hidden!r}"
-
-
 def transfer_reads_device() -> bool:
-    """Whether the installed mooncake was built with CUDA, and so copies device memory through the host. Otherwise every
-    transfer of it over TCP fails, also that of digests."""
+    """Whether the installed mooncake was built with CUDA. Otherwise every transfer of device memory over TCP fails."""
     spec = importlib.util.find_spec("mooncake")  # a lookup without an import
     folders = (spec.submodule_search_locations or ()) if spec else ()
     modules = (module for folder in folders for module in Path(folder).glob("engine*.so"))
     return any(b"cudaMemcpy" in module.read_bytes() for module in modules)
 
 
+def node_hardware(node: int) -> dict[str, Any]:
+    """What ``numactl --hardware`` says of a node; bytes are None and distances empty if the kernel does not tell."""
+    folder = numa.folder(node)
+    memory = numa.read_meminfo(folder / "meminfo")
+    return {
+        "node": node,
+        "cpus": numa.read_cpus(folder / "cpulist"),
+        "total_bytes": memory.get("MemTotal"),
+        "free_bytes": memory.get("MemFree"),
+        "distances": list(map(int, numa.read(folder / "distance").split())),
+    }
+
+
 def check_cpus(given: Collection[int] | None = None) -> Check:
-    """Args: given: as ``--kv-offload-cpus`` of a decode server."""
-    cpus, quota, nodes = sorted(os.sched_getaffinity(0)), numa.cpu_quota(), numa.hardware()
-    text = f"{len(cpus)} for this process ({ranges(cpus)})"
+    """``given``: as ``--kv-offload-cpus`` of a decode server."""
+    cpus, quota = sorted(os.sched_getaffinity(0)), numa.cpu_quota()
+    nodes = list(map(node_hardware, numa.nodes()))
+    text, fix, problem = f"{len(cpus)} for this process ({ranges(cpus)})", "", ""
     below = [
         f"NUMA node {node['node']}: CPUs {ranges(node['cpus']) or 'none'}, "
         f"{gib(node['total_bytes'] or 0)}, {gib(node['free_bytes'] or 0)} free"
@@ -88,15 +90,13 @@ def check_cpus(given: Collection[int] | None = None) -> Check:
     by_home: dict[tuple[int, ...] | None, list[str]] = {}
     for gpu in numa.nvidia_gpus():
         by_home.setdefault(tuple(numa.near_cpus(gpu)), []).append(gpu)
-    uses, problem = [], ""
+    uses = []
     for near, gpus in (by_home or {None: []}).items():
         plan = plan_cpus(cpus, near, given)
         uses.append({"gpus": gpus, "rows": [use._asdict() for use in plan.rows]})
         device = f"GPU {', '.join(gpus)}" if gpus else "the CPU device"
         below += [f"CPUs of a decode server on {device}:", columns(plan.rows, indent=2)]
         problem = plan.warning or problem
-    values = {"cpus": cpus, "numa_nodes": nodes, "quota": quota, "uses": uses}
-    fix = ""
     if quota is not None and quota < len(cpus):
         text += f", but the CPU quota is {quota:g}"
         fix = "name no more CPUs in --kv-offload-cpus than the quota allows, or raise the quota"
@@ -105,6 +105,7 @@ def check_cpus(given: Collection[int] | None = None) -> Check:
     elif problem:
         text += f"; {problem}"
         fix = "add CPUs near the GPU to the cpuset, for example with docker's --cpuset-cpus"
+    values = {"cpus": cpus, "numa_nodes": nodes, "quota": quota, "uses": uses}
     return Check(text, fix, values, below="\n".join(below))
 
 
@@ -114,9 +115,12 @@ def check_gpu() -> Check:
     if not gpus:
         return Check("none; start servers with --device cpu", values=values)
     found = ", ".join(f"{gpu['address']} on NUMA node {gpu['numa_node']}" for gpu in gpus)
-    count, why = cuda_devices()
-    values["cuda_devices"] = count
+    done, hidden = python("-c", COUNT_DEVICES), os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = values["cuda_devices"] = 0 if done.returncode else int(done.stdout.split()[-1])
     if not count:
+        is_hidden = hidden in ("", "-1")
+        why = f"CUDA_VISIBLE_DEVICES={hidden!r}" if is_hidden else "no driver or no device"
+        why = reason(done) if done.returncode else why
         fix = "install NVIDIA's driver and, in a container, give access to the GPU; or start servers with --device cpu"
         return Check(f"{found}, but torch sees no CUDA device ({why})", fix, values)
     note = f"; torch sees {count}: start servers with --device cuda, which is untested on a GPU (docs/gpu.md)"
@@ -130,13 +134,13 @@ def check_environment() -> Check:
     if not numa.has_rdma():
         wanted["MOONCAKE_PROTOCOL"] = "tcp"
     missing = {name: value for name, value in wanted.items() if not os.environ.get(name)}
-    values = {"missing": missing}
-    if not missing:
-        return Check("the variables that servers need are set", values=values)
-    exports = " ".join(f"{name}={value}" for name, value in missing.items())
-    verb = "is" if len(missing) == 1 else "are"
-    found = f"{' and '.join(missing)} {verb} not set; servers that you start by hand need this"
-    return Check(found, f"source scripts/cpu_env.sh, or export {exports}", values)
+    found, fix = "the variables that servers need are set", ""
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        found = f"{' and '.join(missing)} {verb} not set; servers that you start by hand need this"
+        exports = " ".join(f"{name}={value}" for name, value in missing.items())
+        fix = f"source scripts/cpu_env.sh, or export {exports}"
+    return Check(found, fix, {"missing": missing})
 
 
 def check_memory() -> Check:
@@ -163,16 +167,18 @@ def check_locked_memory() -> Check:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Check("unlimited", values={"limit_bytes": None})
-    needs, values = {}, {"limit_bytes": limit}
+    needs = {}
     if numa.nvidia_gpus():
         needs["--device cpu"] = "a decode server with --device cuda page-locks all KV pages"
     if numa.has_rdma():
         needs["MOONCAKE_PROTOCOL=tcp"] = "RDMA transfer registers all KV pages"
-    if not needs:
-        found = f"{gib(limit)}; more is not needed without a GPU or an RDMA device"
-        return Check(found, values=values)
-    fix = (
-        f"{', and '.join(needs.values())}: set ulimit -l unlimited (LimitMEMLOCK=infinity of a service), "
-        f"or use {' and '.join(needs)}"
-    )
-    return Check(gib(limit), fix, values)
+    found, fix = f"{gib(limit)}; more is not needed without a GPU or an RDMA device", ""
+    if needs:
+        found, fix = (
+            gib(limit),
+            (
+                f"{', and '.join(needs.values())}: set ulimit -l unlimited (LimitMEMLOCK=infinity of a service), "
+                f"or use {' and '.join(needs)}"
+            ),
+        )
+    return Check(found, fix, {"limit_bytes": limit})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.served_models import FP8_KV, check_architecture, check_attention
+from sglang_scout.core.supported import FP8_KV, check_architecture, check_attention
 
 VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -46,36 +47,17 @@ class ModelConfig:
         idle = (1 - self.expert_share) * self.expert_bytes
         return self.weight_bytes - self.embedding_bytes - int(idle)
 
-    def describe(self) -> str:
-        return (
-            f"{self.architecture}, {self.num_layers} layers, {self.num_q_heads} query and "
-            f"{self.num_kv_heads} KV heads of {self.head_dim}"
-        )
-
 
 def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> ModelConfig:
-    """Reads a model's files, without network.
+    """Reads a model's files, without network. Arguments as SGLang's flags.
 
-    Args:
-        model_path: folder with config.json, or the name of a model in the cache of the Hugging Face Hub.
-        dtype, kv_cache_dtype: as SGLang's flags.
     Raises:
         ConfigError: no model, one that --kv-offload does not support, as far as config.json shows, or quantised weights
             without files, whose size is then unknown.
     """
     flag = f"plan: --model-path {model_path}"
-    if Path(model_path).is_absolute() and not Path(model_path).is_dir():
-        raise ConfigError(f"{flag}: there is no such folder")
-    try:
-        file = cached_file(model_path, "config.json", local_files_only=True)
-        config = AutoConfig.from_pretrained(Path(str(file)).parent, trust_remote_code=False)
-    except Exception as error:  # transformers names no set of them
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ConfigError(
-            f"{flag}: cannot read config.json: {reason}; give the folder of a model, with the model's own file, or the "
-            "name of one that has been downloaded from the Hugging Face Hub"
-        ) from None
-    folder, text = Path(str(file)).parent, config.get_text_config()
+    config, folder = _load(flag, model_path)
+    text = config.get_text_config()
     architecture = str((config.architectures or ["(no architecture named)"])[0])
     check_architecture(flag, architecture)
     layers, heads, hidden = text.num_hidden_layers, text.num_attention_heads, text.hidden_size
@@ -104,20 +86,7 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
     tables = (1 if text.tie_word_embeddings else 2) * hidden * vocabulary
     # Of a decoder with gated MLPs; norms, biases and routers are negligible.
     parameters = in_experts + tables + layers * hidden * head_dim * (2 * heads + 2 * kv_heads)
-    weight_bytes, source = _weight_files(folder)
-    if getattr(config, "quantization_config", None):
-        if not weight_bytes:
-            raise ConfigError(
-                f"{flag}: the size of quantised weights is only known from their safetensors files, and there are "
-                "none; give a folder that has them"
-            )
-        source += ", quantised"
-    elif not weight_bytes:
-        weight_bytes = parameters * VALUE_BYTES[used]
-        source = "estimated from config.json, without safetensors files"
-    elif VALUE_BYTES[used] != VALUE_BYTES[stored]:
-        weight_bytes = weight_bytes * VALUE_BYTES[used] // VALUE_BYTES[stored]
-        source += ", converted"
+    weight_bytes, source = _weights(flag, folder, config, parameters, stored, used)
     embedding = 0 if text.tie_word_embeddings else vocabulary * hidden * VALUE_BYTES[used]
     return ModelConfig(
         architecture=architecture,
@@ -137,23 +106,53 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
     )
 
 
+def _load(flag: str, model_path: str) -> tuple[Any, Path]:
+    """The model's config.json as transformers reads it, and its folder."""
+    if Path(model_path).is_absolute() and not Path(model_path).is_dir():
+        raise ConfigError(f"{flag}: there is no such folder")
+    try:
+        folder = Path(str(cached_file(model_path, "config.json", local_files_only=True))).parent
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False), folder
+    except Exception as error:  # transformers names no set of them
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(
+            f"{flag}: cannot read config.json: {reason}; give the folder of a model, with the model's own file, or the "
+            "name of one that has been downloaded from the Hugging Face Hub"
+        ) from None
+
+
 def _experts(config: Any) -> tuple[int, int, int]:
-    """MLPs of a layer, how many a token uses, and the inner size of one. Dense layers are counted as if they had
-    experts."""
+    """MLPs of a layer, how many a token uses, and the inner size of one. Dense layers count as if they had experts."""
+    inner = config.intermediate_size
     for name in ("num_local_experts", "num_experts"):
         if experts := getattr(config, name, None):
-            inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
-            return experts, config.num_experts_per_tok, inner
-    return 1, 1, config.intermediate_size
+            taken = config.num_experts_per_tok
+            return experts, taken, getattr(config, "moe_intermediate_size", inner)
+    return 1, 1, inner
 
 
-def _weight_files(folder: Path) -> tuple[int, str]:
-    """Bytes of the stored weights, 0 if there are none, and the source of the number."""
-    if size := sum(file.stat().st_size for file in folder.glob("*.safetensors")):
-        return size, "from safetensors files"
-    index = folder / "model.safetensors.index.json"
-    try:
-        size = int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        size = 0
-    return max(0, size), f"from {index.name}"
+def _weights(
+    flag: str, folder: Path, config: Any, parameters: int, stored: str, used: str
+) -> tuple[int, str]:
+    """Bytes of the weights, and the source of the number: their files, the index of these, or the parameters."""
+    source, index = "from safetensors files", folder / "model.safetensors.index.json"
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if not size:
+        source = f"from {index.name}"
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError
+        ):
+            size = int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+    if getattr(config, "quantization_config", None):
+        if size <= 0:
+            raise ConfigError(
+                f"{flag}: the size of quantised weights is only known from their safetensors files, and there are "
+                "none; give a folder that has them"
+            )
+        return size, f"{source}, quantised"
+    if size <= 0:
+        estimate = parameters * VALUE_BYTES[used]
+        return estimate, "estimated from config.json, without safetensors files"
+    if VALUE_BYTES[used] != VALUE_BYTES[stored]:
+        return size * VALUE_BYTES[used] // VALUE_BYTES[stored], f"{source}, converted"
+    return size, source

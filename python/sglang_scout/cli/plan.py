@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_scout.cli.step_model import CAVEAT, DEVICES, Prediction, find_device, has_model, predict
 from sglang_scout.cli.table import GIB, columns, gb, gib
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
-from sglang_scout.core.served_models import DTYPES, FP8_KV
+from sglang_scout.core.supported import DTYPES, FP8_KV
 
 if TYPE_CHECKING:
     from sglang_scout.cli.sizes import Plan
@@ -122,44 +122,36 @@ def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> s
     server, model, config = plan.server, plan.server.model, plan.server.config
     experts = f", of which a token uses {gib(model.bytes_a_token)}" if model.expert_bytes else ""
     page = f"{config.page_size_tokens} tokens: {gib(server.kv_bytes_per_page)} of KV, "
+    heads = f"{model.num_q_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}"
     facts = [
-        ("model", model.describe()),
+        ("model", f"{model.architecture}, {model.num_layers} layers, {heads}"),
         ("weights", f"{gib(model.weight_bytes)} ({model.weight_source}){experts}"),
         ("policy", f"{config.policy}, budget of {config.budget_tokens} tokens"),
         ("KV per token", f"{server.kv_bytes_per_token} bytes, {model.kv_dtype}"),
         ("page", f"{page}{gib(server.digest_bytes_per_page)} of digest, over all layers"),
     ]
+    memory, requests = plan.memory, max(plan.requests, 1)
+    device = "device" if plan.gpu_kv_bytes is None else "GPU"
+    sizes = [("", "", "all", "per request")]
+    for row in (*memory.rows, total := ("total", requests, memory.device_bytes)):
+        what, count, nbytes = row
+        where = device if row in (*memory.device_rows, total) else "host"
+        sizes.append((f"{where}: {what}", str(count), gib(nbytes), gb(nbytes / requests)))
+    by_host = f"by host memory ({gib(plan.host_bytes)})", str(plan.offload.by_host), "-"
+    fits = [("", "offload", "stock"), by_host]
+    if plan.gpu_kv_bytes is not None and plan.stock is not None:
+        name = f"by GPU memory ({gib(plan.gpu_kv_bytes)} after the weights)"
+        fits.append((name, str(plan.offload.by_gpu), str(plan.stock.by_gpu)))
     blocks = [
         columns(facts),
-        f"Memory of {_count(max(plan.requests, 1))} of {server.context_tokens} tokens ({server.pages_per_request} "
-        f"pages){' each' * (plan.requests > 1)}\n"
-        + columns(_memory_rows(plan), right=(1, 2, 3), indent=2),
-        "Requests that fit at once\n" + columns(_fit_rows(plan), right=(1, 2), indent=2),
+        f"Memory of {_count(requests)} of {server.context_tokens} tokens ({server.pages_per_request} "
+        f"pages){' each' * (requests > 1)}\n" + columns(sizes, right=(1, 2, 3), indent=2),
+        "Requests that fit at once\n" + columns(fits, right=(1, 2), indent=2),
         _verdict(plan),
     ]
     if steps is not None:
         blocks.insert(3, _step_text(*steps))
     return "\n\n".join(blocks)
-
-
-def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
-    memory, requests = plan.memory, max(plan.requests, 1)
-    device = "device" if plan.gpu_kv_bytes is None else "GPU"
-    rows = [("", "", "all", "per request")]
-    for row in (*memory.rows, total := ("total", requests, memory.device_bytes)):
-        what, count, nbytes = row
-        where = device if row in (*memory.device_rows, total) else "host"
-        rows.append((f"{where}: {what}", str(count), gib(nbytes), gb(nbytes / requests)))
-    return rows
-
-
-def _fit_rows(plan: Plan) -> list[tuple[str, ...]]:
-    rows = [("", "offload", "stock")]
-    rows.append((f"by host memory ({gib(plan.host_bytes)})", str(plan.offload.by_host), "-"))
-    if plan.gpu_kv_bytes is not None and plan.stock is not None:
-        name = f"by GPU memory ({gib(plan.gpu_kv_bytes)} after the weights)"
-        rows.append((name, str(plan.offload.by_gpu), str(plan.stock.by_gpu)))
-    return rows
 
 
 def _step_text(low: Prediction, high: Prediction) -> str:
@@ -189,24 +181,24 @@ def _step_text(low: Prediction, high: Prediction) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    requests, server, memory = plan.requests, plan.server, plan.memory
+    server, memory, requests = plan.server, plan.memory, max(plan.requests, 1)
     binds = plan.offload.limited_by.replace("gpu", "GPU")
-    if plan.asked is None:
-        fit = f"{_count(requests)} at once" if requests else "No request fits"
-        lines = [f"{fit}; {binds} is the limit."]
-    elif plan.fits:
-        lines = [f"{_count(requests)} can run at once; beyond that, {binds} is the limit."]
-    else:
-        lines = [f"{_count(requests)} cannot run at once: {binds} is too small."]
-    requests = max(requests, 1)
+    first = f"{_count(plan.requests)} at once; {binds} is the limit."
+    if not plan.requests:
+        first = f"No request fits; {binds} is the limit."
+    elif plan.asked is not None:
+        first = f"{_count(requests)} can run at once; beyond that, {binds} is the limit."
+        if not plan.fits:
+            first = f"{_count(requests)} cannot run at once: {binds} is too small."
     place = "device memory" if plan.gpu_kv_bytes is None else "GPU memory"
-    lines.append(
+    lines = [
+        first,
         f"For {_count(requests)}: --max-running-requests {requests} --context-length {server.context_tokens} "
         f"--kv-offload-host-gb {plan.host_gib:.1f},\n"
         f"which takes {gib(memory.device_bytes)} of {place} beside the weights, and up to "
         f"{gib(memory.bytes_beside_pages)} of host memory beside the pages.\n"
-        f"To use huge pages, reserve them first: sysctl vm.nr_hugepages={plan.huge_pages}."
-    )
+        f"To use huge pages, reserve them first: sysctl vm.nr_hugepages={plan.huge_pages}.",
+    ]
     if plan.gpu_kv_bytes is None:
         lines.append(
             "Without --gpu-gb only host memory is a limit. With --device cpu, device memory is host memory too, in "

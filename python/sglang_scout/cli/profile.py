@@ -12,7 +12,7 @@ import numpy as np
 from sglang_scout import __version__
 from sglang_scout.cli.table import columns
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.files import check_different
+from sglang_scout.core.flags import check_different
 from sglang_scout.core.profile import PROFILE_VERSION, RecallProfile, choose_interval, save_profile
 from sglang_scout.core.step_log import COLD_STEPS, StepLogFile, ratios_by_age, read_step_log
 
@@ -58,11 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
-    """The profile of a run without recall.
-
-    Raises:
-        ConfigError: a wrong threshold, a run with recall, or too few steps of requests longer than the budget.
-    """
+    """The profile of a run without recall. Raises ConfigError, also for too few steps of requests beyond the budget."""
     facts = log.facts
     if not 0.0 < threshold < 1.0:
         raise ConfigError(
@@ -73,8 +69,7 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
             f'profile: the step log was recorded with "recall": "{facts.recall}"; record one with "recall": "off"'
         )
     # The first step's selection is loaded in every mode; the curve starts after that.
-    oldest = max((age for step in log.steps for age in step.ages), default=0)
-    curves, samples = ratios_by_age(log, oldest + 1)
+    curves, samples = ratios_by_age(log)
     steps = int(np.argmin(np.append(samples[COLD_STEPS:], 0)))
     after = slice(COLD_STEPS, COLD_STEPS + steps)
     curves, samples = curves[:, after], samples[after]
@@ -87,14 +82,13 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
     requests = (pair for step in log.steps for pair in zip(step.ages, step.full_pages, strict=True))
     pages = [pages for age, pages in requests if age == 0 and pages > log.budget_pages]
     lengths = "-".join(str(n * facts.page_size_tokens) for n in sorted({min(pages), max(pages)}))
-    weights = samples.astype(np.float64)
     known = [step.query_cosine for step in log.steps if step.query_cosine]
     cosines = np.ma.masked_invalid(np.array(known or [[None] * facts.layers], np.float64))
     kept = "model page_size_tokens budget_tokens identity selection".split()
     return RecallProfile(
         version=PROFILE_VERSION,
         threshold=threshold,
-        intervals=[choose_interval(curve, weights, threshold) for curve in curves],
+        intervals=[choose_interval(curve, samples, threshold) for curve in curves],
         num_layers=facts.layers,
         workload=f"{len(pages)} requests of {lengths} tokens, {steps} steps",
         samples=samples.tolist(),
@@ -108,11 +102,12 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
 def as_text(profile: RecallProfile) -> str:
     beta, last = profile.threshold, len(profile.samples)
     rows = [("layer", "interval", "ratio after 1 step", "at the interval", f"after {last}")]
+    at_once, whole = [], []
     for layer, (interval, curve) in enumerate(zip(profile.intervals, profile.curves, strict=True)):
         ratios = (curve[0], curve[interval - 1], curve[-1])
         rows.append((str(layer), str(interval), *(f"{x:.3f}" for x in ratios)))
-    at_once = [i for i, n in enumerate(profile.intervals) if n == 1 and profile.curves[i][0] > beta]
-    whole = [i for i, n in enumerate(profile.intervals) if n == last]
+        at_once += [layer] * (interval == 1 and curve[0] > beta)
+        whole += [layer] * (interval == last)
     notes = [
         f"Mean interval {np.mean(profile.intervals):.1f} steps at a threshold of {beta:g}; mean ratio "
         f"{np.mean(profile.curves):.3f} without recall."
@@ -143,32 +138,24 @@ def draw(profile: RecallProfile, target: Path) -> None:
     Raises:
         OSError, ValueError: the file cannot be written, or its format is unknown to matplotlib.
     """
-    import matplotlib
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 4.6), width_ratios=(4, 3), layout="constrained"
-    )
-    try:
-        colors = plt.get_cmap("viridis")(np.linspace(0.0, 0.9, profile.num_layers))
-        steps = range(1, len(profile.samples) + 1)
-        for color, curve in zip(colors, profile.curves, strict=True):
-            left.plot(steps, curve, color=color, linewidth=0.6)
-        left.plot(steps, np.mean(profile.curves, axis=0), color="black", label="mean of the layers")
-        left.axhline(profile.threshold, color="#e15759", linestyle="--", label="threshold")
-        left.set_title(f"Without recall: mean {np.mean(profile.curves):.3f}")
-        left.set_xlabel("steps after a request's pages were loaded")
-        left.set_ylabel("CPU compute ratio")
-        left.set_ylim(bottom=0)
-        left.legend(fontsize="small")
-        right.bar(range(profile.num_layers), profile.intervals, color=colors)
-        right.set_title(f"Recall intervals: mean {np.mean(profile.intervals):.1f}")
-        right.set_xlabel("layer")
-        right.set_ylabel("steps")
-        head = f"{profile.model}, budget {profile.budget_tokens} tokens: {profile.workload}"
-        figure.suptitle(head, fontsize="medium")
-        figure.savefig(target, dpi=130)
-    finally:
-        plt.close(figure)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(4, 3))
+    colors = colormaps["viridis"](np.linspace(0.0, 0.9, profile.num_layers))
+    steps = range(1, len(profile.samples) + 1)
+    for color, curve in zip(colors, profile.curves, strict=True):
+        left.plot(steps, curve, color=color, linewidth=0.6)
+    left.plot(steps, np.mean(profile.curves, axis=0), color="black", label="mean of the layers")
+    left.axhline(profile.threshold, color="#e15759", linestyle="--", label="threshold")
+    title = f"Without recall: mean {np.mean(profile.curves):.3f}"
+    about = "steps after a request's pages were loaded"
+    left.set(title=title, xlabel=about, ylabel="CPU compute ratio", ylim=(0, None))
+    left.legend(fontsize="small")
+    right.bar(range(profile.num_layers), profile.intervals, color=colors)
+    title = f"Recall intervals: mean {np.mean(profile.intervals):.1f}"
+    right.set(title=title, xlabel="layer", ylabel="steps")
+    head = f"{profile.model}, budget {profile.budget_tokens} tokens: {profile.workload}"
+    figure.suptitle(head, fontsize="medium")
+    figure.savefig(target, dpi=130)

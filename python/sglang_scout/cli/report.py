@@ -38,11 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report_of(log: StepLogFile) -> dict[str, Any]:
-    """Means over the steps of a log that are followed by another.
-
-    Raises:
-        ConfigError: no step is followed by another one of the same requests.
-    """
+    """Means over the steps of a log that are followed by another of the same requests. Raises ConfigError for none."""
     # If all requests of the next step are new, the server may have been idle in between.
     pairs = [(step, after) for step, after in pairwise(log.steps) if any(after.ages)]
     if not pairs:
@@ -54,9 +50,7 @@ def report_of(log: StepLogFile) -> dict[str, Any]:
     waited = np.array([step.gpu_wait_us for step in steps])
     recall_wait = np.array([step.recall_wait_us for step in steps])
     inside = np.minimum([step.step_us for step in steps], period)
-    oldest = max(age for step in log.steps for age in step.ages)
-    ratios, rows = ratios_by_age(log, oldest + 1)
-    ratios, rows = ratios[:, COLD_STEPS:], rows[COLD_STEPS:]
+    ratios, rows = (x[..., COLD_STEPS:] for x in ratios_by_age(log))
     ratio = (ratios * rows).sum(axis=1) / max(1, rows.sum())
     return {
         "policy": log.facts.policy,

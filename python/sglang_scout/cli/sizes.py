@@ -13,10 +13,10 @@ import torch
 
 from sglang_scout.cli.model_config import ModelConfig, read_model
 from sglang_scout.cli.table import GIB
-from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig, parse_config
+from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ArenaError, ConfigError
+from sglang_scout.core.flags import parse_config
 from sglang_scout.engine.memory import MemoryPlan, ServerSize
-from sglang_scout.engine.policy import Policy
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, available_bytes, free_pool_bytes
@@ -33,14 +33,19 @@ def server_config(name: str, keys: str, budget_tokens: int | None = None) -> Off
     return parse_config(policy=name, policies=known, config=keys, budget_tokens=budget_tokens)
 
 
-@dataclass(frozen=True)
 class Server:
-    """A decode server for requests of ``context_tokens``."""
+    """A decode server for requests of ``context_tokens``. Its sizes are over all layers."""
 
-    model: ModelConfig
-    config: OffloadConfig
-    policy: Policy
-    context_tokens: int
+    def __init__(self, model: ModelConfig, config: OffloadConfig, context_tokens: int) -> None:
+        self.model, self.config, self.context_tokens = model, config, context_tokens
+        self.policy = make_policy(Context(config, model.num_layers, page_bytes=1))
+        self.lists = config.lists(model.num_kv_heads)
+        self.max_requests = MAX_BATCH // self.lists
+        self.kv_bytes_per_page = self.size(1).page_bytes
+        self.kv_bytes_per_token = self.kv_bytes_per_page // config.page_size_tokens
+        self.digest_bytes_per_page = self.size(1).digest_bytes
+        self.pages_per_request = math.ceil(context_tokens / config.page_size_tokens)
+        self.kv_bytes_per_request = self.pages_per_request * self.kv_bytes_per_page
 
     def size(self, requests: int) -> ServerSize:
         model, kv = self.model, self.model.kv_dtype
@@ -52,32 +57,6 @@ class Server:
         sizes = requests, self.context_tokens, node_cpus
         return ServerSize(self.config, self.policy, shape, *sizes)
 
-    @property
-    def lists(self) -> int:
-        """Selection lists of a request in a layer."""
-        return self.config.lists(self.model.num_kv_heads)
-
-    @property
-    def kv_bytes_per_page(self) -> int:
-        """Over all layers, like the other sizes."""
-        return self.size(1).page_bytes
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.kv_bytes_per_page // self.config.page_size_tokens
-
-    @property
-    def digest_bytes_per_page(self) -> int:
-        return self.size(1).digest_bytes
-
-    @property
-    def pages_per_request(self) -> int:
-        return math.ceil(self.context_tokens / self.config.page_size_tokens)
-
-    @property
-    def kv_bytes_per_request(self) -> int:
-        return self.pages_per_request * self.kv_bytes_per_page
-
     def host_pages(self, requests: int) -> int:
         """Pages of ``requests`` requests, plus page 0, SGLang's padding."""
         return requests * self.pages_per_request + 1
@@ -88,13 +67,13 @@ class Server:
 
     def fitting(self, device_bytes: int) -> int:
         """The most requests whose plan fits in ``device_bytes``."""
-        counts = range(1, MAX_BATCH // self.lists + 1)
+        counts = range(1, self.max_requests + 1)
         return bisect.bisect_right(counts, device_bytes, key=lambda n: self.memory(n).device_bytes)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How many requests fit, by each memory, and which is the limit. None: not considered."""
+    """How many requests fit, by each memory; None: not considered."""
 
     by_host: int | None
     by_gpu: int | None
@@ -108,38 +87,37 @@ class Fit:
         return "host memory" if self.by_host == self.requests else "gpu memory"
 
 
-@dataclass(frozen=True)
 class Plan:
-    """The command's output."""
+    """The command's output.
 
-    server: Server
-    host_bytes: int  # for KV pages
-    gpu_kv_bytes: int | None  # GPU memory after the weights, if its size was given
-    offload: Fit
-    stock: Fit | None
-    asked: int | None  # requests to plan for; None: as many as fit
-    memory: MemoryPlan  # of these, or of one if none fits
+    Args:
+        host_bytes: for KV pages.
+        gpu_kv_bytes: GPU memory after the weights, if its size was given.
+        asked: requests to plan for; None: as many as fit.
+    Raises:
+        ArenaError: a size is out of range.
+    """
 
-    @property
-    def requests(self) -> int:
-        return self.offload.requests if self.asked is None else self.asked
-
-    @property
-    def fits(self) -> bool:
-        """Whether the asked number of requests, or any at all, fits with offload."""
-        return self.offload.requests >= (self.asked or 1)
-
-    @property
-    def host_gib(self) -> float:
-        """--kv-offload-host-gb for these requests. Rounded up: rounding down would be a page short."""
-        return math.ceil(self.memory.bytes_of("host pages") / GIB * 10) / 10
-
-    @property
-    def huge_pages(self) -> int:
-        """Pages of 2 MiB that the arena of a server with that flag takes on one NUMA node."""
-        num_pages = int(self.host_gib * GIB) // self.server.kv_bytes_per_page + 1
-        memory = self.server.memory(max(self.requests, 1), num_pages)
-        return -(-memory.arena_bytes // HUGE_PAGE_BYTES)
+    def __init__(
+        self,
+        server: Server,
+        host_bytes: int,
+        gpu_kv_bytes: int | None,
+        offload: Fit,
+        stock: Fit | None,
+        asked: int | None,
+    ) -> None:
+        self.server, self.host_bytes, self.gpu_kv_bytes = server, host_bytes, gpu_kv_bytes
+        self.offload, self.stock, self.asked = offload, stock, asked
+        self.requests = offload.requests if asked is None else asked
+        self.fits = offload.requests >= (asked or 1)
+        count = max(self.requests, 1)
+        self.memory = server.memory(count)
+        # --kv-offload-host-gb for these. Rounded up: rounding down would be a page short.
+        self.host_gib = math.ceil(self.memory.bytes_of("host pages") / GIB * 10) / 10
+        # Pages of 2 MiB that the arena of a server with that flag takes on one NUMA node.
+        num_pages = int(self.host_gib * GIB) // server.kv_bytes_per_page + 1
+        self.huge_pages = -(-server.memory(count, num_pages).arena_bytes // HUGE_PAGE_BYTES)
 
 
 def make_plan(
@@ -156,11 +134,7 @@ def make_plan(
     policy: str = "scout",
     config: str = "{}",
 ) -> Plan:
-    """The plan for the command's arguments, None where not given.
-
-    Raises:
-        ConfigError: a wrong argument, or a model that cannot be read; names flag, value and fix.
-    """
+    """The plan for the command's arguments, None where not given. Raises ConfigError with flag, value and fix."""
     for flag, value, most in (
         ("--context-tokens", context_tokens, MAX_TOKENS),
         ("--requests", requests, MAX_BATCH),
@@ -172,16 +146,14 @@ def make_plan(
             raise ConfigError(f"plan: {flag} {value}: must be greater than 0 and at most {most}")
     settings = server_config(policy, config, budget_tokens)
     model = read_model(model_path, dtype, kv_cache_dtype)
-    made = make_policy(Context(settings, model.num_layers, page_bytes=1))
-    context = context_tokens or model.max_context_tokens
-    server = Server(model, settings, made, context)
+    server = Server(model, settings, context_tokens or model.max_context_tokens)
     if host_gib is None:  # about as a server decides
         share, pool = available_bytes() * DEFAULT_HOST_SHARE, free_pool_bytes()
         host_gib = (pool if 2 * pool >= share else share) / GIB
     host_bytes = int(host_gib * GIB)
     by_gpu = stock = gpu_kv_bytes = None
     host_pages = max(0, host_bytes // server.kv_bytes_per_page - 1)
-    by_host = min(host_pages // server.pages_per_request, MAX_BATCH // server.lists)
+    by_host = min(host_pages // server.pages_per_request, server.max_requests)
     try:
         # Without --gpu-gb digests and resident pages are host memory too, in addition to --kv-offload-host-gb, so they
         # do not change how many requests fit in pages of that size.
@@ -189,11 +161,9 @@ def make_plan(
             gpu_kv_bytes = max(0, int(gpu_gib * GIB * mem_fraction) - model.weight_bytes)
             by_gpu = server.fitting(gpu_kv_bytes)
             stock = Fit(None, gpu_kv_bytes // server.kv_bytes_per_request)
-        offload = Fit(by_host, by_gpu)
-        memory = server.memory(max(requests or offload.requests, 1))
+        return Plan(server, host_bytes, gpu_kv_bytes, Fit(by_host, by_gpu), stock, requests)
     except ArenaError as error:
         raise ConfigError(
             f"plan: --model-path {model_path}, --kv-offload-budget {settings.budget_tokens}: {error}; lower the "
             "budget, --context-tokens or --requests, or choose another model"
         ) from None
-    return Plan(server, host_bytes, gpu_kv_bytes, offload, stock, requests, memory)

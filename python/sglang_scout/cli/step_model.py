@@ -88,8 +88,7 @@ a CPU (docs/results/boundary.jsonl)."""
 def low_end(device: Device) -> Device:
     """The device if a server on it were as slow, beyond bytes and launches, as the paper's on the paper's.
 
-    Two constants, fitted to three published numbers (docs/results/predictions.md): .9 ms per layer, and CPU attention
-    at 28 % of the host's rate.
+    Two constants, fitted to three published numbers (docs/results/predictions.md).
     """
     return replace(device, unexplained_us=900.0, reached={**device.reached, "worker": 0.28})
 
@@ -173,16 +172,14 @@ class Step:
 
 def _products(work: Work, device: Device, batch: int) -> dict[str, float]:
     idle = (1 - work.expert_share) ** batch * work.expert_bytes
-    sizes = {
-        "weights": (work.weight_bytes - idle, work.parameters),
-        "look-ahead": (work.ahead_bytes, work.ahead_parameters),
-    }
+
+    def longer(part: str, nbytes: float, parameters: float) -> float:
+        flop_us = device.us(part, device.flop_s / 1e9, 2 * parameters * batch)
+        return max(device.us(part, device.memory_gb_s, nbytes), flop_us)
+
     return {
-        part: max(
-            device.us(part, device.memory_gb_s, nbytes),
-            device.us(part, device.flop_s / 1e9, 2 * parameters * batch),
-        )
-        for part, (nbytes, parameters) in sizes.items()
+        "weights": longer("weights", work.weight_bytes - idle, work.parameters),
+        "look-ahead": longer("look-ahead", work.ahead_bytes, work.ahead_parameters),
     }
 
 
@@ -269,12 +266,11 @@ def _predict(plan: Plan, device: Device) -> Prediction:
     work, page_bytes = Work.of(server), server.kv_bytes_per_page
 
     def ours(batch: int) -> Step:
-        pages = server.host_pages(batch)
-        digests = batch * work.digest_bytes
-        if pages * page_bytes + digests <= plan.gpu_kv_bytes:  # all are resident
-            dense = dense_step(work, device, batch)
-            return dense or offload_step(work, device, batch, 0.0)
-        return offload_step(work, device, batch)
+        held = server.host_pages(batch) * page_bytes + batch * work.digest_bytes
+        if held > plan.gpu_kv_bytes:
+            return offload_step(work, device, batch)
+        # All are resident.
+        return dense_step(work, device, batch) or offload_step(work, device, batch, 0.0)
 
     stock = stock_step(work, device, plan.stock.requests)
     batches = range(plan.requests, 0, -1)

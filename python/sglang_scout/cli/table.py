@@ -17,18 +17,16 @@ def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent:
 
 def gib(nbytes: float) -> str:
     """Bytes in powers of 1024: "10.00 GiB"."""
-    return _scaled(nbytes, 1024, ("GiB", "MiB", "KiB"))
+    return _scaled(nbytes / 1024**3, 1024, ["GiB", "MiB", "KiB"])
 
 
 def gb(nbytes: float) -> str:
     """Bytes in powers of 1000: "10.74 GB"."""
-    return _scaled(nbytes, 1000, ("GB", "MB", "KB"))
+    return _scaled(nbytes / 1000**3, 1000, ["GB", "MB", "KB"])
 
 
-def _scaled(nbytes: float, base: int, units: tuple[str, str, str]) -> str:
-    for power, unit in zip((3, 2, 1), units, strict=True):
-        value = nbytes / base**power
-        # A tenth of a unit is more readable than a hundred of the next smaller one.
-        if value >= 0.1 or unit == units[-1]:
-            break
-    return f"{value:.2f} {unit}"
+def _scaled(value: float, base: int, units: list[str]) -> str:
+    # A tenth of a unit is more readable than a hundred of the next smaller one.
+    if value < 0.1 and len(units) > 1:
+        return _scaled(value * base, base, units[1:])
+    return f"{value:.2f} {units[0]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,26 +19,17 @@ from sglang_scout.worker.client import WorkerClient, WorkerConfig
 ROWS, PAGES, ROUNDS = 4, 16, 30
 TOLERANCE = 1e-4
 """Absolute, for values of order one: fp32 sums over 512 tokens in different orders."""
-SPEC = ArenaSpec(
-    num_layers=1,
-    num_pages=65,
-    page_size=32,
-    num_kv_heads=8,
-    num_q_heads=40,
-    head_dim=128,
-    kv_dtype="bfloat16",
-    scale=128**-0.5,
-    max_batch=ROWS,
-    max_pages=PAGES,
-)
+HEADS = {"num_kv_heads": 8, "num_q_heads": 40, "head_dim": 128, "scale": 128**-0.5}
+SIZES = {"num_layers": 1, "num_pages": 65, "page_size": 32, "max_batch": ROWS, "max_pages": PAGES}
+SPEC = ArenaSpec(kv_dtype="bfloat16", **SIZES, **HEADS)
 """One layer with the heads of Qwen3-14B; 8 MiB of pages."""
-
 Floats = npt.NDArray[np.float32]
 
 
-def check_worker(cpus: Sequence[int]) -> Check:
-    """Starts a process on ``cpus``, checks its result, times it, and stops it. Raises ScoutError if that fails."""
+def check_worker(cpus: Sequence[int] | None) -> Check:
+    """Starts a process on ``cpus`` or all, checks its result, times it, and stops it. Raises ScoutError."""
     logging.disable(logging.WARNING)  # the result says what was wrong
+    cpus = cpus or sorted(os.sched_getaffinity(0))
     begin_s, config = time.monotonic(), WorkerConfig(wait_timeout_s=5.0)
     try:
         with Arena.create(SPEC) as arena, WorkerClient(arena, cpus, config=config) as client:
@@ -45,15 +37,13 @@ def check_worker(cpus: Sequence[int]) -> Check:
             found, problem = compare_and_time(client, arena)
     finally:
         logging.disable(logging.NOTSET)
-    times = f"round trip {found['batch_us']:.0f} us; one page: {found['page_us']:.0f} us"
     text = (
         f"ready in {ready_s * 1e3:.0f} ms, control socket {found['endpoint']}; {ROWS} sequences x {PAGES} pages: "
-        f"largest error {found['max_error']:.1e}, {times}"
+        f"largest error {found['max_error']:.1e}, round trip {found['batch_us']:.0f} us; one page: "
+        f"{found['page_us']:.0f} us{problem and f': {problem}'}"
     )
     values = {"right": not problem, "problem": problem, "ready_s": ready_s} | found
-    if problem:
-        return Check(f"{text}: {problem}", "please report it", values, failed=True)
-    return Check(text, values=values)
+    return Check(text, problem and "please report it", values, failed=bool(problem))
 
 
 def attend_plainly(

@@ -27,7 +27,6 @@ from sglang_scout.core.profile import ModelIdentity
 Kind = Literal["forecast", "pilot", "digest"]
 VERSION = 1
 LEAST_RANK = 8
-
 Floats = npt.NDArray[np.float32]
 
 

@@ -20,13 +20,11 @@ PROFILE_VERSION = 1
 FLAG = FLAGS["recall_profile"]
 MAX_INTERVAL = 2**31
 REMAKE = "make one for this server with `sglang-scout profile`"
-
 NEIGHBOURS = 4
 """Steps on each side over which a noisy curve is smoothed."""
 
 # Keys of config.json about its writer, not about the model.
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version"}
-
 Floats = npt.NDArray[np.float64]
 
 
@@ -48,31 +46,26 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
-    """Contents of a profile file; a hand-written one may end with ``num_layers``.
-
-    Attributes:
-        intervals: the largest number of steps between two recalls of each layer that kept its CPU compute ratio under
-            ``threshold`` on the profiled workload; 0 means never.
-        samples, curves: ``curves[l][t-1]`` is the ratio of layer l, t steps after a request's first selection was
-            loaded, without recall; ``samples[t-1]`` the number of requests in it.
-        selection: the server's ``SELECTION_KEYS``; an absent one is not checked.
-        query_cosine: mean cosine of each layer's predicted query; None: not predicted.
-    """
+    """Contents of a profile file; a hand-written one may end with ``num_layers``."""
 
     version: int
     model: str
     page_size_tokens: int
     budget_tokens: int
     threshold: Annotated[float, Meta(ge=0.0, le=1.0)]
+    # The largest number of steps between two recalls of each layer that kept its CPU compute ratio under `threshold` on
+    # the profiled workload; 0 means never.
     intervals: list[Annotated[int, Meta(ge=0, le=MAX_INTERVAL)]]
     num_layers: int
     workload: str = ""
     identity: ModelIdentity | None = None
+    # curves[l][t-1] is the ratio of layer l, t steps after a request's first selection was loaded, without recall;
+    # samples[t-1] the number of requests in it.
     samples: list[int] = []
     curves: list[list[float]] = []
     made_by: str = ""
-    selection: dict[str, str | int | float] = {}
-    query_cosine: list[float | None] = []
+    selection: dict[str, str | int | float] = {}  # SELECTION_KEYS; an absent one is not checked
+    query_cosine: list[float | None] = []  # mean of each layer; None: not predicted
 
 
 SELECTION_KEYS = ("digest", "mass", "sink_pages", "recent_pages")
@@ -92,27 +85,19 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 def smooth(curve: Floats, weights: Floats) -> Floats:
-    """A smoothed curve: local linear regression at each point.
-
-    Args:
-        curve, weights: ``[T]``, weights > 0.
-    Returns:
-        ``[T]``; a straight line is unchanged, also at its ends.
-    """
-    steps = np.arange(len(curve), dtype=np.float64)
+    """Local linear regression at each point of a curve ``[T]``, with weights ``[T]`` > 0. A straight line is unchanged,
+    also at its ends."""
     result = np.empty(len(curve))
     for t in range(len(curve)):
-        near = slice(max(0, t - NEIGHBOURS), t + NEIGHBOURS + 1)
-        x = steps[near] - t
-        line = np.polyfit(x, curve[near], min(1, len(x) - 1), w=np.sqrt(weights[near]))
-        result[t] = line[-1]  # at x = 0
+        near = np.arange(max(0, t - NEIGHBOURS), min(t + NEIGHBOURS + 1, len(curve)))
+        degree, w = min(1, len(near) - 1), np.sqrt(weights[near])
+        result[t] = np.polyfit(near - t, curve[near], degree, w=w)[-1]  # at 0
     return result
 
 
 def choose_interval(curve: Floats, samples: Floats, threshold: float) -> int:
-    """The largest number of steps that keeps a layer's ratio at ``threshold`` or below (section 3.4).
-
-    The interval ends where the smoothed curve first exceeds the threshold: an outlier does not end it early.
+    """The largest number of steps that keeps a layer's ratio at ``threshold`` or below (section 3.4): it ends where the
+    smoothed curve first exceeds it, so an outlier does not end it early.
 
     Args:
         curve: ``[T]`` mean ratio t = 1..T steps after the layer's pages were loaded.

@@ -21,11 +21,9 @@ from sglang_scout.core.profile import ModelIdentity
 logger = logging.getLogger(__name__)
 
 FORMAT, VERSION = "sglang-scout-steps", 2
-
 COLD_STEPS = 3
 """First steps of a request, in which without a hint none of its pages are resident: the first selection is known two
 boundaries later, and resident one boundary after that."""
-
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
@@ -46,28 +44,19 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One decode step of B requests and L layers.
-
-    Attributes:
-        start_us, step_us: from its boundary (CLOCK_MONOTONIC) until its tokens are on the host.
-        ages: ``[B]`` previous steps of each request here.
-        full_pages: ``[B]`` full pages of each request, the candidates.
-        cpu_pages: ``[L, B]`` selected pages computed on the CPU.
-        gpu_wait_us: ``[L]`` time that the device waited for them.
-        query_cosine: ``[L]`` of predicted and real queries, mean over heads and requests; None: not predicted.
-        recalled_pages, recall_bytes, recall_wait_us: of the recalls that ended at the next boundary.
-    """
+    """One decode step of B requests and L layers."""
 
     step: int
-    start_us: int
-    step_us: int
-    ages: list[int]
-    full_pages: list[int]
-    cpu_pages: list[list[int]]
-    gpu_wait_us: list[int]
-    recalled_pages: int
+    start_us: int  # of its boundary, CLOCK_MONOTONIC
+    step_us: int  # from there until its tokens are on the host
+    ages: list[int]  # [B], previous steps of each request here
+    full_pages: list[int]  # [B], of each request: the candidates
+    cpu_pages: list[list[int]]  # [L, B], selected pages computed on the CPU
+    gpu_wait_us: list[int]  # [L], that the device waited for them
+    recalled_pages: int  # as the next two, of the recalls that ended at the next boundary
     recall_bytes: int
     recall_wait_us: int
+    # [L], of predicted and real queries, mean over heads and requests; None: not predicted.
     query_cosine: list[float | None] = []
 
 
@@ -128,22 +117,15 @@ def read_step_log(path: str | Path) -> StepLogFile:
     return StepLogFile(facts, steps)
 
 
-def ratios_by_age(log: StepLogFile, num_ages: int) -> tuple[Floats, Counts]:
-    """Mean CPU compute ratio per layer and age, over requests longer than the budget.
-
-    Returns:
-        ``[L, num_ages]`` ratio of requests of age 0, 1, .. steps; 0 where there was none, and ``[num_ages]`` their
-        number.
-    """
-    pages = np.zeros((log.facts.layers, num_ages))
-    rows = np.zeros(num_ages, np.int64)
+def ratios_by_age(log: StepLogFile) -> tuple[Floats, Counts]:
+    """Mean CPU compute ratio ``[L, T]`` of requests longer than the budget at the age of 0 to T - 1 steps, 0 without
+    any, and ``[T]`` their number."""
+    oldest = max((age for step in log.steps for age in step.ages), default=0)
+    pages, rows = np.zeros((log.facts.layers, oldest + 1)), np.zeros(oldest + 1, np.int64)
     for step in log.steps:
-        ages = np.array(step.ages, np.int64)
-        counts = (ages >= 0) & (ages < num_ages)
-        counts &= np.array(step.full_pages) > log.budget_pages
-        if not counts.any():
-            continue
-        np.add.at(rows, ages[counts], 1)
-        missed = np.array(step.cpu_pages, np.int64)[:, counts]
-        np.add.at(pages, (slice(None), ages[counts]), missed)
+        counts = np.array(step.full_pages) > log.budget_pages
+        ages = np.array(step.ages, np.int64)[counts]
+        np.add.at(rows, ages, 1)
+        missed = np.array(step.cpu_pages, np.int64).reshape(len(pages), -1)[:, counts]
+        np.add.at(pages, (slice(None), ages), missed)
     return pages / np.maximum(rows, 1) / log.budget_pages, rows

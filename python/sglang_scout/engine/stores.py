@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.checksums import PageChecksums
+from sglang_scout.worker.arena import Arena, PageChecksums
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,9 @@ from typing import Any, NamedTuple
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_scout.core.config import (
-    PAGE_SIZE_TOKENS,
-    OffloadConfig,
-    check_files,
-    load_json,
-    parse_config,
-)
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin import limits
 from sglang_scout.plugin.fields import FIELDS

@@ -25,8 +25,7 @@ from sglang_scout.engine.stores import HostPages, ModelShape, context_pages
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.ranks import RankCpus
 from sglang_scout.plugin.release import VERSION, adapter
-from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.checksums import PageChecksums
+from sglang_scout.worker.arena import Arena, PageChecksums
 
 logger = logging.getLogger(__name__)
 

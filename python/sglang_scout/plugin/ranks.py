@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from sglang_scout.core import numa
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
-from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.numa import CpuPlan, deal_cpus, parse_cpu_list, plan_cpus
 from sglang_scout.engine.memory import LEAST_PAGES, ServerSize
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
 from sglang_scout.plugin.model import model_shape, rank_policy
 from sglang_scout.plugin.release import adapter
-from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool
-from sglang_scout.worker.cpus import CpuPlan, deal_cpus, plan_cpus
 from sglang_scout.worker.host_memory import LAST_RESORT
 from sglang_scout.worker.ring import MAX_NODES
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from sglang_scout.core.sglang_versions import ADAPTERS, check_version
+from sglang_scout.core.supported import ADAPTERS, check_version
 
 VERSION = version("sglang")
 check_version(VERSION)

@@ -12,8 +12,9 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from sglang_scout.core.config import FLAGS, OffloadConfig, check_layers
+from sglang_scout.core.config import FLAGS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import check_layers
 from sglang_scout.core.forecast import Kind, PageWeights, load_weights
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.engine.digest_kinds import KINDS, DigestKind

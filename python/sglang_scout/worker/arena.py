@@ -9,20 +9,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import logging
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+from sglang_scout import _native
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import bytes_now, check_fits, describe, pool_lacks
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
-from sglang_scout.worker.ring import ArenaSpec, layout_of, node_spans, read_header, write_header
+from sglang_scout.worker.ring import (
+    BELL_DTYPE,
+    ArenaSpec,
+    layout_of,
+    node_spans,
+    read_header,
+    write_header,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +39,13 @@ _F_ADD_SEALS = 1033
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _MFD_NOEXEC_SEAL = 8  # of Linux 6.3
 _MFD_HUGE_2MB = 21 << 26
+CHECKSUM_THREADS = 8  # memory-bound, more gain little
+
+Pages = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
 
-class Arena:
+class Arena(contextlib.AbstractContextManager["Arena"]):
     """A mapped arena. Constructed by :meth:`create` or :meth:`attach`.
 
     Attributes:
@@ -44,17 +56,14 @@ class Arena:
     """
 
     def __init__(self, fd: int, memory: np.ndarray, spec: ArenaSpec, backing: str) -> None:
-        self.spec = spec
-        self.fd = fd
-        self.nbytes = memory.nbytes
-        self.address = memory.ctypes.data
-        self.backing = backing
+        self.fd, self.spec, self.backing = fd, spec, backing
+        self.nbytes, self.address = memory.nbytes, memory.ctypes.data
         self.layout = layout_of(spec)
         self._memory: np.ndarray | None = memory
         _open_arenas.add(self)
 
-    @classmethod
-    def create(cls, spec: ArenaSpec, *, numa_nodes: Sequence[int] = ()) -> Arena:
+    @staticmethod
+    def create(spec: ArenaSpec, *, numa_nodes: Sequence[int] = ()) -> Arena:
         """Creates, seals and maps a new arena: in the hugetlb pool if that has enough free pages, on each of
         ``numa_nodes`` too, and otherwise in transparent huge pages. Memory is allocated on first write, except from the
         pool, and where the machine must grow first to have it all.
@@ -67,35 +76,41 @@ class Arena:
             ArenaError: not enough memory on the machine or on a node, a pool that is short though half of the pages are
                 free, a node that does not exist, or a failed system call.
         """
-        made = _take_from_pool(spec, numa_nodes)
-        if made is None:
+        arena = None
+        if not (short := pool_lacks(spec, numa_nodes)):
+            try:
+                arena = _make(spec, numa_nodes, True)
+            except OSError as e:
+                what = "arena: not in the huge page pool, although it has enough pages: %s"
+                logger.warning(what, e.strerror)
+        elif host_memory.free_pool_bytes():
+            logger.warning("arena: not in the huge page pool: %s", short)
+        if arena is None:
             check_fits(spec, numa_nodes)
             try:
-                made = _make(spec, numa_nodes, False)
+                arena = _make(spec, numa_nodes, False)
             except OSError as e:
                 raise ArenaError(f"cannot make {describe(spec)}: {e.strerror}") from e
-        fd, memory, backing = made
-        logger.info("arena: %s, %s pages", describe(spec), backing)
-        return cls(fd, memory, spec, backing)
+        logger.info("arena: %s, %s pages", describe(spec), arena.backing)
+        return arena
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """Maps an existing arena for the worker: only the part of the ring that the worker answers in is
-        writable. ``fd`` is duplicated and stays owned by the caller.
-
-        Raises:
-            ArenaError: the file is not an arena of this version, or cannot be mapped.
-        """
+        """Maps an existing arena for the worker: only the part of the ring that the worker answers in is writable.
+        ``fd`` is duplicated and stays owned by the caller. Raises ArenaError if the file is not an arena of this
+        version, or cannot be mapped."""
         nbytes, own = os.fstat(fd).st_size, os.dup(fd)
-        with _closed_on_error(own):
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, own)
             try:
                 memory, backing = _map(own, nbytes, "4k")
                 spec = read_header(memory)
-                layout = layout_of(spec)
-                for begin, end in ((0, layout.bell_offset), (layout.kv_offset, nbytes)):
+                at = layout_of(spec)
+                for begin, end in ((0, at.bell_offset), (at.kv_offset, nbytes)):
                     host_memory.protect(memory.ctypes.data + begin, end - begin)
             except OSError as e:
                 raise ArenaError(f"cannot map {nbytes} bytes: {e.strerror}") from e
+            on_error.pop_all()
         memory.flags.writeable = False
         return cls(own, memory, spec, backing)
 
@@ -131,20 +146,17 @@ class Arena:
             os.close(self.fd)
             self.fd = -1
 
-    def __enter__(self) -> Arena:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def bytes_at(self, begin: int, count: int) -> np.ndarray:
+        """A part of the mapping, uint8 [count]; no copy."""
+        return self._mapped()[begin : begin + count]
 
     def _mapped(self) -> np.ndarray:
         if self._memory is None:
             raise ArenaError("the arena is closed")
         return self._memory
-
-    def bytes_at(self, begin: int, count: int) -> np.ndarray:
-        """A part of the mapping, uint8 [count]; no copy."""
-        return self._mapped()[begin : begin + count]
 
     def _plane(
         self, layer: int, which: int, begin: int = 0, shape: tuple[int, ...] = ()
@@ -174,19 +186,8 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-@contextlib.contextmanager
-def _closed_on_error(fd: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _make(
-    spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool
-) -> tuple[int, np.ndarray, str]:
-    """A sealed file with a header, its mapping, and how it is backed. Raises OSError.
+def _make(spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool) -> Arena:
+    """An arena in a sealed file, with its header. Raises OSError.
 
     A mapping only reserves pages of the machine-wide pool. Whether they are on its nodes, and within cgroup limits,
     shows when they are populated; on a later access it would be a SIGBUS.
@@ -199,7 +200,8 @@ def _make(
         if e.errno != errno.EINVAL:
             raise
         fd = os.memfd_create(MEMFD_NAME, flags)
-    with _closed_on_error(fd):
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(os.close, fd)
         os.ftruncate(fd, layout.total_bytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
         memory, backing = _map(fd, layout.total_bytes, "hugetlb" if from_pool else "4k")
@@ -212,25 +214,10 @@ def _make(
             if error not in (0, errno.EINVAL):  # EINVAL: before Linux 5.14
                 raise OSError(error, os.strerror(error))
         elif not host_memory.promised_bytes() and memory.nbytes > bytes_now(numa_nodes):
-            host_memory.take_in_steps(*place, functools.partial(bytes_now, numa_nodes))
+            host_memory.take_in_steps(*place, lambda: bytes_now(numa_nodes))
         write_header(memory, spec)
-    return fd, memory, backing
-
-
-def _take_from_pool(
-    spec: ArenaSpec, numa_nodes: Sequence[int]
-) -> tuple[int, np.ndarray, str] | None:
-    """Like :func:`_make`, in the hugetlb pool; None if that cannot provide all pages."""
-    if short := pool_lacks(spec, numa_nodes):
-        if host_memory.free_pool_bytes():
-            logger.warning("arena: not in the huge page pool: %s", short)
-        return None
-    try:
-        return _make(spec, numa_nodes, True)
-    except OSError as e:
-        what = "arena: not in the huge page pool, although it has enough pages: %s"
-        logger.warning(what, e.strerror)
-        return None
+        on_error.pop_all()
+    return Arena(fd, memory, spec, backing)
 
 
 def _map(fd: int, nbytes: int, backing: str) -> tuple[np.ndarray, str]:
@@ -244,3 +231,54 @@ def _map(fd: int, nbytes: int, backing: str) -> tuple[np.ndarray, str]:
         with contextlib.suppress(OSError):
             mapping.madvise(advice)
     return np.frombuffer(mapping, dtype=np.uint8), backing
+
+
+class PageChecksums:
+    """Checksums of an arena's pages: computed when a page is full, verified before it is read again.
+
+    They are stored in the arena, because the worker verifies before it attends; see sgl-kernel/src/checksums.h. This is
+    the decode server's side, on an arena of a spec with ``checksums``, which must stay open.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.words: Words = arena.checksums()  # 0 for a page that may still change
+        self._at = arena.address, arena.nbytes
+        bell = arena.bytes_at(arena.layout.bell_offset, BELL_DTYPE.itemsize)
+        self._bell = bell.view(BELL_DTYPE)
+        self._threads = min(CHECKSUM_THREADS, len(os.sched_getaffinity(0)))
+        self._seen, self._damaged = self.failures, np.zeros((0, 2), np.int64)
+
+    @property
+    def failures(self) -> int:
+        """Number of (layer, page) mismatches since the arena was created."""
+        return int(self._bell["damaged"][0])
+
+    def seal(self, pages: Pages) -> None:
+        """``pages`` ``[n]`` are final: compute their missing checksums, in all layers."""
+        _native.seal_pages(*self._at, pages, self._threads)
+
+    def check(self, layers: Pages, pages: Pages) -> None:
+        """Verify ``pages`` ``[n]`` of ``layers`` ``[n]``; :meth:`damaged` reports mismatches."""
+        _native.check_pages(*self._at, layers, pages, self._threads)
+
+    def clear(self, pages: Pages) -> None:
+        """``pages`` were freed and may be overwritten."""
+        self.words[:, pages] = 0
+
+    def damaged(self) -> Pages:
+        """``[n, 2]`` (layer, page) with a checksum mismatch, until the page is freed."""
+        if (failures := self.failures) != self._seen:
+            self._seen = failures
+            self._damaged = np.argwhere(self.words & _native.PAGE_DAMAGED)
+        elif len(self._damaged):
+            is_damaged = self.words[tuple(self._damaged.T)] & _native.PAGE_DAMAGED
+            self._damaged = self._damaged[is_damaged != 0]
+        return self._damaged
+
+    def taken(self, pages: Pages) -> Words:
+        """A copy of the checksums of ``pages``, for :meth:`put`; for a damaged page, the expected one."""
+        return self.words[:, pages] & ~np.uint64(_native.PAGE_DAMAGED)
+
+    def put(self, pages: Pages, words: Words) -> None:
+        """Set the checksums of ``pages``, to which the K and V of :meth:`taken` have been written."""
+        self.words[:, pages] = words

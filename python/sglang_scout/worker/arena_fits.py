@@ -7,8 +7,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from sglang_scout.core import numa
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker import host_memory
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, LAST_RESORT, flag_gib, gib
 from sglang_scout.worker.ring import ArenaSpec, layout_of, node_spans
 

@@ -1,4 +1,16 @@
-"""The control channel between the decode server and its CPU attention process: ZMQ over a local socket.
+"""The control channel between the decode server and its CPU attention process, and its messages.
+
+Messages are msgspec structs in MessagePack, without tensor bytes, over ZMQ. Lifecycle of a process::
+
+    server  -> Hello                      as soon as the process listens
+    process -> Hello
+    server  -> Register                   the arena, whose descriptor it inherited
+    server  -> Configure                  CPUs, threads
+    process -> Ready | Failed             serving, or why not (then it exits)
+    process -> Heartbeat ...              every heartbeat interval, with statistics
+    server  -> Drain                      finish what is posted
+    process -> Drained                    nothing is left
+    server  -> Stop                       exit with code 0, at any time
 
 The endpoint is ``ipc://@sglang-scout-PID-EPOCH-RANDOM``, a name in Linux's abstract namespace: it needs no file, and
 ends with its process. Nor has it a mode, so whoever shares the network namespace may connect. What keeps others out:
@@ -23,33 +35,107 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import UnionType
 
+import msgspec
 import zmq
 
 from sglang_scout.core.errors import WorkerError
-from sglang_scout.worker import messages as m
 
 logger = logging.getLogger(__name__)
 
+PROTOCOL_VERSION = 8
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_TEXT_CHARS = 4000  # of an error text
 _ENDPOINT_ENV, _TOKEN_ENV = "SGLANG_SCOUT_ENDPOINT", "SGLANG_SCOUT_BOOT_TOKEN"
 _RECONNECT_MS = 2  # until the process has bound
 # Messages: whoever sends without end must not keep the receiver from its other work.
 _MAX_AT_ONCE = 64
 _LOG_INTERVAL_S = 1.0
 _SPARE_DESCRIPTORS, _SPARE_THREADS = 12, 3
-
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
 
 
+@dataclass(frozen=True)
+class WorkerConfig:
+    """How the worker is run and supervised; user-settable values were validated with the other keys."""
+
+    ready_timeout_s: float = 30.0  # from process start to its Ready
+    heartbeat_interval_s: float = 0.2
+    heartbeat_timeout_s: float = 0.8  # silent for so long it is killed and replaced
+    # The same for one that has work and makes no progress, and for one that is silent because it is starved of CPU.
+    stall_timeout_s: float = 2.0
+    wait_timeout_s: float = 10.0  # after this, wait() computes the pages itself
+    # Delays before restarts: each is twice the one before. A worker that was ready for the longest resets them.
+    backoff_min_s: float = 0.1
+    backoff_max_s: float = 5.0
+    max_start_failures: int = 8  # in a row, before the state is "failed"
+    retry_s: float = 30.0  # delay between further starts then
+    stop_timeout_s: float = 1.0  # for the worker to exit by itself
+    spin_us: int = 50  # how long an idle thread polls before it sleeps
+    populate: bool = False  # map all of the arena in the background, see PopulateThread
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    version: int = PROTOCOL_VERSION  # the sender's
+
+
+class Hello(Message): ...
+
+
+class Register(Message):
+    arena_bytes: int  # size of the memory file, whose header has the rest
+
+
+class Configure(Message, kw_only=True):
+    cpus: list[int]  # one thread is pinned to each
+    cpu_nodes: list[int]  # the arena's node of each, from 0
+    background_cpus: list[int]  # for mapping pages; empty: any but `cpus`
+    most_threads: int  # of a NUMA node that may share a sequence
+    config: WorkerConfig
+
+
+class Ready(Message):
+    isa: str  # instruction set of the attention kernel
+
+
+class Failed(Message):
+    error: str  # human-readable
+
+
+class Heartbeat(Message, kw_only=True):
+    items: int = 0  # (sequence, part) items computed by the process
+    pending: int = 0  # records published but not finished
+    refused_messages: int = 0  # that the process dropped
+
+
+class Drain(Message): ...
+
+
+class Drained(Message): ...
+
+
+class Stop(Message): ...
+
+
+FromProcess = Hello | Ready | Failed | Heartbeat | Drained
+FromServer = Hello | Register | Configure | Drain | Stop
+
+
+def encode(message: Message) -> bytes:
+    """Raises WorkerError if the message exceeds the cap."""
+    data = msgspec.msgpack.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WorkerError(
+            f"{type(message).__name__} takes {len(data)} bytes, the cap is {MAX_MESSAGE_BYTES}"
+        )
+    return data
+
+
 def open_context() -> ZmqContext:
-    """A context whose threads run.
-
-    libzmq aborts the process where a context cannot start them, so what it takes is tried first.
-
-    Raises:
-        WorkerError: too few descriptors or threads are left.
-    """
+    """A context whose threads run. libzmq aborts the process where a context cannot start them, so what it takes is
+    tried first. Raises WorkerError where too few descriptors or threads are left."""
     done = threading.Event()
     try:
         with contextlib.ExitStack() as tried:
@@ -73,31 +159,29 @@ def open_context() -> ZmqContext:
 class Channel:
     """One end of the channel. Owned by one thread.
 
-    A message is two frames, token and struct. The process's end prefixes the address of the sender, and replies to
-    the one whose message it accepted last.
-
-    Attributes:
-        peer_pid: process whose messages are accepted.
-        refused: number of messages that were dropped.
+    A message is two frames, token and struct. Before them the process's end has the address of the sender; it replies
+    to the one whose message it accepted last.
     """
 
     def __init__(
         self, socket: zmq.Socket[bytes], endpoint: str, token: str, kind: UnionType, peer_pid: int
     ) -> None:
-        self.endpoint, self.peer_pid, self.refused = endpoint, peer_pid, 0
-        self._socket, self._token, self._kind = socket, token.encode(), kind
+        self.endpoint, self.peer_pid = endpoint, peer_pid  # whose messages are accepted
+        self.refused = 0  # messages that were dropped
+        self._socket, self._token = socket, token.encode()
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kind)
         self._is_router = socket.type == zmq.ROUTER
         self._address: list[bytes] = []
         self._log_s = 0.0  # not before
         socket.linger = 0
-        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES)  # ZMQ hangs up on whoever sends more
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)  # ZMQ hangs up on whoever sends more
 
     @classmethod
     def connect(cls, context: ZmqContext, epoch: int) -> Channel:
         """The server's end; set ``peer_pid`` when the process has been started. Raises zmq.ZMQError."""
         endpoint = f"ipc://@sglang-scout-{os.getpid()}-{epoch}-{secrets.token_hex(8)}"
         socket = context.socket(zmq.DEALER)
-        channel = cls(socket, endpoint, secrets.token_hex(16), m.FromProcess, -1)
+        channel = cls(socket, endpoint, secrets.token_hex(16), FromProcess, -1)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.connect(endpoint)
         return channel
@@ -111,7 +195,7 @@ class Channel:
         """The attention process's end."""
         endpoint, token = os.environ.pop(_ENDPOINT_ENV), os.environ.pop(_TOKEN_ENV)
         socket = context.socket(zmq.ROUTER)
-        channel = cls(socket, endpoint, token, m.FromServer, server_pid)
+        channel = cls(socket, endpoint, token, FromServer, server_pid)
         # libzmq looks up the names of users that it refuses, in its only thread; a name service may be slow. In a class
         # Python would mangle the function's name.
         getattr(ctypes.CDLL(None), "__nss_configure_lookup")(b"passwd", b"files")
@@ -120,7 +204,7 @@ class Channel:
         return channel
 
     def wait(self, timeout_s: float, fds: Iterable[int] = ()) -> list[int]:
-        """Blocks until a message has come, one of ``fds`` is readable, or on timeout. Returns those readable."""
+        """Blocks until a message comes, one of ``fds`` is readable, or on timeout. Returns those readable."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         for fd in fds:
@@ -129,9 +213,9 @@ class Channel:
         ready = poller.poll(int(max(timeout_s, 0.0) * 1e3) + 1)
         return [one for one, _ in ready if isinstance(one, int)]
 
-    def receive(self) -> list[m.Message]:
+    def receive(self) -> list[Message]:
         """Valid ones of the messages that have come. Others are counted, and logged once a second."""
-        received: list[m.Message] = []
+        received: list[Message] = []
         with contextlib.suppress(zmq.Again):
             for _ in range(_MAX_AT_ONCE):
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -145,9 +229,9 @@ class Channel:
                         logger.warning(what, self.refused, e)
         return received
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: Message) -> None:
         """Sends; lost if nobody reads."""
-        frames = [*self._address, self._token, m.encode(message)]
+        frames = [*self._address, self._token, encode(message)]
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -155,7 +239,7 @@ class Channel:
         """Releases the socket and its name; idempotent."""
         self._socket.close(0)
 
-    def _accept(self, frames: list[zmq.Frame]) -> m.Message:
+    def _accept(self, frames: list[zmq.Frame]) -> Message:
         sender = -1, -1  # if the kernel does not tell
         with contextlib.suppress(zmq.ZMQError, ValueError):
             _, uid, _, pid = str(frames[-1].get("Peer-Address")).rsplit(":", 3)  # host:uid:gid:pid
@@ -168,6 +252,12 @@ class Channel:
         address, rest = parts[: self._is_router], parts[self._is_router :]
         if len(rest) != 2 or rest[0] != self._token:
             raise WorkerError("it lacks the token of this start")
-        message = m.decode(rest[1], self._kind)
+        try:
+            message = self._decoder.decode(rest[1])
+        except msgspec.MsgspecError as e:
+            raise WorkerError(f"malformed message: {e}") from e
+        if message.version != PROTOCOL_VERSION:
+            what = f"{type(message).__name__} of protocol {message.version}"
+            raise WorkerError(f"{what}, this is {PROTOCOL_VERSION}")
         self._address = address
         return message

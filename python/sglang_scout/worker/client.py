@@ -16,7 +16,7 @@ import numpy as np
 from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.messages import Configure, WorkerConfig
+from sglang_scout.worker.channel import Configure, WorkerConfig
 from sglang_scout.worker.ring import EVENT_DTYPE, split_of
 from sglang_scout.worker.supervisor import ProcessStatus, Supervisor
 
@@ -32,15 +32,11 @@ class Ticket(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """How an answer was obtained."""
-
     waited_us: int  # for the worker
     fallback_pages: int  # that the caller computed
 
 
 class ThreadEvents(NamedTuple):
-    """What one worker thread did."""
-
     thread: int  # its number, from 0
     cpu: int  # that it is pinned to
     # EVENT_DTYPE [n] in chronological order, across restarts. Validated, as the worker's memory is untrusted: only
@@ -87,8 +83,7 @@ class WorkerClient:
         nodes: Sequence[Sequence[int]] | None = None,
         config: WorkerConfig | None = None,
     ) -> None:
-        self._config = config or WorkerConfig()
-        self._cpus = tuple(cpus)
+        self._config, self._cpus = config or WorkerConfig(), tuple(cpus)
         self._spec = arena.spec
         self._mapping = arena.k_pages(0)  # keeps the mapping alive as long as this object
         node_of = {cpu: node for node, of_node in enumerate(nodes or [cpus]) for cpu in of_node}
@@ -115,10 +110,8 @@ class WorkerClient:
         self._supervisor.start()
 
     def stop(self) -> None:
-        """Stops the worker; leaves no process, thread, descriptor or file. Idempotent.
-
-        Outstanding tickets can still be waited for. Records posted by a device are no longer answered.
-        """
+        """Stops the worker; leaves no process, thread, descriptor or file. Idempotent. Outstanding tickets can still be
+        waited for. Records posted by a device are no longer answered."""
         self._supervisor.stop()
         if self._attendant is not None:
             self._attendant.stop()
@@ -131,11 +124,9 @@ class WorkerClient:
         self.stop()
 
     def serve_device(self) -> None:
-        """From now on records are posted from a device's stream (``ops.doorbell.DeviceRing``), not by ``post``.
-
-        An attendant thread rings the bell on the stream's behalf, and answers records that no live worker will. Call
-        once, before :meth:`start`.
-        """
+        """From now on records are posted from a device's stream (``ops.doorbell.DeviceRing``), not by ``post``. An
+        attendant thread rings the bell on its behalf, and answers records that no live worker will. Call once, before
+        :meth:`start`."""
         self._own_epoch = self._producer.next_epoch()
         self._attendant = _native.RingAttendant(self._producer, ATTENDANT_POLL_US)
 
@@ -192,15 +183,12 @@ class WorkerClient:
         """Turns tracing of the worker's threads on or off, at once, in this worker and later ones; earlier events are
         not read."""
         if on:
-            lines = range(len(self._cpus))
-            self._next_event = [self._producer.next_event(line) for line in lines]
+            self._next_event = [*map(self._producer.next_event, range(len(self._cpus)))]
         self._producer.set_trace(on)
 
     def take_events(self) -> tuple[list[ThreadEvents], int]:
-        """Events of each thread since the last call, and how many were lost: overwritten, or corrupted.
-
-        A thread keeps its newest ``event_entries`` events: call this once per step, from the thread of ``post``.
-        """
+        """Events of each thread since the last call, and how many were lost: overwritten, or corrupted. A thread keeps
+        its newest ``event_entries``: call this once per step, from the thread of ``post``."""
         taken, lost_total = [], 0
         for thread, cpu in enumerate(self._cpus):
             read = thread, self._next_event[thread], self._event_buffer.view(np.uint8)

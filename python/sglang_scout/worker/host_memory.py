@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import itertools
 import logging
 import mmap
 import os
@@ -18,10 +17,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from sglang_scout.core import numa
 from sglang_scout.core.errors import ArenaError, ConfigError
-from sglang_scout.worker import numa
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,10 @@ HUGE_PAGE_BYTES = 2 * 2**20
 MOST_THREADS = 16  # enough to saturate memory bandwidth
 PIECE_BYTES = 32 * 2**20
 SMALL_PIECE_BYTES = 256 * 2**10  # other threads may block on the mmap lock meanwhile
-# Since Linux 5.14, not in the mmap module.
-_MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # since Linux 5.14, not in the mmap module
 _MBIND, _SET_MEMPOLICY = 237, 238  # of x86-64
 _MPOL_DEFAULT, _MPOL_BIND = 0, 2
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
-_ANY_NODE = r"\d+"
 _PROC, _SYS_MM = Path("/proc"), Path("/sys/kernel/mm")
 SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
 # For cgroup v2 and v1: file names of limits and usage, and the memory.stat key of reclaimable cache. Above
@@ -50,7 +47,6 @@ _GROUP_FILES = {
     "cgroup2": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
     "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
-
 _libc = ctypes.CDLL(None, use_errno=True)  # calls release the GIL
 for _call in (_libc.madvise, _libc.mprotect):
     _call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -88,7 +84,7 @@ def bytes_now(node: int | None = None, grown: bool = False) -> int:
     memory = memory or numa.read_meminfo(_PROC / "meminfo")
     growth = 0
     if grown:
-        zones = rf"^Node {_ANY_NODE if node is None else node}, zone.*?^ +present +(\d+)$"
+        zones = rf"^Node {r'[0-9]+' if node is None else node}, zone.*?^ +present +(\d+)$"
         present = re.findall(zones, numa.read(_PROC / "zoneinfo"), re.MULTILINE | re.DOTALL)
         most = sum(map(int, present)) * mmap.PAGESIZE * 31 // 32
         growth = max(most - memory["MemTotal"], 0)
@@ -166,31 +162,22 @@ def populate(address: int, nbytes: int, *, write: bool = True) -> int:
 
 def populate_together(address: int, nbytes: int) -> int:
     """:func:`populate` by a thread for each CPU of the affinity, up to MOST_THREADS. Returns 0 or the first error."""
-    threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
-    pieces = itertools.count(0, PIECE_BYTES)  # its next() is atomic
     errors: list[int] = []
 
-    def work() -> None:
-        while not errors and (done := next(pieces)) < nbytes:
-            if error := populate(address + done, min(PIECE_BYTES, nbytes - done)):
-                errors.append(error)
+    def work(done: int) -> None:
+        if not errors and (error := populate(address + done, min(PIECE_BYTES, nbytes - done))):
+            errors.append(error)
 
-    others = [threading.Thread(target=work, name=f"scout-populate-{i}") for i in range(1, threads)]
-    for thread in others:
-        thread.start()
-    work()
-    for thread in others:
-        thread.join()
+    threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    with ThreadPoolExecutor(threads, "scout-populate") as executor:
+        list(executor.map(work, range(0, nbytes, PIECE_BYTES)))  # raises what they raise
     return errors[0] if errors else 0
 
 
 def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now) -> None:
     """Allocates a range of memory that the machine gets only as it is used, each step once ``now()`` says that there is
-    room. Near the end of that steps become smaller: some machines grow only when little is left.
-
-    Raises:
-        ArenaError: the machine does not grow in time; with how far it got.
-    """
+    room. Near the end of that steps become smaller: some machines grow only when little is left. Raises ArenaError with
+    how far it got if the machine does not grow in time."""
     done, asked_s = 0, time.monotonic()
     fix = f"lower --kv-offload-host-gb, or free memory; {LAST_RESORT}"
     while done < nbytes:
@@ -216,13 +203,11 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now)
 
 
 class PopulateThread:
-    """A thread that maps a range of memory, for reading, at the lowest priority of its class.
+    """A thread that maps a range of memory, for reading, at the lowest priority of its class, on ``cpus`` if there are
+    any: on those of polling threads it gets hardly any time.
 
     The first access to each 4 KiB of a mapping faults, which for a host page of one layer can cost more than attending
     to it. With a CUDA device host pages are pinned, so allocated anyway, and the attention process walks them once.
-
-    Args:
-        cpus: its affinity; empty: that of the process. It gets hardly any time on CPUs shared with polling threads.
     """
 
     def __init__(self, address: int, nbytes: int, cpus: Collection[int] = ()) -> None:
@@ -258,31 +243,26 @@ def bind_memory(address: int, spans: Sequence[tuple[int, int, int]]) -> None:
     """Binds spans (offset, bytes, node) of a mapping, not yet touched, to the nodes to allocate their pages from.
 
     For shared memory the policy belongs to the file, so it also applies to other processes' faults. Only logs what it
-    finds with one node, or with a kernel or sandbox without mbind.
-
-    Raises:
-        ArenaError: the machine has several nodes, and one of those requested does not exist.
+    finds with one node, or with a kernel or sandbox without mbind. Raises ArenaError for a node that does not exist.
     """
-    asked = sorted({node for _, _, node in spans})
-    known = numa.nodes()
+    asked, known = sorted({node for _, _, node in spans}), numa.nodes()
     if len(known) <= 1:
-        logger.info("arena: machine has no second NUMA node, memory is not bound to %s", asked)
+        what = "arena: machine has no second NUMA node, memory is not bound to %s"
+        logger.info(what, asked)
         return
     if not set(asked) <= set(known):
         raise ArenaError(f"numa_nodes={asked}; this machine has {known}")
     for offset, nbytes, node in spans:
         if error := _mbind(address + offset, nbytes, node):
-            reason = os.strerror(error)
-            logger.warning("arena: cannot bind memory to NUMA node %d: %s", node, reason)
+            what = "arena: cannot bind memory to NUMA node %d: %s"
+            logger.warning(what, node, os.strerror(error))
             return
     logger.info("arena: memory is bound to NUMA nodes %s", asked)
 
 
 def use_own_node() -> None:
-    """Resets the memory policy of this thread, and of those that it starts, to the local node.
-
-    A process inherits its parent's policy, and SGLang starts a scheduler with ``numactl --membind``.
-    """
+    """Resets the memory policy of this thread, and of those that it starts, to the local node: a process inherits its
+    parent's, and SGLang starts a scheduler with ``numactl --membind``."""
     _libc.syscall(*map(ctypes.c_long, (_SET_MEMPOLICY, _MPOL_DEFAULT, 0, 0)))
 
 

@@ -18,20 +18,18 @@ from typing import NoReturn, TypeVar
 import zmq
 
 from sglang_scout import _native
-from sglang_scout.core.cpu_list import ranges
 from sglang_scout.core.errors import ScoutError, WorkerError
-from sglang_scout.worker import messages as m
+from sglang_scout.core.numa import ranges, read_cpus
+from sglang_scout.worker import channel as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.die_with_parent import die_with_parent
 from sglang_scout.worker.host_memory import PopulateThread, use_own_node
-from sglang_scout.worker.numa import read_cpus
 
 logger = logging.getLogger("sglang_scout.worker")
 
 _CONFIGURE_TIMEOUT_S = 60.0
 _DRAIN_POLL_S = 0.001
-
 Expected = TypeVar("Expected", m.Hello, m.Register, m.Configure)
 
 
@@ -76,8 +74,7 @@ class Worker:
             self._beat(runtime, configure.config.heartbeat_interval_s)
 
     def _beat(self, runtime: _native.RingRuntime, interval_s: float) -> NoReturn:
-        due_s = time.monotonic()
-        draining = False
+        due_s, draining = time.monotonic(), False
         while True:
             now_s = time.monotonic()
             pending, items = runtime.progress()
@@ -126,7 +123,7 @@ def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.R
 
 
 def main() -> int:
-    """Runs a process, as supervisor and process.py start it. Returns the exit code."""
+    """Runs a process, as supervisor.py starts it. Returns the exit code."""
     arena_fd, epoch, server_pid = map(int, sys.argv[2::2])  # of --arena-fd, --epoch and --parent
     logging.basicConfig(
         level=logging.INFO, format=f"[scout-cpu-attention {os.getpid()}] %(levelname)s %(message)s"

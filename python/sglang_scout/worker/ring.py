@@ -63,7 +63,7 @@ class ArenaSpec:
         context_pages: C, pages of one KV head in each layer, after the host pages; on the last node.
         q_dtype: of the queries in a record and the output in its reply, one of ``QUERY_DTYPES``: ``"bfloat16"`` for a
             model in bf16. Log-sum-exp is fp32 always.
-        checksums: whether there is a checksum for each page and layer, see ``checksums.py``.
+        checksums: whether there is a checksum for each page and layer, see :class:`PageChecksums`.
 
     Raises:
         ArenaError: a size is out of range. What does not fit together, such as the numbers of heads, is refused where
@@ -196,39 +196,23 @@ def node_spans(
 
 
 class WorkerMemory(NamedTuple):
-    """Host memory that a worker needs in addition to the pages."""
+    """Host memory that a worker needs in addition to the pages: (what, count, bytes)."""
 
-    max_batch: int  # requests that it is sized for
-    threads: int  # of a NUMA node that may share a sequence
-    ring_bytes: int  # the arena without pages: requests, replies, events
-    # Partial results of threads that share a sequence: one for each run of the largest record, for each record that may
-    # be in flight; 0 if none is shared. Allocated lazily.
-    partial_bytes: int
+    rows: list[tuple[str, int, int]]
 
     @property
     def total_bytes(self) -> int:
-        return self.ring_bytes + self.partial_bytes
-
-    @property
-    def rows(self) -> tuple[tuple[str, int, int], ...]:
-        """(what, count, bytes) for a table."""
-        ring = ("ring", self.max_batch, self.ring_bytes)
-        partial = ("partial results", self.threads, self.partial_bytes)
-        return (ring, partial) if self.partial_bytes else (ring,)
+        return sum(nbytes for _, _, nbytes in self.rows)
 
 
 class Split(NamedTuple):
-    """Parameters of the rule that splits the pages of a batch among threads; the rule is in ``sgl-kernel/src/split.h``.
+    """Parameters of the rule in ``sgl-kernel/src/split.h``, which splits the pages of a batch among threads."""
 
-    Attributes:
-        threads: that serve the batch; with several NUMA nodes those of one of them.
-        most: runs of a sequence, each for one thread.
-        least_pages: of a run of the longest sequence; with several nodes of all runs together.
-    """
-
-    threads: int = 1
-    most: int = 1
-    least_pages: int = 1
+    threads: int = 1  # that serve the batch; with several NUMA nodes those of one of them
+    most: int = 1  # runs of a sequence, each for one thread
+    least_pages: int = (
+        1  # of a run of the longest sequence; with several nodes of all runs together
+    )
 
 
 def split_of(spec: ArenaSpec, node_cpus: int) -> Split:
@@ -241,14 +225,13 @@ def split_of(spec: ArenaSpec, node_cpus: int) -> Split:
 def worker_memory(spec: ArenaSpec, node_cpus: Sequence[int]) -> WorkerMemory:
     """For an arena of these sizes, whatever its number of pages; ``node_cpus``: the worker's on each NUMA node."""
     nodes, threads = spec.num_nodes, split_of(spec, min(node_cpus)).most
+    # The arena without pages: requests, replies, events.
+    rows = [("ring", spec.max_batch // spec.lists, layout_of(spec).kv_offset)]
+    # Partial results of threads that share a sequence, allocated lazily: for each record that may be in flight one
+    # result per sequence, node and run of the largest record, unless there is only one.
     result_bytes = _native.partial_bytes(spec.num_layers, 1, spec.row_heads, spec.head_dim, 2) // 2
-    # In the largest record: one result per sequence, node and run, unless there is only one.
     most_runs = min(spec.max_batch * threads, _native.RUNS_PER_THREAD * min(node_cpus))
     shared = most_runs if threads > 1 else 0
-    results = nodes * max(shared, spec.max_batch if nodes > 1 else 0)
-    return WorkerMemory(
-        max_batch=spec.max_batch // spec.lists,
-        threads=threads,
-        ring_bytes=layout_of(spec).kv_offset,
-        partial_bytes=results * result_bytes,
-    )
+    if results := nodes * max(shared, spec.max_batch if nodes > 1 else 0):
+        rows.append(("partial results", threads, results * result_bytes))
+    return WorkerMemory(rows)

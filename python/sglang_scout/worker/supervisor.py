@@ -1,28 +1,119 @@
-"""The thread that supervises a CPU attention process: starts it, monitors it, kills and replaces it.
+"""Supervises a CPU attention process: a thread starts it, monitors it, kills and replaces it.
 
-It never reads records. It tells the posting side the epoch of the process that may be given work
+The thread never reads records. It tells the posting side the epoch of the process that may be given work
 (``RingProducer.set_live_epoch``): 0 from the detection of a failure until the next one is ready. A process is started
 only when the previous one is dead, so no two ever write to the same arena.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
 
 from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
-from sglang_scout.worker import messages as m
+from sglang_scout.worker import channel as m
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.channel import ZmqContext, open_context
-from sglang_scout.worker.process import WorkerProcess
+from sglang_scout.worker.channel import Channel, ZmqContext, open_context
 
 logger = logging.getLogger(__name__)
 
-_STOPPED = ""  # exit reason of a worker that was told to stop
+_KILL_LOG_S = 5.0
+# It computes in its own threads; numpy's BLAS must not start any.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class WorkerProcess:
+    """A started process, its pidfd and the channel to it; ``end`` releases everything.
+
+    Owned by one thread, which must outlive it: the kernel kills the process when that thread ends. The ZMQ context is
+    one for all processes of a server: its threads must not have to be started again when a process is replaced because
+    the machine is short of something. ``epoch`` counts the processes. Raises WorkerError.
+    """
+
+    def __init__(self, context: ZmqContext, epoch: int, arena_fd: int) -> None:
+        self.epoch = epoch
+        # Cleanup in reverse order: here if construction fails, otherwise in end().
+        with contextlib.ExitStack() as made:
+            try:
+                self.channel = Channel.connect(context, epoch)
+                made.callback(self.channel.close)
+                self._process = _spawn(self.channel, epoch, arena_fd)
+                made.callback(self._kill)
+                self.channel.peer_pid = self.pid = self._process.pid
+                self._pidfd = os.pidfd_open(self.pid)
+                made.callback(os.close, self._pidfd)
+                self.channel.send(m.Hello())
+            except (OSError, zmq.ZMQError) as e:
+                raise WorkerError(f"cannot start the CPU attention process: {e}") from e
+            self._made = made.pop_all()
+
+    def wait(self, timeout_s: float, *wake_fds: int) -> tuple[list[m.Message], bool]:
+        """Blocks until something happens, one of ``wake_fds`` is readable, or on timeout. Returns the process's valid
+        messages, and whether it has exited."""
+        ready = self.channel.wait(timeout_s, (self._pidfd, *wake_fds))
+        return self.channel.receive(), self._pidfd in ready
+
+    def wants_cpu(self) -> bool:
+        """Whether a thread that takes part in heartbeats is runnable, i.e. waiting for a CPU or running.
+
+        A silent process that is runnable is starved: a replacement would be as well. Compute threads do not count; they
+        may be busy while the process is hung.
+        """
+        with contextlib.suppress(OSError):  # a thread, or all of them, may have exited
+            for stat in Path(f"/proc/{self.pid}/task").glob("*/stat"):
+                name, _, rest = stat.read_text().rpartition(")")
+                speaks = stat.parent.name == str(self.pid) or "(ZMQbg" in name
+                if speaks and rest.split()[0] == "R":
+                    return True
+        return False
+
+    def exit_text(self) -> str:
+        """How the process ended, human-readable. Call after it has exited."""
+        code = self._process.wait()
+        how = f"ended with exit code {code}"
+        with contextlib.suppress(ValueError):  # no signal, or a real-time signal
+            how = f"was killed by {signal.Signals(-code).name}"
+        return f"CPU attention process {self.pid} {how}"
+
+    def end(self) -> None:
+        """Kills the process if it runs, reaps it, releases everything; idempotent."""
+        self._made.close()
+
+    def _kill(self) -> None:
+        self._process.kill()  # nothing if it has been reaped
+        while True:
+            try:
+                self._process.wait(_KILL_LOG_S)
+                return
+            except subprocess.TimeoutExpired:
+                # It is stuck in the kernel; no other may be started before it is gone.
+                what = "CPU attention process %d does not die after SIGKILL, waiting"
+                logger.error(what, self.pid)
+
+
+def _spawn(channel: Channel, epoch: int, arena_fd: int) -> subprocess.Popen[bytes]:
+    # -P: the working directory must not shadow modules. In a process group of its own: the server handles terminal
+    # signals.
+    command = [sys.executable, "-P", "-m", "sglang_scout.worker.main"]
+    command += ["--arena-fd", str(arena_fd), "--epoch", str(epoch), "--parent", str(os.getpid())]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        pass_fds=(arena_fd,),
+        process_group=0,
+        env=os.environ | _ENVIRONMENT | channel.environment(),
+    )
 
 
 @dataclass
@@ -43,24 +134,18 @@ class Supervisor(ProcessStatus):
         self, producer: _native.RingProducer, arena: Arena, configure: m.Configure
     ) -> None:
         super().__init__()
-        self._producer = producer
-        self._arena = arena
-        self._configure = configure
-        self._config = configure.config
+        self._producer, self._arena = producer, arena
+        self._configure, self._config = configure, configure.config
         self._lock = threading.Lock()  # of a start's beginning, and a stop
         self._context: ZmqContext
         self._thread: threading.Thread | None = None
-        self._first_outcome = threading.Event()
-        self._stopping = threading.Event()
+        self._first_outcome, self._stopping = threading.Event(), threading.Event()
         self._wake_fd = -1  # readable when stopping
         self._ready_s: float | None = None  # when the running worker became ready
 
     def start(self) -> None:
-        """Starts the thread and the first worker, and waits until that is ready.
-
-        Raises:
-            WorkerError: it did not become ready, with its own reason; nothing is left running.
-        """
+        """Starts the thread and the first worker, and waits until that is ready. Raises WorkerError with its own reason
+        if it is not; nothing is left running."""
         with self._lock:
             self._context = open_context()
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -93,16 +178,14 @@ class Supervisor(ProcessStatus):
             self._keep_running()
         except Exception as e:  # a bug here must not leave a caller waiting for a worker
             logger.exception("supervisor of the CPU attention process")
-            self.last_error = f"supervisor: {e!r}"
-            self.state = "failed"
+            self.state, self.last_error = "failed", f"supervisor: {e!r}"
         finally:
             self._producer.set_live_epoch(0)
             self._first_outcome.set()
 
     def _keep_running(self) -> None:
         config = self._config
-        backoff_s = config.backoff_min_s
-        failures = 0
+        backoff_s, failures = config.backoff_min_s, 0
         while True:
             served_s = self._run_process()
             if self._stopping.is_set():
@@ -126,13 +209,13 @@ class Supervisor(ProcessStatus):
         """Runs one worker from start to exit. Returns for how many s it was ready, None if it never was."""
         epoch = self._producer.next_epoch()
         self._arena.restore_header()
+        self._ready_s = None
         try:
             process = WorkerProcess(self._context, epoch, self._arena.fd)
         except WorkerError as e:
             self.last_error = str(e)
             return None
         self.pid, self.endpoint = process.pid, process.channel.endpoint
-        self._ready_s = None
         try:
             reason = self._watch(process)
         finally:
@@ -142,28 +225,26 @@ class Supervisor(ProcessStatus):
             if self.state == "ready":
                 self.state = "restarting"
             process.end()
-        if reason != _STOPPED:
+        if reason:
             self.last_error = reason
         return None if self._ready_s is None else time.monotonic() - self._ready_s
 
     def _watch(self, process: WorkerProcess) -> str:
-        """Monitors a worker until it fails or is to be stopped. Returns the reason."""
+        """Monitors a worker until it fails or is to be stopped. Returns the reason, "" if it was told to."""
         config = self._config
         tick_s = config.heartbeat_interval_s / 2
         quiet_s = 0.0  # since the last message
         beat_s = stalled_s = 0.0  # since the last heartbeat; of heartbeats without progress
-        last = m.Heartbeat()
-        last_s = time.monotonic()
-        refused_before = self.refused_messages
+        last, last_s = m.Heartbeat(), time.monotonic()
+        refused_before, who = self.refused_messages, f"CPU attention process {process.pid}"
         while not self._stopping.is_set():
             received, ended = process.wait(tick_s, self._wake_fd)
             now_s = time.monotonic()
             # If this thread itself was not scheduled, the worker was not silent: a gap is capped at two ticks.
             gap_s, last_s = min(now_s - last_s, 2 * tick_s), now_s
-            quiet_s += gap_s
+            quiet_s = 0.0 if received else quiet_s + gap_s
             beat_s += gap_s
             for message in received:
-                quiet_s = 0.0
                 if isinstance(message, m.Heartbeat):
                     # Only a heartbeat that reports pending work without progress counts as a stall. A
                     # starved supervisor reads several at once, each of which stands for an interval.
@@ -172,7 +253,7 @@ class Supervisor(ProcessStatus):
                     stalled_s = stalled_s + spent_s if stuck else 0.0
                     beat_s, last = 0.0, message
                 elif isinstance(message, m.Failed):
-                    return f"CPU attention process {process.pid} failed: {message.error}"
+                    return f"{who} failed: {message.error}"
                 else:
                     self._answer(process, message)
             refused = process.channel.refused + last.refused_messages
@@ -181,24 +262,23 @@ class Supervisor(ProcessStatus):
                 return process.exit_text()
             if self._ready_s is None:
                 if quiet_s > config.ready_timeout_s:
-                    return f"CPU attention process {process.pid} was not ready within {config.ready_timeout_s} s"
+                    return f"{who} was not ready within {config.ready_timeout_s} s"
                 continue
             if quiet_s > config.heartbeat_timeout_s and not (
                 quiet_s <= config.stall_timeout_s and process.wants_cpu()
             ):
-                return f"CPU attention process {process.pid} was silent for {quiet_s:.2f} s"
+                return f"{who} was silent for {quiet_s:.2f} s"
             if stalled_s > config.stall_timeout_s:
-                return f"CPU attention process {process.pid} had work for {stalled_s:.1f} s and finished nothing"
+                return f"{who} had work for {stalled_s:.1f} s and finished nothing"
         self._stop_gently(process)
-        return _STOPPED
+        return ""
 
     def _answer(self, process: WorkerProcess, message: m.Message) -> None:
         if isinstance(message, m.Hello):
             process.channel.send(m.Register(arena_bytes=self._arena.nbytes))
             process.channel.send(self._configure)
         elif isinstance(message, m.Ready):
-            self.isa = message.isa
-            self._ready_s = time.monotonic()
+            self.isa, self._ready_s = message.isa, time.monotonic()
             self._producer.set_live_epoch(process.epoch)
             self.state = "ready"
             self._first_outcome.set()

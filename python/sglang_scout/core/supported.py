@@ -1,10 +1,12 @@
-"""Supported models, as plain data: for the server, which knows the model, and for commands that only have its
-config.json."""
+"""What is supported, as plain data: SGLang releases and models. For servers, and for commands that do not import SGLang
+and know no more of a model than its config.json."""
 
 from __future__ import annotations
 
 from sglang_scout.core.errors import ConfigError
 
+ADAPTERS = {"0.5.23": "sglang_0_5_23", "0.5.15.post1": "sglang_0_5_15"}
+"""Adapter module of ``plugin/`` by SGLang version, the default first."""
 ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
@@ -21,9 +23,17 @@ FP8_KV = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """Storage dtype of K and V by the value of --kv-cache-dtype, unless it is auto."""
 
 
+def check_version(found: str) -> None:
+    """Refuse a release whose hooks have not been checked."""
+    if found not in ADAPTERS:
+        raise ConfigError(
+            f"sglang {found} is installed, but this sglang-scout supports only {' and '.join(ADAPTERS)}; "
+            f"install sglang=={next(iter(ADAPTERS))}"
+        )
+
+
 def check_architecture(what: str, architecture: str) -> None:
-    """Refuse architectures that the decode step does not support; ``what`` is the flag that names the model, and its
-    value."""
+    """Refuse a model that the decode step does not support; ``what`` is the flag that names it, and its value."""
     if architecture not in ARCHITECTURES:
         is_windowed = architecture in WINDOWED
         why = ", some of whose layers use sliding-window attention" if is_windowed else ""

@@ -1,4 +1,4 @@
-"""Distribution of CPUs among the workers of tensor-parallel ranks."""
+"""CPU lists, CPUs by NUMA node, and their distribution among the workers of tensor-parallel ranks."""
 
 import contextlib
 from unittest.mock import patch
@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.core.cpu_list import parse_cpu_list
-from sglang_scout.worker import numa
-from sglang_scout.worker.cpus import ATTENTION, background_cpus, deal_cpus, plan_cpus
+from fake_sys import use_sys
+from sglang_scout.core import numa
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.numa import (
+    ATTENTION,
+    background_cpus,
+    deal_cpus,
+    parse_cpu_list,
+    plan_cpus,
+    ranges,
+)
 
 
 @contextlib.contextmanager
@@ -23,6 +31,30 @@ def machine(cores, nodes=None):
     with patch.object(numa, "core_of", lambda cpu: cpu % cores):
         with patch.object(numa, "cpus_by_node", by_node):
             yield
+
+
+def test_cpus_are_found_on_their_nodes(monkeypatch, tmp_path):
+    nodes = {"has_cpu": "0-1", "node0/cpulist": "0-3", "node1/cpulist": "4-7,32"}
+    nodes |= {"node2/cpulist": ""}  # memory without CPUs
+    use_sys(monkeypatch, tmp_path, {f"devices/system/node/{k}": text for k, text in nodes.items()})
+    assert numa.nodes() == [0, 1, 2]
+    assert numa.cpus_by_node([32, 5, 1, 0]) == {0: [0, 1], 1: [5, 32]}
+    assert numa.cpus_by_node([0, 9]) == numa.cpus_by_node([]) == {}, "9 is of no node"
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_cpu_lists(numbers):
+    assert parse_cpu_list(ranges(numbers), numbers) == tuple(sorted(numbers))
+    assert parse_cpu_list("3, 1, 0 - 2,007", set(range(8))) == (0, 1, 2, 3, 7)
+    assert ranges([8, 0, 1, 2, 5]) == "0-2,5,8" and ranges([]) == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["1_0", "+0", "-1", "\u0661", "\u00b2", "0-", "0-1-2", "0,", "1e1", "9" * 5000]
+)
+def test_no_cpu_list(text):
+    with pytest.raises(ConfigError, match="--kv-offload-cpus"):
+        parse_cpu_list(text, set(range(64)))
 
 
 ALONE = 1 << 16  # more cores than CPUs

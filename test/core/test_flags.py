@@ -4,12 +4,9 @@ import json
 import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sglang_scout.core.config import check_files, parse_config
-from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import check_files, parse_config
 from sglang_scout.core.profile import load_profile
 from sglang_scout.policy import policies
 
@@ -122,21 +119,6 @@ def test_files_that_cannot_be_written(tmp_path, key):
 )
 def test_one_key_can_be_changed_to_compare_with_the_rest_as_it_is(kwargs):
     parse(**kwargs)
-
-
-@given(st.sets(st.integers(0, 300), min_size=1))
-def test_cpu_lists(numbers):
-    assert parse_cpu_list(ranges(numbers), numbers) == tuple(sorted(numbers))
-    assert parse_cpu_list("3, 1, 0 - 2,007", set(range(8))) == (0, 1, 2, 3, 7)
-    assert ranges([8, 0, 1, 2, 5]) == "0-2,5,8" and ranges([]) == ""
-
-
-@pytest.mark.parametrize(
-    "text", ["1_0", "+0", "-1", "\u0661", "\u00b2", "0-", "0-1-2", "0,", "1e1", "9" * 5000]
-)
-def test_no_cpu_list(text):
-    with pytest.raises(ConfigError, match="--kv-offload-cpus"):
-        parse_cpu_list(text, set(range(64)))
 
 
 def test_a_file_under_two_names(tmp_path):

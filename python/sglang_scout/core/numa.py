@@ -1,12 +1,17 @@
-"""Which CPUs the attention threads of each tensor-parallel rank take, and what is left to the server."""
+"""What /sys says of this machine: CPUs, NUMA nodes, GPUs, RDMA. Which CPUs the attention threads of each rank take, and
+what is left to the server. Linux CPU lists."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from sglang_scout.core.cpu_list import ranges
-from sglang_scout.worker import numa
+from sglang_scout.core.errors import ConfigError
 
 LEFT_CPUS = 2
 """Minimum CPUs left to the server's own threads: the scheduler thread, and those of transfers."""
@@ -15,8 +20,131 @@ ROOMY_CORES = 8
 ENOUGH_THREADS = 16
 """Of a rank. From this many cores on, their SMT siblings stay free: 16 threads draw most of a socket's memory
 bandwidth, by which attention is bound. Not measured on a machine with SMT."""
-
 ATTENTION = "attention threads, one each"
+
+SYS = Path("/sys")
+_NODES = "devices/system/node"
+_PCI = "bus/pci/devices"
+_ANY_CPU = set(range(1 << 16))
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"  # PCI class 03: display controllers, 0302 for those without a screen
+# Stricter than int(), which also accepts 1_0, +0 and digits of other scripts.
+_RANGE = re.compile(r"([0-9]{1,5})(?:\s*-\s*([0-9]{1,5}))?")
+
+
+def parse_cpu_list(
+    text: str, available: set[int] | None = None, flag: str = "--kv-offload-cpus"
+) -> tuple[int, ...]:
+    """Parse a Linux CPU list such as ``0-3,8`` into sorted CPU numbers.
+
+    Args:
+        available: CPUs that this process may run on; None: ask the kernel.
+        flag: the source of ``text``, for the message.
+    Raises:
+        ConfigError: not a list, or a CPU that does not exist here.
+    """
+    cpus: set[int] = set()
+    what = f"{flag} {text!r}"
+    for part in map(str.strip, text.split(",")):
+        if (found := _RANGE.fullmatch(part)) is None:
+            fix = "write for example 0-3,8"
+            raise ConfigError(f"{what}: {part!r} is not a CPU number or a range; {fix}")
+        low, high = int(found[1]), int(found[2] or found[1])
+        if high < low:
+            raise ConfigError(f"{what}: {part!r} is not an ascending range; write {high}-{low}")
+        cpus.update(range(low, high + 1))
+    if available is None:
+        available = os.sched_getaffinity(0)
+    if absent := cpus - available:
+        raise ConfigError(
+            f"{what}: this process may not run on CPU {min(absent)}; available are {ranges(available)}"
+        )
+    return tuple(sorted(cpus))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as a Linux list, ascending: 0-3,8."""
+    parts = []
+    for _, run in itertools.groupby(enumerate(sorted(numbers)), lambda at: at[1] - at[0]):
+        first, *more = (str(number) for _, number in run)
+        parts.append(f"{first}-{more[-1]}" if more else first)
+    return ",".join(parts)
+
+
+def read(path: str | Path) -> str:
+    """A file of /sys, or one given in full; empty where it cannot be read."""
+    try:
+        return (SYS / path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def nodes() -> list[int]:
+    """NUMA nodes of this machine, ascending; empty without NUMA support in the kernel."""
+    return sorted(int(p.name[4:]) for p in (SYS / _NODES).glob("node[0-9]*"))
+
+
+def folder(node: int) -> Path:
+    return SYS / _NODES / f"node{node}"
+
+
+def read_cpus(path: str | Path) -> list[int]:
+    """The CPU list in a file of /sys, ascending; empty if there is no such file."""
+    text = read(path)
+    return list(parse_cpu_list(text, _ANY_CPU)) if text else []
+
+
+def core_of(cpu: int) -> int:
+    """The first SMT sibling of ``cpu``; itself if the kernel does not tell."""
+    siblings = read_cpus(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return min(siblings, default=cpu)
+
+
+def cpu_quota() -> float | None:
+    """CPU quota of the control group; None without a limit."""
+    quota, _, period = read("fs/cgroup/cpu.max").partition(" ")
+    if not period:
+        quota, period = (read(f"fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        cpus = int(quota) / int(period)
+        return cpus if cpus > 0 else None
+    return None
+
+
+def nvidia_gpus() -> list[str]:
+    """PCI addresses of NVIDIA display controllers."""
+    return [
+        device.name
+        for device in sorted((SYS / _PCI).glob("*"))
+        if read(device / "vendor") == _NVIDIA and read(device / "class").startswith(_DISPLAY)
+    ]
+
+
+def has_rdma() -> bool:
+    return any((SYS / "class/infiniband").glob("*"))
+
+
+def node_of(pci_address: str) -> int:
+    """NUMA node of a PCI device; -1 if there is one node, or the kernel does not tell."""
+    return int(read(f"{_PCI}/{pci_address}/numa_node") or -1)
+
+
+def near_cpus(pci_address: str) -> list[int]:
+    """CPUs on the node of a PCI device, as ``0000:01:00.0``; empty if the kernel does not tell."""
+    return read_cpus(f"{_PCI}/{pci_address}/local_cpulist")
+
+
+def cpus_by_node(cpus: Collection[int]) -> dict[int, list[int]]:
+    """``cpus`` by NUMA node, ascending, without nodes that have none. Empty if one of ``cpus`` is on no node."""
+    by_node = {node: sorted({*cpus} & {*read_cpus(folder(node) / "cpulist")}) for node in nodes()}
+    found = {node: members for node, members in by_node.items() if members}
+    return found if sum(map(len, found.values())) == len(cpus) else {}
+
+
+def read_meminfo(file: Path) -> dict[str, int]:
+    """Bytes by name, of the machine or of a node; empty if the kernel does not tell."""
+    found = re.findall(r"(\S+):\s+(\d+) kB$", read(file), re.MULTILINE)
+    return {name: 1024 * int(kib) for name, kib in found}
 
 
 class CpuUse(NamedTuple):
@@ -77,7 +205,7 @@ def plan_cpus(
         rest = ("the server", "not given by --kv-offload-cpus" if given else _nodes_of(elsewhere))
     if share is not None:
         rest = ("the server and other ranks", "not this rank's share")
-    online = set(numa.read_cpus("devices/system/cpu/online"))
+    online = set(read_cpus("devices/system/cpu/online"))
     keep = "scheduler, tokenizer, transfers: polling attention threads slow their SMT siblings"
     rows = [
         (threads[:num_cores], ATTENTION, why),
@@ -95,7 +223,7 @@ def plan_cpus(
 
 
 def _nodes_of(cpus: Collection[int]) -> str:
-    nodes = [str(node) for node in numa.cpus_by_node(cpus)]
+    nodes = [str(node) for node in cpus_by_node(cpus)]
     return f"NUMA node{'s' * (len(nodes) > 1)} {', '.join(nodes)}" if nodes else "this process"
 
 
@@ -120,11 +248,11 @@ def background_cpus(cpus: Collection[int], workers: Collection[int]) -> list[int
     Prefers SMT siblings of the workers, which nothing else uses, then other CPUs on their nodes, as page tables are
     allocated on the node of the thread that faults.
     """
-    cores = set(map(numa.core_of, workers))
-    siblings = [cpu for cpu in set(cpus).difference(workers) if numa.core_of(cpu) in cores]
+    cores = set(map(core_of, workers))
+    siblings = [cpu for cpu in set(cpus).difference(workers) if core_of(cpu) in cores]
     units = _by_core(set(cpus).difference(workers, siblings))
     free = sum(units[1:] or units, [])
-    of_nodes = numa.cpus_by_node(cpus).values()
+    of_nodes = cpus_by_node(cpus).values()
     near = {cpu for of_node in of_nodes if not set(workers).isdisjoint(of_node) for cpu in of_node}
     return sorted(siblings or near.intersection(free) or free)
 
@@ -140,15 +268,13 @@ def deal_cpus(cpus: Collection[int], homes: Sequence[Collection[int]]) -> list[l
     """
     near = [frozenset(cpus) & frozenset(home) for home in homes]
     members = {home: [r for r, own in enumerate(near) if own == home] for home in near}
-    if sum(map(len, members)) != len(frozenset().union(*members)) or any(
-        len(home) < len(ranks) for home, ranks in members.items()
-    ):
+    overlap = sum(map(len, members)) > len(frozenset().union(*members))
+    if overlap or any(len(home) < len(ranks) for home, ranks in members.items()):
         members = {frozenset(cpus): list(range(len(homes)))}
-    dealt: list[list[int]] = [[] for _ in homes]
+    dealt: dict[int, list[int]] = {}
     for home, ranks in members.items():
-        for rank, part in zip(ranks, _split(home, len(ranks)), strict=True):
-            dealt[rank] = part
-    return dealt
+        dealt |= zip(ranks, _split(home, len(ranks)), strict=True)
+    return [dealt[rank] for rank in range(len(homes))]
 
 
 def _split(cpus: Collection[int], parts: int) -> list[list[int]]:
@@ -164,5 +290,5 @@ def _split(cpus: Collection[int], parts: int) -> list[list[int]]:
 def _by_core(cpus: Collection[int]) -> list[list[int]]:
     cores: dict[int, list[int]] = {}
     for cpu in sorted(cpus):
-        cores.setdefault(numa.core_of(cpu), []).append(cpu)
+        cores.setdefault(core_of(cpu), []).append(cpu)
     return list(cores.values())

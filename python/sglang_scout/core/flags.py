@@ -1,0 +1,266 @@
+"""Checks what a user gives: the server flags, the keys of ``--kv-offload-config``, and the files that they name. It is
+refused at the start, before minutes of work."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang_scout.core.config import (
+    DEFAULT_BUDGET_TOKENS,
+    FLAGS,
+    KEYS,
+    PAGE_SIZE_TOKENS,
+    PUBLIC_KEYS,
+    WRITTEN_KEYS,
+    OffloadConfig,
+)
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.numa import parse_cpu_list
+
+MAX_BUDGET_TOKENS = 2**40
+SOCKET_PATH_BYTES = 107
+"""Limit of Linux for the path of a socket."""
+
+# Command-line values are typed already; values from Python may be anything.
+_FLAG_TYPES: dict[str, tuple[Any, str]] = {
+    "policy": (str, "the name of a policy, for example 'scout'"),
+    "budget_tokens": (int, f"a whole number of tokens, for example {DEFAULT_BUDGET_TOKENS}"),
+    "host_gb": (int | float, "a number of GiB, for example 64.0"),
+    "recall_profile": (str, "the name of a file, or leave it out"),
+    "cpus": (str, "a list as text, for example '0-3,8'"),
+    "config": (str | Mapping, "a JSON object as text or as a dict, or '@FILE'"),
+}
+
+
+def parse_config(
+    *,
+    policy: str,
+    policies: Mapping[str, Mapping[str, Any]],
+    budget_tokens: int | None = None,
+    host_gb: float | None = None,
+    recall_profile: str | None = None,
+    cpus: str | None = None,
+    config: str | Mapping[str, Any] | None = None,
+    available_cpus: set[int] | None = None,
+) -> OffloadConfig:
+    """Build the configuration from the flags' raw values.
+
+    Args:
+        policy: value of ``--kv-offload``.
+        policies: the known ones besides ``none``, each with its overrides of keys' defaults, or with the overrides that
+            a key makes if true.
+        budget_tokens .. config: raw values of the other flags; ``config`` may be the object itself.
+        available_cpus: CPUs of this process; None: ask the kernel.
+    Raises:
+        ConfigError: a value is wrong, or of a wrong type; the message names flag, value and fix.
+    """
+    values = policy, budget_tokens, host_gb, recall_profile, cpus, config
+    for name, value in zip(_FLAG_TYPES, values, strict=True):
+        if value is not None or name == "policy":
+            _check_flag_type(name, value)
+    if policy != "none" and policy not in policies:
+        raise ConfigError(
+            f"{FLAGS['policy']} {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
+        )
+    own = policies.get(policy, {})
+    asked = {} if budget_tokens is None else {"budget_tokens": budget_tokens}
+    defaults = {"budget_tokens": DEFAULT_BUDGET_TOKENS, **own, **asked}
+    _check_budget(defaults["budget_tokens"])
+    if host_gb is not None and not host_gb > 0:
+        raise ConfigError(
+            f"{FLAGS['host_gb']} {host_gb}: must be greater than 0; give the GiB for KV pages, or drop the flag"
+        )
+    raw = load_json(config) if isinstance(config, str) else config or {}
+    keys = {name: _check_value(name, value) for name, value in raw.items()}
+    for name in keys:
+        if not KEYS[name].is_general and name not in own:
+            owners = [other for other, known in policies.items() if name in known]
+            raise ConfigError(
+                f"{FLAGS['config']}: {name} = {keys[name]!r} has no effect with {FLAGS['policy']} {policy}; it is for "
+                f"{' and '.join(owners)}; drop it"
+            )
+    for name, changes in own.items():
+        if isinstance(changes, Mapping):
+            del defaults[name]
+            defaults |= changes if keys.get(name) else {}
+    result = OffloadConfig(
+        policy=policy,
+        host_gb=host_gb,
+        recall_profile=recall_profile,
+        cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus, FLAGS["cpus"]),
+        **{**defaults, **keys},
+    )
+    _check_together(result, keys, defaults)
+    return result
+
+
+def load_json(text: str) -> dict[str, Any]:
+    """The object in ``text``, or in the file if ``text`` is ``@FILE``; a ConfigError names the flag and the value."""
+    shown = text if text.startswith("@") else text[:60]
+    given, what = f"{FLAGS['config']} {shown!r}", "cannot read the file"
+    example = "write for example '{\"recall_interval\": 8}' or @FILE"
+    try:
+        source = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
+        what = "not valid JSON"
+        value = json.loads(source, object_pairs_hook=_without_repeats)
+    except (OSError, RecursionError, ValueError) as error:  # also: a number of too many digits
+        raise ConfigError(f"{given}: {what}: {error}; {example}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{given}: expected a JSON object, got {type(value).__name__}; {example}")
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key occurs twice in {[name for name, _ in pairs]}")
+    return found
+
+
+def _check_value(name: str, value: Any) -> Any:
+    """One entry of ``--kv-offload-config``, checked against the table of keys."""
+    flag = FLAGS["config"]
+    if name not in KEYS:
+        near = difflib.get_close_matches(str(name), KEYS, n=1, cutoff=0.75)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(PUBLIC_KEYS)}"
+        raise ConfigError(f"{flag}: unknown key {name!r} (value {value!r}); {hint}")
+    key, what = KEYS[name], f"{flag}: {name} = {value!r}"
+    try:
+        checked = msgspec.convert(value, key.kind)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise ConfigError(f"{what}: {error}; it takes {key.values}") from None
+    if key.is_written and not (value and value.isprintable()):
+        raise ConfigError(f"{what}: not a file name; name a file, or drop the key")
+    return checked
+
+
+def idle_keys(values: Mapping[str, Any]) -> dict[str, str]:
+    """Keys without effect given the other ``values``, each with the setting that makes it idle.
+
+    Recall keys are exempt, so that recall can be switched off for comparison with the rest unchanged.
+    """
+    return {
+        name: f"{key.needs[0]} = {json.dumps(found)}"
+        for name, key in KEYS.items()
+        if key.needs
+        and (found := values.get(key.needs[0], KEYS[key.needs[0]].default)) != key.needs[1]
+    }
+
+
+def check_layers(config: OffloadConfig, num_layers: int) -> None:
+    """Refuse layers that the model does not have."""
+    if max(config.exact_layers, default=0) >= num_layers:
+        raise ConfigError(
+            f"{FLAGS['config']}: exact_layers = {list(config.exact_layers)}: the model has layers 0 to "
+            f"{num_layers - 1}; name some of these, or drop the key"
+        )
+
+
+def _written_files(config: OffloadConfig) -> dict[str, str]:
+    """Files to write, by flag, key and value."""
+    paths = {key: path for key in WRITTEN_KEYS if (path := getattr(config, key)) is not None}
+    return {f"{FLAGS['config']}: {key} = {path!r}": path for key, path in paths.items()}
+
+
+def check_files(config: OffloadConfig) -> None:
+    """Refuse files that cannot be written, by opening them, in the process that uses them.
+
+    Their contents are kept. No other side effects, except that the target of a dangling link is created.
+    """
+    for what, path in _written_files(config).items():
+        # os.path, unlike pathlib, also returns False for paths that cannot be accessed.
+        folder = os.path.dirname(path) or "."
+        if os.path.isdir(path) or not os.path.isdir(folder):
+            raise ConfigError(
+                f"{what}: is a folder, or in a folder that does not exist; name a file"
+            )
+        if os.path.exists(path) and not os.path.isfile(path):
+            continue  # a pipe, whose reader would see the open, or a device
+        is_new = not os.path.lexists(path)
+        try:
+            with open(path, "ab"):
+                pass
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{what}: cannot be written: {why}; name another file") from None
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def _check_flag_type(name: str, value: Any) -> None:
+    (kind, expected), problem = _FLAG_TYPES[name], ""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        problem = f"is of type {type(value).__name__}"
+    elif value == "" and name != "config":  # not JSON, reported later
+        problem = "is empty"
+    if problem:
+        raise ConfigError(f"{FLAGS[name]} {value!r}: {problem}; expected {expected}")
+
+
+def _check_budget(budget_tokens: int) -> None:
+    page = PAGE_SIZE_TOKENS
+    if not 0 < budget_tokens <= MAX_BUDGET_TOKENS or budget_tokens % page:
+        nearest = (budget_tokens + page // 2) // page * page
+        least = (OffloadConfig.sink_pages + OffloadConfig.recent_pages) * page
+        raise ConfigError(
+            f"{FLAGS['budget_tokens']} {budget_tokens}: must be a positive multiple of the page size "
+            f"({page} tokens); the nearest is {min(max(least, nearest), MAX_BUDGET_TOKENS)}"
+        )
+
+
+def _check_together(
+    config: OffloadConfig, keys: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Values that exclude or need each other."""
+    forced = config.sink_pages + config.recent_pages
+    if forced > config.budget_pages:
+        plural = "" if config.budget_pages == 1 else "s"
+        raise ConfigError(
+            f"{FLAGS['budget_tokens']} {config.budget_tokens}: holds {config.budget_pages} page{plural}, fewer "
+            f"than sink_pages + recent_pages = {forced}; raise it to at least {forced * PAGE_SIZE_TOKENS}"
+        )
+    for name, cause in idle_keys({**defaults, **keys}).items():
+        if name in keys:
+            is_said = KEYS[name].needs[0] in keys
+            with_what = cause if is_said else f"{FLAGS['policy']} {config.policy}"
+            raise ConfigError(
+                f"{FLAGS['config']}: {name} = {keys[name]!r} has no effect with {with_what}; drop one of them"
+            )
+    profile = config.recall_profile
+    read = {} if profile is None else {f"{FLAGS['recall_profile']} {profile!r}": profile}
+    check_different(read | _written_files(config))
+
+
+def check_socket_folder() -> None:
+    """Refuse a folder for temporary files whose path is too long for the sockets that SGLang creates in it."""
+    folder = tempfile.gettempdir()
+    size, limit = len(os.fsencode(folder)), SOCKET_PATH_BYTES - len("/tmpabcdefgh")
+    if size > limit:
+        raise ConfigError(
+            f"TMPDIR={folder}: its {size} bytes are too many for SGLang's sockets in it, whose paths may have "
+            f"{SOCKET_PATH_BYTES} bytes; set TMPDIR to a folder whose path has at most {limit} bytes"
+        )
+
+
+def check_different(files: Mapping[str, str]) -> None:
+    """Refuse one file under two names: one would overwrite the other. ``files``: paths by flag or key and value."""
+    taken: dict[str | tuple[int, int], str] = {}
+    for what, path in files.items():
+        try:
+            found = os.stat(path)
+            file: str | tuple[int, int] = found.st_dev, found.st_ino  # also equal for hard links
+        except (OSError, ValueError):
+            file = os.path.realpath(path)
+        if (other := taken.setdefault(file, what)) != what:
+            other = other.rpartition(": ")[2]
+            raise ConfigError(f"{what}: {other} names the same file; name another")
