@@ -1,4 +1,4 @@
-// Python bindings of copies and digests of the pages of all layers; see ops/pages.py, ops/digest.py
+// Python bindings of copies and digests of the pages of all layers; see ops/pages.py, ops/minmax.py
 // and ops/rotated.py. Calls release the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
