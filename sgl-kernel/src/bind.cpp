@@ -186,17 +186,12 @@ NB_MODULE(_native, m) {
     throw std::runtime_error("this CPU has no AVX2, FMA or F16C, which sglang-scout needs");
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
   m.doc() = "CPU kernels, ring and residency of sglang_scout.";
-  m.def("attend_batch", &attend_batch, no_gil, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-        nb::arg("pages"), nb::arg("last_page").none(), nb::arg("last_len").none(), nb::arg("scale"),
-        nb::arg("out"), nb::arg("lse"), nb::arg("threads"),
+  m.def("attend_batch", &attend_batch, no_gil,
         "Attention of each request over its lists of pages (-1: none) and an optional partial last "
         "page; see ops/attend.py.");
-  m.def("score_pages", &score_pages, no_gil, nb::arg("q"), nb::arg("kmin"), nb::arg("kmax"),
-        nb::arg("table"), nb::arg("n_full"), nb::arg("scale"), nb::arg("out"), nb::arg("threads"),
+  m.def("score_pages", &score_pages, no_gil,
         "Quest bounds of the first n_full pages of each request, reduced over the query heads.");
-  m.def("score_rotated", &score_rotated, no_gil, nb::arg("q"), nb::arg("planes"), nb::arg("stats"),
-        nb::arg("table"), nb::arg("n_full"), nb::arg("scale"), nb::arg("log_masses"),
-        nb::arg("turn").none(), nb::arg("bits").none(), nb::arg("out"), nb::arg("threads"),
+  m.def("score_rotated", &score_rotated, no_gil,
         "Scores of the first n_full pages of each request by their rotated digests, or log masses "
         "of its query heads.");
   m.attr("RUNS_PER_THREAD") = scout::kRunsPerThread;

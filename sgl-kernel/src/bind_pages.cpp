@@ -1,4 +1,4 @@
-// Python bindings of copies and digests of the pages of all layers; see ops/pages.py, ops/digest.py
+// Python bindings of copies and digests of the pages of all layers; see ops/pages.py, ops/minmax.py
 // and ops/rotated.py. Calls release the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -211,7 +211,6 @@ void bind_pages(nb::module_& m) {
   m.def("stage_pages", &stage_pages, no_gil, "Listed pages of a layer to consecutive slots.");
   m.def("digest_layers", &digest_layers, no_gil,
         "Column minimum and maximum of K of pages, to the rows of their ids.");
-  m.def("rotate_layers", &rotate_layers, no_gil, nb::arg("k"), nb::arg("v"), nb::arg("ids"),
-        nb::arg("planes"), nb::arg("stats"), nb::arg("turn").none(), nb::arg("bits").none(),
+  m.def("rotate_layers", &rotate_layers, no_gil,
         "Rotated digests of pages of 32 tokens, to the rows of their ids.");
 }

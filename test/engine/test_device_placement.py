@@ -105,6 +105,8 @@ def ran(monkeypatch):
                 # Recall's copy lists are on the host.
                 is_host_s = is_host_s or (name == "copy_layer_pages" and tensor.shape[:1] == (3,))
                 assert tensor.device == META or is_host_s, f"{name}: {tensor.shape} on the host"
+                # The others read all elements in order, without strides.
+                assert tensor.is_contiguous() or name in ("append_tokens", "rotate_heads"), name
             names.add(name)
             return GIVEN[name](*args) if name in GIVEN else None
 

@@ -176,21 +176,6 @@ def test_a_wide_table_gives_what_its_pages_give(agree, impl, columns, with_last)
     agree(attend_pages, got, attend_pages_reference(q, k, v, narrow, *last, 0.125))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"last_len": None}, "attend_batch: last_page and last_len must be given together"),
-        ({"pages": i32([[1]] * 9)}, "expected 1 or H page lists per request"),
-        ({"k": torch.zeros(7, 0, 2, 64), "v": torch.zeros(7, 0, 2, 64)}, "have no tokens"),
-    ],
-)
-def test_malformed_arguments_are_named(change, message):
-    names = ("q", "k", "v", "pages", "last_page", "last_len")
-    arguments = dict(zip(names, inputs(1), strict=True)) | {"scale": 1.0} | change
-    with pytest.raises(ValueError, match=message):
-        attend_pages(**arguments)
-
-
 # Merging of two parts -----------------------------------------------------------------------------
 
 MERGES = implementations(kernel.merge_states, merge_states_reference)

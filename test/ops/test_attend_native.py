@@ -26,13 +26,18 @@ from sglang_scout.worker.ring import Split
         ("last_page", 7, "last_page=7"),
         ("last_len", 0, "last_len=0"),
         ("last_len", 9, "last_len=9"),
+        ("last_len", None, "attend_batch: last_page and last_len must be given together"),
+        ("pages", i32([[1]] * 9), "expected 1 or H page lists per request"),
     ],
 )
 def test_native_refuses_what_would_read_outside(name, value, message):
     names = ("q", "k", "v", "pages", "last_page", "last_len")
     arguments = dict(zip(names, inputs(1), strict=True))
     arguments["last_page"][0] = 0
-    arguments[name].view(-1)[0] = value
+    if isinstance(value, int):
+        arguments[name].view(-1)[0] = value
+    else:
+        arguments[name] = value
     with pytest.raises(ValueError, match=message):
         _attend_pages_native(**arguments, scale=1.0)
 

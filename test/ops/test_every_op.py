@@ -2,11 +2,13 @@
 
 import inspect
 import sys
+from unittest import mock
 
 import pytest
 import torch
 
 from page_weights import coordinates
+from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.minmax import build_layer_digests, score_pages
@@ -93,6 +95,20 @@ def tensors(arguments):
 
 def test_every_op_has_a_tolerance():
     assert {op.__name__ for op in cases()} == set(TOLERANCES)
+
+
+@pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
+@OPS
+def test_tensors_of_a_device_go_to_the_kernel(op):
+    """Here tensors claim to be on one, and launches are only counted."""
+    from triton.runtime.interpreter import GridExecutor
+
+    with (
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(GridExecutor, "__call__") as launch,
+    ):
+        op(*cases()[op])
+    assert launch.called or op is copy_tokens, "which is for the host's pages"
 
 
 # What C++ takes all the same: it is converted or looked up before, ignored, or has any length.

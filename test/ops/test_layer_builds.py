@@ -89,7 +89,7 @@ def is_unwritten(part):
 
 
 def assert_same(op, got, wanted):
-    """Compares parts of the same pages. Bits of elements close to a threshold may differ by rounding."""
+    """Compares parts of the same pages. Rounding may change bits close to a threshold, and steps."""
     if op is build_layer_digests:
         assert all(map(torch.equal, got, wanted))
         return
@@ -97,25 +97,9 @@ def assert_same(op, got, wanted):
         tolerance = TOLERANCES[op.__name__][str(got[0].dtype).removeprefix("torch.")]
         assert not tolerance.mismatch(got[0].double(), wanted[0].double())
         return
-    if not got[0].numel():
-        return
-    planes, stats = ([x.flatten(0, 1) for x in both] for both in zip(got, wanted, strict=True))
-    assert (planes[0] != planes[1]).float().mean() < 0.01
-    D = stats[0].shape[-1] - STATS_BYTES
-    mean, scale, steps, norms = (
-        [x[..., at].contiguous().view(dtype).double() for x in stats]
-        for at, dtype in (
-            (slice(D), torch.int8),
-            (slice(D, D + 64), torch.bfloat16),
-            (slice(D + 64, D + 72), torch.float32),
-            (slice(D + 72, D + 104), torch.uint8),
-        )
-    )
-    torch.testing.assert_close(*mean, rtol=0, atol=1)
-    torch.testing.assert_close(*scale, rtol=2**-7, atol=1e-30)
-    torch.testing.assert_close(*steps, rtol=1e-5, atol=1e-30)
-    torch.testing.assert_close(*norms, rtol=0, atol=1)
-    assert not any(x[..., D + 104 :].any() for x in stats)
+    if got[0].numel():  # test_rotated.py has what is stored to the last bit
+        different = [(a != b).float().mean() for a, b in zip(got, wanted, strict=True)]
+        assert different[0] < 0.01 and different[1] < 0.15
 
 
 def check(op, built, wanted, ids):

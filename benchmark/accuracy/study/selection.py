@@ -8,7 +8,7 @@ the page's log mass, log sum exp(q.k):
     rotated-2     for rotated keys, the mean in int8, and each token's difference from it with two bits per channel and
                   a scale: ops/rotated.py, for any page size
     calibrated    the same with one bit per channel on average in calibrated coordinates: ops/rotated.py
-    minmax-R      bounds over R consecutive tokens; minmax-S is that of Quest, the paper and ops/score.py
+    minmax-R      bounds over R consecutive tokens; minmax-S is that of Quest, the paper and ops/minmax.py
     window        the mean key of the best window of a page, stride half a page, from halves of 16 tokens: SparDA
     pilot         a trained page embedding times one of the queries of a group: RheoServe; both policy/learned
 """

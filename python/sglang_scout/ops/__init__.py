@@ -1,1 +1,1 @@
-"""Ops on torch tensors: one file per op, with its reference first and other implementations registered on it."""
+"""Ops on torch tensors: a function NAME calls its kernel (`ops.triton`), _NAME_native (C++) or NAME_reference."""

@@ -32,67 +32,56 @@ class Tolerance(NamedTuple):
         )
 
 
-def _of_every(atol: float, rtol: float, reason: str) -> dict[str, Tolerance]:
-    return dict.fromkeys(KV_DTYPE_NAMES, Tolerance(atol, rtol, reason))
-
-
-def _rounded(atol: float, reason: str) -> dict[str, Tolerance]:
-    """With one rounding of a digest to the dtype of K."""
-    steps = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
-    return {
-        name: Tolerance(atol, step, f"{reason}, then one rounding") for name, step in steps.items()
-    }
-
-
-_COPIED = _of_every(0.0, 0.0, "bytes are copied")
-_CODES = _of_every(
+_COPIED = 0.0, 0.0, "bytes are copied"
+_CODES = (
     2e-2,
     6e-3,
     "queries may be rounded to 8 bits of the largest sum of eight channels (C++), an error of up to 0.6 % of the "
     "largest scores of random queries",
 )
+_OF_EVERY_DTYPE = {
+    "append_tokens": (0.0, 0.0, "one rounding to the dtype of the pages, to the nearest even"),
+    # Whatever the dtypes, q, K and V are multiplied with fp32 accuracy, but for softmax weights: see the op.
+    "attend_pages": (1e-5, 1e-5, "same products, summed in another order; exp within a few ulp"),
+    "build_layer_digests": (0.0, 0.0, "a minimum is one of the inputs: nothing is rounded"),
+    "build_layer_rotated": (0.0, 0.0, "compared by what is stored: see the tests of building"),
+    "copy_layer_pages": _COPIED,
+    "copy_tokens": _COPIED,
+    "decay_mass": (1e-5, 1e-5, "e^(s - lse) of fp32 sums of up to 256 products in another order"),
+    "mass_change_rotated": _CODES,
+    "merge_states": (
+        2e-6,
+        2e-6,
+        "one sigmoid, whose exp and division a device approximates, one sum",
+    ),
+    "salient_bits": (0.0, 0.0, "comparisons of given numbers"),
+    "score_embeddings": (5e-5, 2e-5, "fp32 sums of up to 256 products in another order"),
+    "score_pages": (
+        2e-5,
+        2e-5,
+        "fp32 sums of up to 256 products in another order, then exp or log",
+    ),
+    "score_rotated": _CODES,
+    "select_pages": (0.0, 0.0, "ids, not values; sets may differ only between equal scores"),
+    "stage_pages": _COPIED,
+}
 _PREDICTED = {
     "float32": Tolerance(2e-5, 2e-5, "fp32 sums over the hidden size in another order"),
     "bfloat16": Tolerance(2**-5, 2**-6, "up to two roundings to 8 bits in norm, product, rotation"),
     "float16": Tolerance(2**-8, 2**-9, "up to two roundings to 11 bits in norm, product, rotation"),
 }
 
+
+def _once_rounded(atol: float, reason: str) -> dict[str, Tolerance]:
+    rtol = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
+    return {dtype: Tolerance(atol, rtol[dtype], f"{reason}, then one rounding") for dtype in rtol}
+
+
 TOLERANCES: dict[str, dict[str, Tolerance]] = {
+    **{op: dict.fromkeys(KV_DTYPE_NAMES, Tolerance(*x)) for op, x in _OF_EVERY_DTYPE.items()},
     "add_norm": _PREDICTED,
-    "append_tokens": _of_every(
-        0.0, 0.0, "one rounding to the dtype of the pages, to the nearest even"
-    ),
-    # Whatever the dtypes, q, K and V are multiplied with fp32 accuracy, but for softmax weights: see the op.
-    "attend_pages": _of_every(
-        1e-5, 1e-5, "same fp32 products, summed in another order; vector exp within a few ulp"
-    ),
-    "build_layer_digests": _of_every(
-        0.0, 0.0, "a minimum is one of the inputs: nothing is rounded"
-    ),
-    "build_layer_means": _rounded(1e-5, "fp32 sums over a page in another order"),
-    "build_layer_pilots": _rounded(2e-4, "fp32 sums of up to 512 products in another order"),
-    "build_layer_rotated": _of_every(
-        0.0, 0.0, "compared by what is stored: see the tests of building"
-    ),
-    "copy_layer_pages": _COPIED,
-    "copy_tokens": _COPIED,
-    "decay_mass": _of_every(
-        1e-5, 1e-5, "e^(s - lse) of fp32 sums of up to 256 products in another order"
-    ),
-    "mass_change_rotated": _CODES,
-    "merge_states": _of_every(
-        2e-6, 2e-6, "one sigmoid, whose exp and division a device approximates, and one sum"
-    ),
+    "build_layer_means": _once_rounded(1e-5, "fp32 sums over a page in another order"),
+    "build_layer_pilots": _once_rounded(2e-4, "fp32 sums of up to 512 products in another order"),
     "rotate_heads": _PREDICTED,
-    "salient_bits": _of_every(0.0, 0.0, "comparisons of given numbers"),
-    "score_embeddings": _of_every(5e-5, 2e-5, "fp32 sums of up to 256 products in another order"),
-    "score_pages": _of_every(
-        2e-5, 2e-5, "fp32 sums of up to 256 products in another order, then exp or log"
-    ),
-    "score_rotated": _CODES,
-    "select_pages": _of_every(
-        0.0, 0.0, "ids, not values; sets may differ only between equal scores"
-    ),
-    "stage_pages": _COPIED,
 }
 """By op and the name of a dtype: of K and V, or of the result."""

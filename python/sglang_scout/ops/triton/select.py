@@ -47,8 +47,7 @@ def select_kernel(
     3. A prefix sum numbers the columns above it and, after them, as many equal ones as fit; their (key, column) goes to
        the scratch row [BLOCK_K].
     4. The rank of a chosen page, among all and among the missing ones, is how many are before it; it is written to
-    these
-       places. With STOPS, only if those before it hold less than ``mass``, or all fit.
+       these places. With STOPS, only if those before it hold less than ``mass``, or all fit.
     """
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
