@@ -1,9 +1,11 @@
-"""Replaces what ops run on CPU tensors, to record it or to run something else."""
+"""Which ops there are: to replace what they run on CPU tensors, and what policies add to tables of tests."""
 
 import contextlib
 import importlib
+import importlib.util
 import pkgutil
 import re
+from pathlib import Path
 from unittest import mock
 
 from sglang_scout import ops, policy
@@ -34,3 +36,14 @@ def kernels():
     """The functions that launch kernels, by name; of ops, those have the names of the ops."""
     every = [*modules(triton), *(x for x in modules(policy) if x.__name__.endswith(".kernels"))]
     return {name: x for module in every for name, x in vars(module).items() if callable(x)}
+
+
+def of_policies(table):
+    """The entries of this table in the policies' ``test/policy/*/op_cases.py``."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("policy/*/op_cases.py")):
+        spec = importlib.util.spec_from_file_location(f"op_cases_of_{path.parent.name}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found |= getattr(module, table, {})
+    return found

@@ -11,7 +11,7 @@ import torch
 
 from sglang_scout.ops import rotated
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.tolerances import TOLERANCES, Tolerance
+from sglang_scout.ops.tolerances import Tolerance, tolerances
 
 PILOT_RANK = 32
 S, G, D = 32, 5, 128  # Qwen3-14B, which has 8 KV heads
@@ -43,7 +43,7 @@ class Op:
 
     @property
     def tolerance(self) -> Tolerance:
-        return TOLERANCES[self.name]["bfloat16"]
+        return tolerances(self.reference)["bfloat16"]
 
 
 @dataclass

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from op_calls import of_policies
 from page_weights import coordinates
 from sglang_scout.ops import minmax, rotated, rotated_scores, triton
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.policy.learned import kernels
-from sglang_scout.policy.learned.embed import score_embeddings, score_embeddings_reference
 
 OPS = {
     "minmax": minmax.score_pages,
     "rotated-1": rotated_scores.score_rotated,
     "rotated-2": rotated_scores.score_rotated,
-    "pilot": score_embeddings,
-    "means": score_embeddings,
+    **of_policies("SCORES"),
 }
 IMPLEMENTATIONS = {
     minmax.score_pages: (
@@ -28,8 +26,9 @@ IMPLEMENTATIONS = {
         triton.rotated_scores.score_rotated,
         rotated_scores.score_rotated_reference,
     ),
-    score_embeddings: (kernels.score_embeddings, score_embeddings_reference),
+    **of_policies("IMPLEMENTATIONS"),
 }
+BY_HEAD = ("pilot", "means")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIMS = (16, 48, 64, 80, 96, 128, 256)
 
@@ -57,7 +56,7 @@ def inputs(kind, seed, B=3, N=9, P=12, H=2, G=3, D=64, dtype=torch.float32):
     q = torch.randn(B, H * G, D, generator=rng)
     if kind == "minmax":
         q, digests = q.to(dtype).float(), k.to(dtype).aminmax(dim=1)
-    elif kind in ("pilot", "means"):
+    elif kind in BY_HEAD:
         q = q[:, :H].flatten(0, 1).contiguous()
         digests = [k[:, : 1 + (kind == "means")].transpose(1, 2).contiguous().to(dtype)]
     else:  # with norms of about 1, so that scores have similar magnitude
@@ -69,7 +68,7 @@ def inputs(kind, seed, B=3, N=9, P=12, H=2, G=3, D=64, dtype=torch.float32):
 
 def scores(kind, q, digests, table, n_full, impl):
     arguments = q, *digests, table, n_full
-    if OPS[kind] is score_embeddings:
+    if kind in BY_HEAD:
         return impl(*arguments)
     if kind == "minmax":
         return impl(*arguments, q.shape[2] ** -0.5)
@@ -97,7 +96,7 @@ def masses(kind, q, digests, pages):
 def literal(kind, q, digests, table, n_full):
     """One row at a time, and for embeddings one page and window."""
     (B, N), H = table.shape, digests[0].shape[1]
-    by_head = OPS[kind] is score_embeddings
+    by_head = kind in BY_HEAD
     result = torch.full((B, H, N) if by_head else (B, N), -torch.inf, dtype=torch.float64)
     for b in range(B):
         columns = [n for n in range(min(N, int(n_full[b]))) if table[b, n] >= 0]

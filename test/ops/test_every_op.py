@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from op_calls import of_policies
 from page_weights import coordinates
 from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_pages, merge_states
@@ -17,13 +18,7 @@ from sglang_scout.ops.predict import add_norm, rotate_heads
 from sglang_scout.ops.rotated import STATS_BYTES, build_layer_rotated, planes_shape
 from sglang_scout.ops.rotated_scores import mass_change_rotated, score_rotated
 from sglang_scout.ops.select import select_pages
-from sglang_scout.ops.tolerances import TOLERANCES
-from sglang_scout.policy.hgca.salience import decay_mass, salient_bits
-from sglang_scout.policy.learned.embed import (
-    build_layer_means,
-    build_layer_pilots,
-    score_embeddings,
-)
+from sglang_scout.ops.tolerances import tolerances
 
 L, B, P, S, H, HQ, D, N, C = 2, 3, 7, 32, 2, 4, 16, 5, 24
 
@@ -53,22 +48,17 @@ def cases():
         append_tokens: (real(B, H, D), real(B, H, D), n_full, *pools),
         attend_pages: (q, *slots_of(P), table, n_full, n_full, 0.1, ints(9), n_full),
         build_layer_digests: (layers, ids, *of_layers),
-        build_layer_means: (layers, ids, real(L, P, H, 2, D), torch.stack([ids] * L)),
-        build_layer_pilots: (layers, ids, real(L, P, H, 1, C), real(L, H, C, 2 * D), torch.stack([ids] * L)),
         build_layer_rotated: (layers, ids, *(x.expand(L, *x.shape).clone() for x in codes), None, by[1]),
         copy_layer_pages: (layers, torch.stack([ids % L, ids, ids]), *slots),
         copy_tokens: (layers, torch.stack([ids % L, ids, ids]).sort(1)[0], of_one_head),
-        decay_mass: (q, real(B, HQ), slots_of(P)[0], table, n_full, ints(9), *[n_full] * 3, torch.arange(B).int(),
-                     n_full, real(P, N, H, S), 0.1, 0.1),
         mass_change_rotated: (q, q, *codes, table, n_full, 0.1, by[0]),
         merge_states: (real(B, HQ, D), real(B, HQ), real(B, HQ, D), real(B, HQ)),
         rotate_heads: (real(B, HQ * D), real(D), 1e-6, real(9, D), torch.arange(B), D, True, HQ, D),
-        salient_bits: (real(L, P, N, H, S), ints(C), ints(C), real(L, P, H)),
-        score_embeddings: (real(B * H, C), real(P, H, 2, C), table, n_full),
         score_pages: (q, *of_pages, table, n_full, 0.1),
         score_rotated: (q, *codes, table, n_full, 0.1, by[0]),
         stage_pages: (layers, 1, ints(2, 2), *slots_of(4)),
         select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, 0.9, (ints(B, 4), ints(B, 4))),
+        **{op: arguments() for op, arguments in of_policies("EVERY").items()},
     }  # fmt: skip
 
 
@@ -77,8 +67,8 @@ def slots_of(pages):
 
 
 OPS = pytest.mark.parametrize("op", cases(), ids=lambda op: op.__name__)
-MUTATES = {append_tokens, build_layer_digests, build_layer_means, build_layer_pilots, build_layer_rotated,
-            copy_layer_pages, copy_tokens, decay_mass, stage_pages}  # fmt: skip
+MUTATES = {append_tokens, build_layer_digests, build_layer_rotated, copy_layer_pages, copy_tokens, stage_pages,
+           *of_policies("MUTATES")}  # fmt: skip
 
 
 def beside(op, name):
@@ -94,7 +84,7 @@ def tensors(arguments):
 
 
 def test_every_op_has_a_tolerance():
-    assert {op.__name__ for op in cases()} == set(TOLERANCES)
+    assert all(tolerances(op) for op in cases())
 
 
 @pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")

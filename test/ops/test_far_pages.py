@@ -4,56 +4,36 @@ Each pool is an address range of which only the last pages are ever touched. The
 offset computed in 32 bits is that of the first pages, which are zeros.
 """
 
-import mmap
-
 import pytest
 import torch
 
-from sglang_scout.ops import rotated
+from far_pages import (
+    COUNT,
+    DIGESTS_AT,
+    IDS,
+    KV_AT,
+    PLANES_AT,
+    QUERY,
+    TABLE,
+    WORDS_AT,
+    ZERO,
+    D,
+    H,
+    N,
+    S,
+    equal,
+    kv,
+    pool,
+    random,
+    rotated_digests,
+)
+from op_calls import of_policies
 from sglang_scout.ops import triton as kernels
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.pages import Pool
-from sglang_scout.policy.hgca import kernels as hgca_kernels
-from sglang_scout.policy.learned import kernels as learned_kernels
 
 pytestmark = pytest.mark.skipif(not kernels.interpreted(), reason="needs Triton's interpreter")
 
-N, S, H, D = 3, 32, 1, 16
-KV_AT, WORDS_AT, DIGESTS_AT, PLANES_AT = 2**23, 2**24, 2**28, 2**27
-"""The page behind 2^32 elements: of K or V, of these as 32-bit words, of digests with D elements, with 2 D."""
-MAP_NORESERVE = 0x4000  # in the module mmap since Python 3.13
-TABLE, COUNT = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([N], dtype=torch.int32)
-IDS, ZERO = TABLE[0].long(), torch.zeros(1, dtype=torch.int32)
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
-
-
-def pool(first: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """[first + N, *shape] of zeros that take no memory; floats: the last N are random."""
-    nbytes = (first + N) * torch.Size(shape).numel() * dtype.itemsize
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    pages = torch.frombuffer(mmap.mmap(-1, nbytes, flags), dtype=dtype).view(-1, *shape)
-    if dtype.is_floating_point:
-        pages[first:] = random(N, *shape)
-    return pages
-
-
-def kv(first: int = KV_AT) -> tuple[torch.Tensor, torch.Tensor]:
-    return pool(first, S, H, D), pool(first, S, H, D)
-
-
-def rotated_digests() -> tuple[torch.Tensor, ...]:
-    shapes = rotated.planes_shape(2, D), (D + rotated.STATS_BYTES,)
-    pools = tuple(pool(PLANES_AT, H, *shape, dtype=torch.uint8) for shape in shapes)
-    keys = LayerPages.of([random(N, S, H, D)], [random(N, S, H, D) + 1], "cpu")
-    last = (x[None, PLANES_AT:] for x in pools)
-    rotated.build_layer_rotated_reference(keys, torch.arange(N), *last)
-    return pools
-
-
-QUERY = random(1, 2, D).bfloat16()
 READS = {
     kernels.attend.attend_pages: (KV_AT, kv, lambda x, to: (QUERY, *x, TABLE + to, ZERO + to, COUNT, 0.25)),
     kernels.score.score_pages: (
@@ -66,17 +46,8 @@ READS = {
     kernels.rotated_scores.mass_change_rotated: (
         PLANES_AT, rotated_digests, lambda x, to: (QUERY, QUERY + 1, *x, TABLE + to, COUNT, 0.25)
     ),
-    learned_kernels.score_embeddings: (
-        PLANES_AT, lambda: [pool(PLANES_AT, H, 2, D)],
-        lambda x, to: (QUERY[:, 0].contiguous(), *x, TABLE + to, COUNT),
-    ),
+    **of_policies("FAR_READS"),
 }  # fmt: skip
-
-
-def equal(far: object, near: object) -> None:
-    pairs = [(far, near)] if isinstance(far, torch.Tensor) else zip(far, near, strict=True)
-    for got, want in pairs:
-        assert torch.equal(got, want) and want.float().abs().sum() > 0
 
 
 @pytest.mark.parametrize("op", READS, ids=lambda op: op.__name__)
@@ -85,16 +56,6 @@ def test_reads(op):
     pools = pools()
     far = op(*arguments(pools, first))
     equal(far, op(*arguments([x[first:] for x in pools], 0)))
-
-
-def test_reads_of_moving_averages():
-    k = pool(KV_AT, S, H, D)
-    far, near = (torch.zeros(1, 4, H, S) for _ in range(2))
-    for pages, at, maw in ((k, KV_AT, far), (k[KV_AT:], 0, near)):
-        window = TABLE[:, :2], COUNT - 1, torch.arange(N, dtype=torch.int32) + at, ZERO + 1 + at
-        arguments = QUERY, ZERO + random(1, 2), pages, *window, COUNT, ZERO, ZERO, ZERO, maw
-        hgca_kernels.decay_mass(*arguments, 0.1, 0.25)
-    equal(far, near)
 
 
 def test_appended_tokens():
@@ -124,8 +85,7 @@ BUILDS = {
         lambda: [pool(DIGESTS_AT, H, D) for _ in range(2)],
     ),
     kernels.rotated.build_layer_rotated: (PLANES_AT, rotated_digests),
-    learned_kernels.build_layer_means: (PLANES_AT, lambda: [pool(PLANES_AT, H, 2, D)]),
-    learned_kernels.build_layer_pilots: (PLANES_AT, lambda: [pool(PLANES_AT, H, 1, 32)]),
+    **of_policies("FAR_BUILDS"),
 }
 
 
@@ -133,7 +93,7 @@ BUILDS = {
 def test_digests_from_and_to(op):
     at, pools = BUILDS[op]
     source, to = kv(), pools()
-    more = (random(1, H, 32, 2 * D),) if op is learned_kernels.build_layer_pilots else ()
+    more = (random(1, H, 32, 2 * D),) if op.__name__ == "build_layer_pilots" else ()
     near = [x[None, at:].clone() for x in to]
     layers = LayerPages.of(*([x] for x in source), "cpu")
     op(layers, IDS + at, *(x[None] for x in to), *more, rows=IDS[None] + KV_AT)

@@ -7,17 +7,15 @@ from hypothesis import strategies as st
 
 from attend_cases import FP8
 from implementations import implementations, name_of
+from op_calls import of_policies
 from sglang_scout.ops import minmax, rotated, triton
 from sglang_scout.ops.layers import LayerPages, largest
 from sglang_scout.ops.minmax import build_layer_digests
 from sglang_scout.ops.rotated import PAGE_TOKENS, STATS_BYTES, build_layer_rotated, planes_shape
-from sglang_scout.ops.tolerances import TOLERANCES
-from sglang_scout.policy.learned import embed
-from sglang_scout.policy.learned import kernels as learned_kernels
-from sglang_scout.policy.learned.embed import build_layer_means, build_layer_pilots
+from sglang_scout.ops.tolerances import tolerances
 
 pytestmark = pytest.mark.usefixtures("isa")
-EMBEDS = (build_layer_means, build_layer_pilots)
+EMBEDS = of_policies("BUILDS")  # op: kernel and reference
 NATIVE = (
     (build_layer_digests, minmax._build_layer_digests_native),
     (build_layer_rotated, rotated._build_layer_rotated_native),
@@ -25,14 +23,12 @@ NATIVE = (
 KERNELS = (
     (build_layer_digests, triton.pages.build_layer_digests),
     (build_layer_rotated, triton.rotated.build_layer_rotated),
-    (build_layer_means, learned_kernels.build_layer_means),
-    (build_layer_pilots, learned_kernels.build_layer_pilots),
+    *((op, kernel) for op, (kernel, _) in EMBEDS.items()),
 )
 REFERENCES = (
     (build_layer_digests, minmax.build_layer_digests_reference),
     (build_layer_rotated, rotated.build_layer_rotated_reference),
-    (build_layer_means, embed.build_layer_means_reference),
-    (build_layer_pilots, embed.build_layer_pilots_reference),
+    *((op, reference) for op, (_, reference) in EMBEDS.items()),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
 RANK = 24
@@ -48,10 +44,10 @@ def unwritten(op, L, P, H, D, dtype=torch.float32):
         shapes, dtype = [planes_shape(2, D), (D + STATS_BYTES,)], torch.uint8
     else:
         shapes = {
-            build_layer_digests: [(D,), (D,)],
-            build_layer_means: [(2, D)],
-            build_layer_pilots: [(1, RANK)],
-        }[op]
+            "build_layer_digests": [(D,), (D,)],
+            "build_layer_means": [(2, D)],
+            "build_layer_pilots": [(1, RANK)],
+        }[op.__name__]
     parts = [torch.empty(L, P, H, *shape, dtype=dtype) for shape in shapes]
     for part in parts:
         part.view(torch.uint8).fill_(UNWRITTEN)
@@ -60,7 +56,7 @@ def unwritten(op, L, P, H, D, dtype=torch.float32):
 
 def weights(op, L, H, D):
     """Arguments between the parts and ``rows``."""
-    if op is not build_layer_pilots:
+    if op.__name__ != "build_layer_pilots":
         return []
     return [torch.randn(L, H, RANK, 2 * D, generator=torch.Generator().manual_seed(0)) / D**0.5]
 
@@ -77,7 +73,7 @@ def expected(op, k):
         )
         return parts
     x = k.double()
-    if op is build_layer_means:
+    if op.__name__ == "build_layer_means":
         return [torch.stack([half.mean(2) for half in x.split(S // 2, 2)], 3)]
     high, low = x.amax(2), x.amin(2)
     pooled = torch.cat([x.mean(2), torch.where(high >= -low, high, low)], -1)
@@ -94,7 +90,7 @@ def assert_same(op, got, wanted):
         assert all(map(torch.equal, got, wanted))
         return
     if op in EMBEDS:
-        tolerance = TOLERANCES[op.__name__][str(got[0].dtype).removeprefix("torch.")]
+        tolerance = tolerances(op)[str(got[0].dtype).removeprefix("torch.")]
         assert not tolerance.mismatch(got[0].double(), wanted[0].double())
         return
     if got[0].numel():  # test_rotated.py has what is stored to the last bit

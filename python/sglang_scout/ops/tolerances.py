@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .layers import KV_DTYPE_NAMES
@@ -47,15 +49,12 @@ _OF_EVERY_DTYPE = {
     "build_layer_rotated": (0.0, 0.0, "compared by what is stored: see the tests of building"),
     "copy_layer_pages": _COPIED,
     "copy_tokens": _COPIED,
-    "decay_mass": (1e-5, 1e-5, "e^(s - lse) of fp32 sums of up to 256 products in another order"),
     "mass_change_rotated": _CODES,
     "merge_states": (
         2e-6,
         2e-6,
         "one sigmoid, whose exp and division a device approximates, one sum",
     ),
-    "salient_bits": (0.0, 0.0, "comparisons of given numbers"),
-    "score_embeddings": (5e-5, 2e-5, "fp32 sums of up to 256 products in another order"),
     "score_pages": (
         2e-5,
         2e-5,
@@ -72,16 +71,25 @@ _PREDICTED = {
 }
 
 
-def _once_rounded(atol: float, reason: str) -> dict[str, Tolerance]:
+def of_every_dtype(atol: float, rtol: float, reason: str) -> dict[str, Tolerance]:
+    return dict.fromkeys(KV_DTYPE_NAMES, Tolerance(atol, rtol, reason))
+
+
+def once_rounded(atol: float, reason: str) -> dict[str, Tolerance]:
     rtol = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
     return {dtype: Tolerance(atol, rtol[dtype], f"{reason}, then one rounding") for dtype in rtol}
 
 
 TOLERANCES: dict[str, dict[str, Tolerance]] = {
-    **{op: dict.fromkeys(KV_DTYPE_NAMES, Tolerance(*x)) for op, x in _OF_EVERY_DTYPE.items()},
+    **{op: of_every_dtype(*x) for op, x in _OF_EVERY_DTYPE.items()},
     "add_norm": _PREDICTED,
-    "build_layer_means": _once_rounded(1e-5, "fp32 sums over a page in another order"),
-    "build_layer_pilots": _once_rounded(2e-4, "fp32 sums of up to 512 products in another order"),
     "rotate_heads": _PREDICTED,
 }
 """By op and the name of a dtype: of K and V, or of the result."""
+
+
+def tolerances(op: Callable[..., Any]) -> dict[str, Tolerance]:
+    """Of an op or its reference; those of policies are in the ops' modules."""
+    of_module = getattr(sys.modules[op.__module__], "TOLERANCES", TOLERANCES)
+    found: dict[str, Tolerance] = of_module[op.__name__.removesuffix("_reference")]
+    return found

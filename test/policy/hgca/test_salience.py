@@ -6,8 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import far_pages
 from attend_cases import FP8
 from implementations import implementations
+from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.policy.hgca import kernels
 from sglang_scout.policy.hgca.salience import (
@@ -102,3 +104,31 @@ def test_salient_tokens_have_more_than_their_share_for_some_query_head(dtype):
     assert all(len(x) == 0 for x in select_salient(q, k, pages[:0], beta, 0.25))
     assert len(select_salient(q, k, pages, torch.full((2,), torch.inf), 0.25)[0]) == 0
     assert len(select_salient(q, k, pages, torch.zeros(2), 0.25)[0]) == 2 * len(ids)
+
+
+@pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
+def test_reads_of_pages_beyond_32_bits():
+    """As test/ops/test_far_pages.py."""
+    S, H, D = far_pages.S, far_pages.H, far_pages.D
+    k = far_pages.pool(far_pages.KV_AT, S, H, D)
+    far, near = (torch.zeros(1, 4, H, S) for _ in range(2))
+    for pages, at, maw in ((k, far_pages.KV_AT, far), (k[far_pages.KV_AT :], 0, near)):
+        window = (
+            far_pages.TABLE[:, :2],
+            far_pages.COUNT - 1,
+            torch.arange(far_pages.N, dtype=torch.int32) + at,
+            far_pages.ZERO + 1 + at,
+        )
+        arguments = (
+            far_pages.QUERY,
+            far_pages.ZERO + far_pages.random(1, 2),
+            pages,
+            *window,
+            far_pages.COUNT,
+            far_pages.ZERO,
+            far_pages.ZERO,
+            far_pages.ZERO,
+            maw,
+        )
+        kernels.decay_mass(*arguments, 0.1, 0.25)
+    far_pages.equal(far, near)
