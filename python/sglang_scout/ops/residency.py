@@ -1,20 +1,18 @@
 """Which (layer, page) is resident in which device slot, and how frequently each is used.
 
-Residency is a property of a (layer, page), not of a request: a page that two requests share through the radix cache
-is resident once. The table is only metadata; ``engine/`` moves the bytes.
-
-A slot is free, reserved (a copy into it is in flight) or mapped to one page. A page that is freed or overwritten gets
-a new *generation*: copies of the old content are refused at commit, so a slot never exposes another request's page.
+A page that two requests share through the radix cache is resident once. The table is only metadata; ``engine/`` moves
+the bytes. A slot is free, reserved (a copy into it is in flight) or mapped to one page. A page that is freed or
+overwritten gets a new *generation*: copies of the old content are refused at commit, so a slot never exposes another
+request's page.
 
 All methods are batched over layers, which are independent: ``layer`` is a number, or an array that broadcasts with
 ``pages``. A (layer, page) is its index in the flattened tables, its *key*. Per-step updates are C++
 (``sgl-kernel/src/residency.h``), the rest numpy on the same memory.
 
 The *decayed frequency* of a (layer, page) grows by one for each list of a request and step that selects it and halves
-every ``half_life_steps``. Non-resident pages have one too, so a copy can be judged before it is made: a page evicts
-another only if it is clearly more frequent. With recency alone, a page selected once would evict one selected every
-other step. If each KV head has its own list, this is the accumulated importance score of RheoServe's cache recorder
-(item 10), which specifies neither decay nor score.
+every ``half_life_steps``; non-resident pages have one too. A page evicts another only if it is clearly more frequent:
+with recency alone, a page selected once would evict one selected every other step. If each KV head has its own list,
+this is the accumulated importance score of RheoServe's cache recorder, which specifies neither decay nor score.
 """
 
 from __future__ import annotations
@@ -26,13 +24,12 @@ import numpy.typing as npt
 
 from sglang_scout import _native
 
-Ints = npt.NDArray[np.integer]
+Ints = npt.NDArray[np.integer] | int
 Ids = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 
-DEFAULT_HALF_LIFE_STEPS = 8.0
 SWAP_MARGIN = 1.5
 """Factor by which a page must be more frequent than another to evict it. Without it pages of equal frequency evict each
 other endlessly; measured, it halves the copies for the same misses."""
@@ -48,7 +45,7 @@ def rank_within(groups: Ids) -> Ids:
     return np.arange(len(groups)) - np.searchsorted(groups, groups)
 
 
-def distinct(values: npt.NDArray[np.integer]) -> Ids:
+def distinct(values: Ints) -> Ids:
     """Like ``np.unique``, which is slower as it hashes before it sorts."""
     ordered = np.sort(values, axis=None).astype(np.int64)
     return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered
@@ -64,9 +61,8 @@ class PageUses:
     """
 
     def __init__(self, metadata: _native.Residency, half_life_steps: float) -> None:
-        self._metadata = metadata
+        self._metadata, self._half_life_steps = metadata, half_life_steps
         self.frequency, self.stamp = metadata.frequency, metadata.stamp
-        self._half_life_steps = half_life_steps
         self._scaled_at_step = self._first_step = 0
         # Steady-state frequency, in selections, of a page that is selected in every step.
         self._steady = 1 / (1 - 2 ** (-1 / half_life_steps))
@@ -75,9 +71,8 @@ class PageUses:
         """``step`` relative to the current stamp base."""
         return step - self._first_step
 
-    def count(self, pages: Pages) -> Ids:
-        """``[n, B]`` number of pages in each row of ``pages`` ``[n, B, k]``, which is padded with -1."""
-        return _native.count_pages(pages)
+    count = staticmethod(_native.count_pages)
+    """``[n, B]`` int64, number of pages in each row of ``[n, B, k]`` int32, which is padded with -1."""
 
     def touch(self, layers: Ids, pages: Pages, step: int, fresh: Flags) -> None:
         """Note that ``pages`` were selected in ``step``.
@@ -88,8 +83,8 @@ class PageUses:
                 they could not evict any for many steps.
         """
         weight = np.float32(self._weight(step))
-        heavy = np.float32(weight * self._steady)
-        self._metadata.touch(layers, pages, np.where(fresh, heavy, weight), self.stamp_of(step))
+        weights = np.where(fresh, np.float32(weight * self._steady), weight)
+        self._metadata.touch(layers, pages, weights, self.stamp_of(step))
 
     def _weight(self, step: int) -> float:
         """Frequency added by one selection in ``step``."""
@@ -100,32 +95,29 @@ class PageUses:
             if (passed := self.stamp_of(step) - _KEPT_STAMPS) > _LAST_STAMP:
                 self.stamp[:] = np.maximum(self.stamp, passed - 1) - passed
                 self._first_step += passed
-            every = np.arange(len(self.frequency))
-            nothing = np.zeros((len(every), 0, 0), np.int32)
+            every, nothing = np.arange(len(self.stamp)), np.zeros((len(self.stamp), 0, 0), np.int32)
             self._metadata.touch(every, nothing, np.zeros(0, np.float32), 0)  # the per-slot copies
             self._scaled_at_step, grown = step, 0.0
         return float(2.0**grown)
 
     def selected_since(self, layers: Ids, step: int) -> tuple[Ids, Ids]:
         """Distinct (layer, page) pairs of ``layers`` selected in ``step`` or later, as two arrays."""
-        at, pages = np.nonzero(
-            (self.stamp[layers] >= self.stamp_of(step)) & (self.frequency[layers] > 0)
-        )
+        is_recent = self.stamp[layers] >= self.stamp_of(step)
+        at, pages = np.nonzero(is_recent & (self.frequency[layers] > 0))
         return layers[at], pages
 
     def most_frequent(
         self, layers: Ids, missed: Pages, counts: Flags, is_first: Flags, limit_pages: Ids
     ) -> tuple[Ids, Ids]:
         """The ``limit_pages[i]`` pages of ``missed[i]`` most worth copying, for each layer: by ``is_first`` row, then
-        by frequency, then by smaller id.
+        by frequency, then by smaller id. Distinct (layer, page) pairs as two arrays, in the order of ``layers``, then
+        ascending.
 
         Args:
             layers, limit_pages: ``[n]``.
             missed: ``[n, B, k]`` page ids, -1 padded.
             counts: ``[n, B]`` rows of each layer whose pages may be chosen.
             is_first: ``[B]`` rows whose pages precede all others.
-        Returns:
-            Distinct (layer, page) pairs as two arrays, in the order of ``layers``, then ascending.
         """
         return self._metadata.most_frequent(layers, missed, counts, is_first, limit_pages)
 
@@ -147,8 +139,7 @@ class ResidencyTable:
     """Metadata of the device's page slots, for all layers.
 
     Args:
-        num_pages: P, host pages including the padding page 0.
-        num_slots: S, slots per layer.
+        num_pages, num_slots: P host pages including the padding page 0, S slots per layer.
 
     Attributes:
         slot_of: ``[L, P]`` int32, slot of a page or -1.
@@ -159,16 +150,10 @@ class ResidencyTable:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_pages: int,
-        num_slots: int,
-        half_life_steps: float = DEFAULT_HALF_LIFE_STEPS,
+        self, num_layers: int, num_pages: int, num_slots: int, half_life_steps: float = 8.0
     ) -> None:
         if min(num_layers, num_pages, num_slots) <= 0:
-            raise ValueError(
-                f"expected positive sizes, got {num_layers=} {num_pages=} {num_slots=}"
-            )
+            raise ValueError(f"sizes must be above 0: {num_layers=} {num_pages=} {num_slots=}")
         self.num_layers, self.num_pages, self.num_slots = num_layers, num_pages, num_slots
         self.metadata = metadata = _native.Residency(num_layers, num_pages, num_slots)
         self.uses = PageUses(metadata, half_life_steps)
@@ -178,10 +163,8 @@ class ResidencyTable:
         self._changed: list[Ids] | None = None
 
     def take_changes(self) -> tuple[Ids, Pages]:
-        """Distinct keys whose :attr:`slot_of` changed since the last call, and their current slots, ``[n]`` each.
-
-        The first call returns nothing and starts recording.
-        """
+        """Distinct keys whose :attr:`slot_of` changed since the last call, and their current slots, ``[n]`` each. The
+        first call returns nothing and starts recording."""
         changed = distinct(np.concatenate(self._changed or [np.zeros(0, np.int64)]))
         self._changed = []
         return changed, self._slot[changed]
@@ -208,7 +191,7 @@ class ResidencyTable:
     def resident_pages(self) -> int:
         return int(self.resident_pages_by_layer.sum())
 
-    def missing(self, layer: Ints | int, pages: Ints) -> Ids:
+    def missing(self, layer: Ints, pages: Ints) -> Ids:
         """The distinct keys of ``pages`` that are neither resident nor in flight, ascending."""
         keys = (np.multiply(layer, self.num_pages) + pages)[pages >= 0]
         return self.metadata.absent(keys.astype(np.int64, copy=False))
@@ -232,38 +215,34 @@ class ResidencyTable:
         """Whether all of ``pages`` ``[n]`` are resident in every layer."""
         return bool((np.take(self.slot_of, pages, axis=1) >= 0).all())
 
-    def reserve(self, layer: Ints | int, pages: Ints, is_forced: bool = True) -> Reservation:
+    def reserve(self, layer: Ints, pages: Ints, is_forced: bool = True) -> Reservation:
         """Reserve free slots for the missing ones of ``pages``, most frequent first, while there are slots: also those
         held back if ``is_forced``, i.e. for pages that must be resident."""
         keys, free = self.missing(layer, pages), self.num_free if is_forced else self.num_spare
         if (self._per_layer(keys) > free).any():
-            keys, layers, rank = self._by_frequency(keys)
+            keys, layers, rank, _ = self._by_frequency(keys)
             keys = np.sort(keys[rank < free[layers]])
         return Reservation(*self.metadata.reserve(keys))
 
-    def exchange(self, layer: Ints | int, pages: Ints, before_step: int) -> Reservation:
+    def exchange(self, layer: Ints, pages: Ints, before_step: int) -> Reservation:
         """Like :meth:`reserve`, but once spare slots run out, clearly less frequent pages are evicted.
 
         Only unpinned pages last selected before ``before_step`` are evicted, each for one ``SWAP_MARGIN`` times as
         frequent; first, the slots to hold back are replenished. The layer's slots must have been read in this step.
         """
         if self.held_back:
-            self.evict(
-                np.flatnonzero(np.bincount(np.ravel(layer))), self.held_back, before_step, False
-            )
+            self.evict(distinct(layer), self.held_back, before_step, is_forced=False)
         keys, spare = self.missing(layer, pages), self.num_spare
         short = self._per_layer(keys) - spare
         if (short > 0).any():
-            keys, layers, rank = self._by_frequency(keys)
-            frequency = self._frequency_of(keys)
+            keys, layers, rank, frequency = self._by_frequency(keys)
             best = np.zeros(self.num_layers, np.float32)  # of the first page without a spare slot
             is_best = rank == spare[layers]
             best[layers[is_best]] = frequency[is_best]
             below = best * np.float32(1.001 / SWAP_MARGIN)  # with slack for rounding
-            below = np.minimum(below, self._unpinned_below())
-            found_layers, slots, slot_frequency = self.metadata.least_frequent(
-                short, self.uses.stamp_of(before_step), below
-            )
+            below = np.minimum(below, self._evictable_below(is_forced=False))
+            before = self.uses.stamp_of(before_step)
+            found_layers, slots, slot_frequency = self.metadata.least_frequent(short, before, below)
             # Pair the most frequent page without a spare slot with the least frequent slot, and so on.
             contender = np.searchsorted(layers, found_layers) + spare[found_layers]
             contender += rank_within(found_layers)
@@ -274,53 +253,43 @@ class ResidencyTable:
             keys = np.sort(keys[rank < spare[layers]])
         return Reservation(*self.metadata.reserve(keys))
 
-    def _unpinned_below(self) -> Floats:
-        """``[L]`` frequency below which pages are not pinned; ties at the threshold are not."""
+    def _evictable_below(self, is_forced: bool) -> Floats:
+        """``[L]`` frequency below which pages are not pinned, ties at the threshold are not; any if ``is_forced``."""
         pinned = int(self.pin_share * self.num_slots)
-        if not pinned:
+        if is_forced or not pinned:
             return np.full(self.num_layers, np.inf, np.float32)
         frequency = np.where(self.page_of >= 0, self.metadata.slot_frequency, np.float32(-np.inf))
         first_unpinned = np.partition(frequency, -pinned - 1)[:, -pinned - 1]
-        below: Floats = np.nextafter(first_unpinned, np.float32(np.inf))
-        return below
+        return np.nextafter(first_unpinned, np.float32(np.inf))
 
     def _per_layer(self, keys: Ids) -> Ids:
         return np.bincount(keys // self.num_pages, minlength=self.num_layers)
 
-    def _frequency_of(self, keys: Ids) -> Floats:
-        return self.uses.frequency[np.divmod(keys, self.num_pages)]
-
-    def _by_frequency(self, keys: Ids) -> tuple[Ids, Ids, Ids]:
-        """Ascending ``keys`` sorted by layer, then descending frequency; their layers, and ranks within them."""
-        layers = keys // self.num_pages
-        order = np.lexsort((-self._frequency_of(keys), layers))
-        return keys[order], layers, rank_within(layers)
+    def _by_frequency(self, keys: Ids) -> tuple[Ids, Ids, Ids, Floats]:
+        """Ascending ``keys`` sorted by layer, then descending frequency; their layers, ranks within them, frequency."""
+        layers, pages = np.divmod(keys, self.num_pages)
+        frequency = self.uses.frequency[layers, pages]
+        order = np.lexsort((-frequency, layers))
+        return keys[order], layers, rank_within(layers), frequency[order]
 
     def commit(self, reservation: Reservation, step: int) -> int:
         """Map the pages after their copies have landed. Returns how many were still valid."""
         return self._note(self.metadata.land(*reservation, self.uses.stamp_of(step)))
 
-    def evict(
-        self, layer: Ints | int, want_free: Ints | int, before_step: int, is_forced: bool = True
-    ) -> int:
-        """Unmap the least frequent pages until ``want_free`` slots of each ``layer`` (distinct) are free.
-
-        Only pages last selected before ``before_step`` are evicted, pinned ones only if ``is_forced``. Returns how
-        many."""
+    def evict(self, layer: Ints, want_free: Ints, before_step: int, is_forced: bool = True) -> int:
+        """Unmap the least frequent pages until ``want_free`` slots of each ``layer`` (distinct) are free. Only pages
+        last selected before ``before_step`` are evicted, pinned ones only if ``is_forced``. Returns how many."""
         short = np.zeros(self.num_layers, np.int64)
         short[layer] = want_free - self.num_free[layer]
         if (short <= 0).all():
             return 0
-        below = (
-            np.full(self.num_layers, np.inf, np.float32) if is_forced else self._unpinned_below()
-        )
-        before = self.uses.stamp_of(before_step)
+        before, below = self.uses.stamp_of(before_step), self._evictable_below(is_forced)
         layers, slots, _ = self.metadata.least_frequent(short, before, below)
         return self._note(self.metadata.vacate(layers, slots))
 
     def invalidate(self, pages: Ints) -> None:
         """``pages`` were freed or will be overwritten: drop them in every layer."""
-        ids = np.unique(pages).astype(np.int64)
+        ids = distinct(pages)
         self.metadata.generation[ids] += 1
         self.metadata.is_pending[:, ids] = False
         slots = self.slot_of[:, ids].astype(np.int64)

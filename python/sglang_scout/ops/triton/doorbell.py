@@ -1,7 +1,7 @@
 """The request ring from inside a CUDA graph: post a record, wait for its answer and merge it.
 
 The producer's side of sgl-kernel/src/ring.h, in kernels. The ring is pinned host memory, passed as a device-accessible
-address. In the interpreter, loads and stores are Triton's atomics. A post with 40 heads of 128 at batch 16 is 160 KiB,
+address. A post with 40 heads of 128 at batch 16 is 160 KiB,
 about 3 us at 55 GB/s, and so is an answer.
 
 Ordering. Every program of a post writes its row, then increments an arrival counter with acquire-release in system
@@ -15,8 +15,6 @@ polls the head, or the worker does not sleep during a step.
 Accuracy. A bfloat16 result is off by up to 2^-8 of itself, which the merge scales by the CPU's weight: at most the
 error that FlashAttention has from rounding the softmax to bfloat16. """
 
-import time
-
 import numpy as np
 import torch
 import triton
@@ -26,6 +24,7 @@ from sglang_scout import _native
 
 from .attend import merge_rows
 from .exact import rounded
+from .system import load_acquire, now_ns, pause, store_release
 
 # Words of the state tensor, int64. The host writes the first two between steps.
 EPOCH = tl.constexpr(0)  # epoch of the worker that records go to; 0: post nothing
@@ -54,63 +53,6 @@ REPLY_STATUS = tl.constexpr(_REPLY["status"][1])
 
 CLOSED_ITEM = tl.constexpr(_native.RING_CLOSED_ITEM)
 
-if triton.knobs.runtime.interpret:
-
-    def now_ns():
-        return time.monotonic_ns()
-
-    def pause(ns):
-        time.sleep(ns.value * 1e-9)
-
-    @triton.jit
-    def load_acquire(word):
-        return tl.atomic_add(word, 0, sem="acquire", scope="sys")
-
-    @triton.jit
-    def store_release(word, value):
-        tl.atomic_xchg(word, value, sem="release", scope="sys")
-
-else:
-    # Not Triton's atomics: PCIe atomics on host memory are a separate request type, which not
-    # every platform supports. Loads and stores always work.
-
-    @triton.jit
-    def now_ns():
-        return tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
-
-    @triton.jit
-    def pause(ns):
-        """Suspend the warp for a time between 0 and twice ``ns``, a constant."""
-        tl.inline_asm_elementwise(
-            "{ nanosleep.u32 $1; mov.u32 $0, 0; }", "=r,r", [ns],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )
-
-    @triton.jit
-    def load_acquire(word):
-        return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.s64 $0, [$1];", "=l,l", [word],
-            dtype=tl.int64, is_pure=False, pack=1,
-        )
-
-    @triton.jit
-    def store_release(word, value):
-        # Every thread of the program runs inline asm; thread 0 made the preceding stores.
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first st.release.sys.global.s64 [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,l", [word, value], dtype=tl.int32, is_pure=False, pack=1,
-        )
-
-
 @triton.jit
 def at_word(address):
     """An address within a header, as a pointer to int64."""
@@ -128,12 +70,6 @@ def at_array(address, dtype: tl.constexpr):
     """The start of an array, aligned for 16-byte accesses. A constant in ``address`` would lose the hint: Triton 3.8
     turns it into an offset from another pointer."""
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
-
-
-@triton.jit
-def stamp_kernel(stamps, index):
-    """One word of ``stamps``, int64: nanoseconds of ``%globaltimer``."""
-    tl.store(stamps + index, now_ns())
 
 
 MAX_RUNS = tl.constexpr(_native.RING_MAX_PARTS)
@@ -161,14 +97,14 @@ def post_kernel(
     q, pages, n_pages, state, open_seq, awaited, asked, arrivals, control, log, records,
     replies, record_stride, reply_stride, pages_offset, n_pages_offset, layer, rows, threads, most, least_pages,
     nodes, k, max_pages, max_batch, log_entries,
-    L: tl.constexpr, WIDTH: tl.constexpr, Q_OFFSET: tl.constexpr, Q_BF16: tl.constexpr, BLOCK_Q: tl.constexpr,
+    L: tl.constexpr, WIDTH: tl.constexpr, Q: tl.constexpr, Q_AT: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
 ):
     """Each program writes one row of a record; the last to arrive publishes it.
 
-    q [rows, WIDTH]; pages [rows, k]; n_pages [rows]. open_seq [2 L]: the in-flight record of a slot, 0 if free. awaited
-    [2 L]: the record that `merge_answer_kernel` waits for, 0 without a post. asked [2 L, max_batch]: number of pages
-    that each row requested. control, log, records, replies: addresses within the ring. """
+    q [rows, WIDTH]; pages [rows, k]; n_pages [rows]. Q, Q_AT: see `placed`. open_seq [2 L]: the in-flight record of a
+    slot, 0 if free. awaited [2 L]: the record that `merge_answer_kernel` waits for, 0 without a post. asked [2 L,
+    max_batch]: number of pages that each row requested. control, log, records, replies: addresses within the ring. """
     b = tl.program_id(0)
     step = tl.load(state + STEP)
     epoch = tl.load(state + EPOCH)
@@ -193,12 +129,8 @@ def post_kernel(
                 i = first + tl.arange(0, BLOCK_Q)
                 # [BLOCK_Q]
                 value = tl.load(q + b.to(tl.int64) * WIDTH + i, mask=i < WIDTH)
-                if Q_BF16:
-                    to = at_array(record, tl.bfloat16) + Q_OFFSET // 2
-                else:
-                    to = at_array(record, tl.float32) + Q_OFFSET // 4
-                value = rounded(value, to.dtype.element_ty)
-                tl.store(to + b * WIDTH + i, value, mask=i < WIDTH)
+                to = at_array(record, Q) + Q_AT + b * WIDTH + i
+                tl.store(to, rounded(value, Q), mask=i < WIDTH)
         for first in range(0, k, BLOCK_K):
             i = first + tl.arange(0, BLOCK_K)
             # [BLOCK_K]
@@ -234,6 +166,12 @@ def post_kernel(
                 tl.atomic_or(state + ERRORS, tl.full([], BUSY, tl.int64))
 
 
+def placed(spec, offset: int) -> tuple[tl.dtype, int]:
+    """Dtype of queries or results in a record or reply, and where they begin, in elements."""
+    dtype = getattr(tl, spec.q_dtype)
+    return dtype, offset * 8 // dtype.primitive_bitwidth
+
+
 def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor) -> None:
     (rows, k), at, spec = pages.shape, ring.layout, ring.spec
     width = spec.row_heads * spec.head_dim
@@ -243,7 +181,7 @@ def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.
         ring.address + at.records_offset, ring.address + at.replies_offset, at.record_stride,
         at.reply_stride, at.pages_offset, at.n_pages_offset, layer, rows, *ring.split,
         spec.num_nodes, k, spec.max_pages, spec.max_batch, at.log_entries, spec.num_layers, width,
-        at.q_offset, spec.q_dtype == "bfloat16", min(2048, triton.next_power_of_2(width)),
+        *placed(spec, at.q_offset), min(2048, triton.next_power_of_2(width)),
         min(1024, max(16, triton.next_power_of_2(k))),
         triton.next_power_of_2(rows), num_warps=4,
     )
@@ -290,7 +228,7 @@ def await_answer(state, open_seq, answered, waited_ns, fault, reply, slot, seq, 
 def merge_answer_kernel(
     state, open_seq, awaited, answered, asked, waited_ns, fault, out, lse, change, merged, replies,
     reply_stride, lse_offset, layer, timeout_ns, rows, max_batch, L,
-    OUT_OFFSET: tl.constexpr, OUT_BF16: tl.constexpr, ROW_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
+    OUT: tl.constexpr, OUT_AT: tl.constexpr, ROW_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Program 0 waits for the answer; the others wait for its word in ``answered`` and merge a block of rows each.
@@ -328,13 +266,10 @@ def merge_answer_kernel(
             if (word != seq) & (word != -seq):
                 store_release(fault, tl.full([], LATE, tl.int64))
         got = got & (seq != 0) & (word == seq)
-        if OUT_BF16:
-            values = at_array(reply, tl.bfloat16) + OUT_OFFSET // 2
-        else:
-            values = at_array(reply, tl.float32) + OUT_OFFSET // 4
         # Volatile: the worker has just written this, so it must not come from a cache.
         # [BLOCK_R, BLOCK_D]
-        their_out = tl.load(values + at, mask=mask & got[:, None], other=0.0, volatile=True)
+        values = at_array(reply, OUT) + OUT_AT + at
+        their_out = tl.load(values, mask=mask & got[:, None], other=0.0, volatile=True)
         # [BLOCK_R]
         their_lse = tl.load(
             at_array(reply + lse_offset, tl.float32) + r, mask=got, other=float("-inf"), volatile=True
@@ -351,7 +286,7 @@ def merge(ring, layer: int, out: torch.Tensor, lse: torch.Tensor, change, dtype)
     merge_answer_kernel[(1 + triton.cdiv(B * HQ, block_r),)](
         ring.state, ring.open_seq, ring.awaited, ring.answered, ring.asked, ring.waited_ns, ring.fault,
         out, lse, change, merged, ring.address + at.replies_offset, at.reply_stride, at.lse_offset, layer,
-        ring.timeout_us * 1000, B * HQ, ring.spec.max_batch, ring.spec.num_layers, at.out_offset,
-        ring.spec.q_dtype == "bfloat16", ring.spec.row_heads, D, block_r, block_d, num_warps=1,
+        ring.timeout_us * 1000, B * HQ, ring.spec.max_batch, ring.spec.num_layers, *placed(ring.spec, at.out_offset),
+        ring.spec.row_heads, D, block_r, block_d, num_warps=1,
     )
     return merged
