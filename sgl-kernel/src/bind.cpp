@@ -52,9 +52,9 @@ void attend_batch(const In<float, 3>& q, const AnyIn<4>& k, const AnyIn<4>& v,
                   const std::optional<In<int32_t, 1>>& last_len, float scale,
                   const Out<float, 3>& out, const Out<float, 2>& lse, int threads) {
   const char* const op = "attend_batch";
-  const auto [B, HQ, D] = sizes(q);
-  const auto [P, S, H, K] = sizes(k);
-  const auto [rows, columns] = sizes(pages);
+  const auto [B, HQ, D] = sizes<3>(q);
+  const auto [P, S, H, K] = sizes<4>(k);
+  const auto [rows, columns] = sizes<2>(pages);
   const int group = group_of(op, HQ, H, D, 16384);
   const int64_t lists = B > 0 ? rows / B : 1;
   const DType type = dtype_of(op, k.dtype());
@@ -110,7 +110,7 @@ void score_requests(const char* op, const In<float, 3>& q, const In<int32_t, 2>&
                     const In<int32_t, 1>& n_full, int64_t pages, const Out<float, 2>& out,
                     int64_t results, size_t floats, scout::ScoreArgs args, int threads,
                     const Score& score) {
-  const auto [B, HQ, D] = sizes(q);
+  const auto [B, HQ, D] = sizes<3>(q);
   const int64_t columns = table.shape(1), q_floats = HQ * D;
   expect_shape(op, "table", table, {B, columns});
   expect_shape(op, "n_full", n_full, {B});
@@ -186,17 +186,12 @@ NB_MODULE(_native, m) {
     throw std::runtime_error("this CPU has no AVX2, FMA or F16C, which sglang-scout needs");
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
   m.doc() = "CPU kernels, ring and residency of sglang_scout.";
-  m.def("attend_batch", &attend_batch, no_gil, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-        nb::arg("pages"), nb::arg("last_page").none(), nb::arg("last_len").none(), nb::arg("scale"),
-        nb::arg("out"), nb::arg("lse"), nb::arg("threads"),
+  m.def("attend_batch", &attend_batch, no_gil,
         "Attention of each request over its lists of pages (-1: none) and an optional partial last "
         "page; see ops/attend.py.");
-  m.def("score_pages", &score_pages, no_gil, nb::arg("q"), nb::arg("kmin"), nb::arg("kmax"),
-        nb::arg("table"), nb::arg("n_full"), nb::arg("scale"), nb::arg("out"), nb::arg("threads"),
+  m.def("score_pages", &score_pages, no_gil,
         "Quest bounds of the first n_full pages of each request, reduced over the query heads.");
-  m.def("score_rotated", &score_rotated, no_gil, nb::arg("q"), nb::arg("planes"), nb::arg("stats"),
-        nb::arg("table"), nb::arg("n_full"), nb::arg("scale"), nb::arg("log_masses"),
-        nb::arg("turn").none(), nb::arg("bits").none(), nb::arg("out"), nb::arg("threads"),
+  m.def("score_rotated", &score_rotated, no_gil,
         "Scores of the first n_full pages of each request by their rotated digests, or log masses "
         "of its query heads.");
   m.attr("RUNS_PER_THREAD") = scout::kRunsPerThread;

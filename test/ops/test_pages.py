@@ -208,31 +208,15 @@ def test_cpp_refuses_what_it_would_read_or_write_outside(layer_pages):
     for call, arguments, message in (
         (stage, (source, 0, pages, slots[:5], slots[:5]), "more entries than slots"),
         (stage, (source, 0, pages, slots, slots), "lists are not whole requests"),
-        (stage, (source, 0, pages[:2], slots, slots[:, :7].clone()), r"dst_v is \[6, 7, 2, 2\]"),
         (
             stage,
             (source, 0, pages[:2] + 4, slots, slots),
             r"pages has 4, expected values in \[0, 4\)",
         ),
-        (
-            copy,
-            (source, ids, *torch.zeros(2, 2, 3, 8, 4, 1)),
-            r"source is \[4, 8, 4, 2\], expected",
-        ),
-        (
-            copy,
-            (source, ids[:2], *torch.zeros(2, 2, 3, 8, 4, 2)),
-            r"ids is \[2, 1\], expected \[3, 1\]",
-        ),
         (copy, (source, ids, *torch.zeros(2, 1, 3, 8, 4, 2)), "number of layers"),
-        (copy, (source, ids, *torch.zeros(2, 2, 3, 8, 4, 2).half()), "dtypes differ"),
     ):
         with pytest.raises(ValueError, match=message):
             call(*arguments)
-    to = torch.zeros(2, 2, 3, 8, 4, 2)
-    for wrong in (ids.int(), ids[0], ids.expand(3, 2), ids.to("meta"), None):
-        with pytest.raises(TypeError, match="incompatible function arguments"):
-            copy(source, wrong, *to)
 
 
 @implementations(ops._copy_tokens_native, ops.copy_tokens_reference)
