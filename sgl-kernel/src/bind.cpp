@@ -52,9 +52,9 @@ void attend_batch(const In<float, 3>& q, const AnyIn<4>& k, const AnyIn<4>& v,
                   const std::optional<In<int32_t, 1>>& last_len, float scale,
                   const Out<float, 3>& out, const Out<float, 2>& lse, int threads) {
   const char* const op = "attend_batch";
-  const auto [B, HQ, D] = sizes(q);
-  const auto [P, S, H, K] = sizes(k);
-  const auto [rows, columns] = sizes(pages);
+  const auto [B, HQ, D] = sizes<3>(q);
+  const auto [P, S, H, K] = sizes<4>(k);
+  const auto [rows, columns] = sizes<2>(pages);
   const int group = group_of(op, HQ, H, D, 16384);
   const int64_t lists = B > 0 ? rows / B : 1;
   const DType type = dtype_of(op, k.dtype());
@@ -110,7 +110,7 @@ void score_requests(const char* op, const In<float, 3>& q, const In<int32_t, 2>&
                     const In<int32_t, 1>& n_full, int64_t pages, const Out<float, 2>& out,
                     int64_t results, size_t floats, scout::ScoreArgs args, int threads,
                     const Score& score) {
-  const auto [B, HQ, D] = sizes(q);
+  const auto [B, HQ, D] = sizes<3>(q);
   const int64_t columns = table.shape(1), q_floats = HQ * D;
   expect_shape(op, "table", table, {B, columns});
   expect_shape(op, "n_full", n_full, {B});

@@ -31,13 +31,15 @@ using Pages = std::vector<AnyIn<4>>;  // K or V of each layer, [P, S, H, D]
 using Weights = std::optional<In<float, 4>>;
 
 // `count` layers of the same shape and dtype.
-template <class T>
-void expect_layers(const char* op, const std::vector<T>& k, const std::vector<T>& v, size_t count) {
+template <int N, class... Of>
+void expect_layers(const char* op, const std::vector<scout::Tensor<N, Of...>>& k,
+                   const std::vector<scout::Tensor<N, Of...>>& v, size_t count) {
   require(op, count > 0 && k.size() == count && v.size() == count,
           "no or another number of layers");
-  for (const std::vector<T>* half : {&k, &v}) {
-    for (const T& layer : *half)
-      require(op, layer.dtype() == k[0].dtype() && sizes(layer) == sizes(k[0]), "layers differ");
+  for (const auto* half : {&k, &v}) {
+    for (const auto& layer : *half)
+      require(op, layer.dtype() == k[0].dtype() && sizes<N>(layer) == sizes<N>(k[0]),
+              "layers differ");
   }
 }
 
@@ -81,9 +83,9 @@ void copy_rows(const char* op, const In<int64_t, 2>& ids, int64_t bytes, int64_t
 void copy_layer_pages(const Pages& k, const Pages& v, const In<int64_t, 2>& ids,
                       const AnyOut<5>& to_k, const AnyOut<5>& to_v) {
   const char* const op = "copy_layer_pages";
-  const auto [L, slots, S, H, D] = sizes(to_k);
+  const auto [L, slots, S, H, D] = sizes<5>(to_k);
   expect_layers(op, k, v, L);
-  expect_shape(op, "source", k[0], {sizes(k[0])[0], S, H, D});
+  expect_shape(op, "source", k[0], {sizes<4>(k[0])[0], S, H, D});
   expect_shape(op, "dst_v", to_v, {L, slots, S, H, D});
   require(op, to_k.dtype() == k[0].dtype() && to_v.dtype() == k[0].dtype(), "dtypes differ");
   copy_rows(op, ids, S * H * D * to_k.itemsize(), k[0].shape(0), slots,
@@ -95,8 +97,8 @@ void copy_tokens(const Pages& k, const Pages& v, const In<int64_t, 2>& ids,
   const char* const op = "copy_tokens";
   expect_layers(op, k, v, to_k.size());
   expect_layers(op, to_k, to_v, k.size());
-  const auto [P, S, H, D] = sizes(k[0]);
-  const auto [C, tokens, width] = sizes(to_k[0]);
+  const auto [P, S, H, D] = sizes<4>(k[0]);
+  const auto [C, tokens, width] = sizes<3>(to_k[0]);
   require(op, to_k[0].dtype() == k[0].dtype() && width == D, "dtypes or D differ");
   copy_rows(op, ids, D * k[0].itemsize(), P * S * H, C * tokens, {starts_of(k), starts_of(v)},
             {starts_of(to_k), starts_of(to_v)});
@@ -105,9 +107,9 @@ void copy_tokens(const Pages& k, const Pages& v, const In<int64_t, 2>& ids,
 void stage_pages(const AnyIn<4>& k, const AnyIn<4>& v, const In<int32_t, 2>& pages,
                  const AnyOut<4>& to_k, const AnyOut<4>& to_v) {
   const char* const op = "stage_pages";
-  const auto [P, S, H, D] = sizes(k);
-  const auto [slots, tokens, heads, width] = sizes(to_k);
-  const auto [rows, columns] = sizes(pages);
+  const auto [P, S, H, D] = sizes<4>(k);
+  const auto [slots, tokens, heads, width] = sizes<4>(to_k);
+  const auto [rows, columns] = sizes<2>(pages);
   expect_shape(op, "v", v, {P, S, H, D});
   expect_shape(op, "dst_k", to_k, {slots, S, heads, D});
   expect_shape(op, "dst_v", to_v, {slots, S, heads, D});
@@ -133,39 +135,25 @@ void stage_pages(const AnyIn<4>& k, const AnyIn<4>& v, const In<int32_t, 2>& pag
   }
 }
 
-// Sizes as the kernels take them, after a check of the head size.
-struct Heads {
-  int tokens, heads, dim;
-  DType type;
-};
-
-Heads heads_of(const char* op, const AnyIn<4>& k, int64_t end) {
-  const auto [P, S, H, D] = sizes(k);
-  require(op, S > 0 && H > 0 && D > 0 && D % 16 == 0 && D <= end,
-          "expected tokens, heads, and D a multiple of 16 up to the kernel's limit");
-  return {static_cast<int>(S), static_cast<int>(H), static_cast<int>(D),
-          scout::dtype_of(op, k.dtype())};
-}
-
 void digest_layers(const Pages& k, const In<int64_t, 1>& ids, const AnyIn<1>& values,
                    const AnyOut<4>& kmin, const AnyOut<4>& kmax) {
   const char* const op = "build_layer_digests";
-  const int64_t L = kmin.shape(0), P = kmin.shape(1), n = ids.shape(0);
+  const auto [L, P, H, D] = sizes<4>(kmin);
   expect_layers(op, k, k, L);
-  const Heads of = heads_of(op, k[0], 16384);
-  expect_shape(op, "source.k", k[0], {P, of.tokens, of.heads, of.dim});
-  expect_shape(op, "kmin", kmin, {L, P, of.heads, of.dim});
-  expect_shape(op, "kmax", kmax, {L, P, of.heads, of.dim});
+  const int64_t S = k[0].shape(1), n = ids.shape(0);
+  const DType of = scout::dtype_of(op, k[0].dtype()), to = scout::dtype_of(op, kmin.dtype());
+  require(op, S > 0 && H > 0 && D > 0 && D % 16 == 0, "expected tokens, heads, D a multiple of 16");
+  expect_shape(op, "source.k", k[0], {P, S, H, D});
+  expect_shape(op, "kmax", kmax, {L, P, H, D});
   expect_shape(op, "values", values, {256});
   expect_ids(op, "ids", ids.data(), n, P);
-  const DType to = scout::dtype_of(op, kmin.dtype());
-  require(op, scout::bytes_of(of.type) == 1 ? scout::bytes_of(to) > 1 : to == of.type,
+  require(op, scout::bytes_of(of) == 1 ? scout::bytes_of(to) > 1 : to == of,
           "expected digests of the dtype of K, or of a wider one if K is fp8");
   require(op, kmax.dtype() == kmin.dtype() && values.dtype() == kmin.dtype(), "dtypes differ");
-  const int64_t layer_bytes = P * of.heads * of.dim * scout::bytes_of(to);
+  const int64_t layer_bytes = P * H * D * scout::bytes_of(to);
   for (int64_t l = 0; l < L; ++l) {
-    scout::digest_pages(k[l].data(), of.tokens, of.heads, of.dim, of.type, ids.data(), n, to,
-                        values.data(), static_cast<char*>(kmin.data()) + l * layer_bytes,
+    scout::digest_pages(k[l].data(), S, H, D, of, ids.data(), n, to, values.data(),
+                        static_cast<char*>(kmin.data()) + l * layer_bytes,
                         static_cast<char*>(kmax.data()) + l * layer_bytes);
   }
 }
@@ -174,11 +162,12 @@ void rotate_layers(const Pages& k, const Pages& v, const In<int64_t, 1>& ids,
                    const Out<uint8_t, 6>& planes, const Out<uint8_t, 4>& stats, const Weights& turn,
                    const Weights& bits) {
   const char* const op = "build_layer_rotated";
-  const int64_t L = planes.shape(0), P = planes.shape(1), n = ids.shape(0);
+  const int64_t L = planes.shape(0), n = ids.shape(0), bits_per_key = turn ? 1 : 2;
   expect_layers(op, k, v, L);
-  const Heads of = heads_of(op, k[0], scout::kRotatedMaxDim);
-  const int64_t H = of.heads, D = of.dim, bits_per_key = turn ? 1 : 2;
-  expect_shape(op, "source.k", k[0], {P, scout::kRotatedTokens, H, D});
+  const auto [P, S, H, D] = sizes<4>(k[0]);
+  require(op, H > 0 && D > 0 && D % 16 == 0 && D <= scout::kRotatedMaxDim,
+          "expected heads, D a multiple of 16 up to 1024");
+  require(op, S == scout::kRotatedTokens, "expected pages of 32 tokens");
   expect_shape(op, "planes", planes, {L, P, H, bits_per_key, 16, D / 4});
   expect_shape(op, "stats", stats, {L, P, H, D + scout::kStatsBytes});
   expect_ids(op, "ids", ids.data(), n, P);
@@ -190,15 +179,15 @@ void rotate_layers(const Pages& k, const Pages& v, const In<int64_t, 1>& ids,
   for (int64_t l = 0; l < L; ++l) {
     scout::rotate_pages({k[l].data(),
                          v[l].data(),
-                         of.type,
+                         scout::dtype_of(op, k[0].dtype()),
                          ids.data(),
                          n,
                          planes.data() + l * P * H * bits_per_key * 4 * D,
                          stats.data() + l * P * H * (D + scout::kStatsBytes),
                          {turn ? turn->data() + l * H * D * D : nullptr,
                           bits ? bits->data() + l * H * 4 * D : nullptr},
-                         of.heads,
-                         of.dim});
+                         static_cast<int>(H),
+                         static_cast<int>(D)});
   }
 }
 

@@ -3,27 +3,23 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
-#include <initializer_list>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "residency.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 
 namespace {
 
+using scout::Array;
+using scout::expect_shape;
+using scout::require;
 using scout::Residency;
 
-template <class T, int N>
-using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 using Keys = Array<const int64_t, 1>;
 using PageIds = nb::ndarray<const int32_t, nb::ndim<3>, nb::device::cpu>;
-
-void require(bool condition, const char* op, const char* message) {
-  if (!condition) throw nb::value_error((std::string(op) + ": " + message).c_str());
-}
 
 // An array that takes ownership of the values.
 template <class T>
@@ -48,29 +44,29 @@ View<T> of_slots(Residency& r, T* data) {
   return View<T>(data, {static_cast<size_t>(r.num_layers), static_cast<size_t>(r.num_slots)});
 }
 
-void check_below(const char* op, const Keys& ids, int64_t end) {
-  bool good = true;
-  for (size_t i = 0; i < ids.shape(0); ++i) good &= ids.data()[i] >= 0 && ids.data()[i] < end;
-  require(good, op, "a layer, page or slot is out of range");
+int64_t size(const Keys& keys) { return static_cast<int64_t>(keys.shape(0)); }
+
+void check_below(const char* op, const char* name, const Keys& ids, int64_t end) {
+  scout::expect_ids(op, name, ids.data(), size(ids), end);
 }
 
 void check_slots(const char* op, const Residency& r, const Keys& layers, const Keys& slots) {
-  require(slots.shape(0) == layers.shape(0), op, "layers and slots must have the same length");
-  check_below(op, layers, r.num_layers);
-  check_below(op, slots, r.num_slots);
+  expect_shape(op, "slots", slots, {size(layers)});
+  check_below(op, "layers", layers, r.num_layers);
+  check_below(op, "slots", slots, r.num_slots);
 }
 
 scout::LayerPageIds ids_of(const char* op, const int64_t* layers, const PageIds& pages) {
-  require(pages.shape(2) <= 1 || pages.stride(2) == 1, op, "pages of a row must be contiguous");
-  const auto size = [&](int axis) { return static_cast<int64_t>(pages.shape(axis)); };
-  return {layers, pages.data(), size(0), size(1), size(2), pages.stride(0), pages.stride(1)};
+  require(op, pages.shape(2) <= 1 || pages.stride(2) == 1, "pages of a row must be contiguous");
+  const auto [n, rows, k] = scout::sizes<3>(pages);
+  return {layers, pages.data(), n, rows, k, pages.stride(0), pages.stride(1)};
 }
 
 scout::LayerPageIds checked(const char* op, const Residency& r, const Keys& layers,
                             const PageIds& pages) {
   const scout::LayerPageIds ids = ids_of(op, layers.data(), pages);
-  require(layers.shape(0) == pages.shape(0), op, "layers must be [n] for pages of [n, B, k]");
-  require(scout::are_valid(r, ids), op, "a layer or page is out of range");
+  expect_shape(op, "layers", layers, {ids.n});
+  require(op, scout::are_valid(r, ids), "a layer or page is out of range");
   return ids;
 }
 
@@ -85,20 +81,19 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> count_pages(const PageIds& pages) {
 void touch(Residency& r, const Keys& layers, const PageIds& pages,
            const Array<const float, 1>& weights, int32_t step) {
   const scout::LayerPageIds ids = checked("touch", r, layers, pages);
-  require(static_cast<int64_t>(weights.shape(0)) == ids.rows, "touch", "weights must be [B]");
+  expect_shape("touch", "weights", weights, {ids.rows});
   scout::touch_pages(r, ids, weights.data(), step);
 }
 
 int64_t protect(Residency& r, const Keys& pages, int32_t step) {
-  check_below("protect", pages, r.num_pages);
+  check_below("protect", "pages", pages, r.num_pages);
   return scout::protect_pages(r, pages.data(), pages.shape(0), step);
 }
 
 nb::tuple least_frequent(const Residency& r, const Keys& counts, int32_t before_step,
                          const Array<const float, 1>& below) {
-  const auto layers = static_cast<size_t>(r.num_layers);
-  require(counts.shape(0) == layers && below.shape(0) == layers, "least_frequent",
-          "counts and below must be [L]");
+  expect_shape("least_frequent", "counts", counts, {r.num_layers});
+  expect_shape("least_frequent", "below", below, {r.num_layers});
   auto found = scout::least_frequent_slots(r, counts.data(), before_step, below.data());
   return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.slots)),
                         handed_over(std::move(found.frequency)));
@@ -108,22 +103,22 @@ nb::tuple most_frequent(const Residency& r, const Keys& layers, const PageIds& p
                         const Array<const bool, 2>& counts, const Array<const bool, 1>& is_first,
                         const Keys& limits) {
   const scout::LayerPageIds ids = checked("most_frequent", r, layers, pages);
-  require(counts.shape(0) == pages.shape(0) && counts.shape(1) == pages.shape(1) &&
-              is_first.shape(0) == pages.shape(1) && limits.shape(0) == pages.shape(0),
-          "most_frequent", "counts must be [n, B], is_first [B], limits [n]");
+  expect_shape("most_frequent", "counts", counts, {ids.n, ids.rows});
+  expect_shape("most_frequent", "is_first", is_first, {ids.rows});
+  expect_shape("most_frequent", "limits", limits, {ids.n});
   auto found = scout::most_frequent_pages(r, ids, counts.data(), is_first.data(), limits.data());
   return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.pages)));
 }
 
 auto absent(const Residency& r, const Keys& keys) {
-  check_below("absent", keys, r.num_layers * r.num_pages);
+  check_below("absent", "keys", keys, r.num_layers * r.num_pages);
   return handed_over(scout::absent_keys(r, keys.data(), keys.shape(0)));
 }
 
 nb::tuple reserve(Residency& r, const Keys& keys) {
-  check_below("reserve", keys, r.num_layers * r.num_pages);
+  check_below("reserve", "keys", keys, r.num_layers * r.num_pages);
   scout::Reserved found;
-  require(scout::reserve(r, keys.data(), keys.shape(0), &found), "reserve",
+  require("reserve", scout::reserve(r, keys.data(), keys.shape(0), &found),
           "more pages than free slots");
   return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.pages)),
                         handed_over(std::move(found.slots)),
@@ -133,9 +128,9 @@ nb::tuple reserve(Residency& r, const Keys& keys) {
 auto land(Residency& r, const Keys& layers, const Keys& pages, const Keys& slots,
           const Keys& generations, int32_t step) {
   check_slots("land", r, layers, slots);
-  check_below("land", pages, r.num_pages);
-  require(pages.shape(0) == layers.shape(0) && generations.shape(0) == layers.shape(0), "land",
-          "layers, pages and generations must have the same length");
+  check_below("land", "pages", pages, r.num_pages);
+  expect_shape("land", "pages", pages, {size(layers)});
+  expect_shape("land", "generations", generations, {size(layers)});
   return handed_over(scout::land(r, layers.data(), pages.data(), slots.data(), generations.data(),
                                  layers.shape(0), step));
 }
@@ -144,7 +139,7 @@ auto vacate(Residency& r, const Keys& layers, const Keys& slots) {
   check_slots("vacate", r, layers, slots);
   for (size_t i = 0; i < slots.shape(0); ++i) {
     const int32_t page = r.page_of[layers.data()[i] * r.num_slots + slots.data()[i]];
-    require(page >= 0, "vacate", "a slot holds no page");
+    require("vacate", page >= 0, "a slot holds no page");
   }
   return handed_over(scout::vacate(r, layers.data(), slots.data(), layers.shape(0)));
 }

@@ -27,7 +27,6 @@ using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 template <int N, class... Of>
 struct Tensor : nb::ndarray<Of..., nb::ndim<N>, nb::c_contig, nb::device::cpu> {
   using Base = nb::ndarray<Of..., nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-  static constexpr int kAxes = N;
   Tensor() = default;
   explicit Tensor(Base&& base) : Base(std::move(base)) {}
 };
@@ -51,10 +50,10 @@ inline void require(const char* op, bool condition, const char* message) {
   require_lazily(op, condition, [=] { return message; });
 }
 
-template <class T>
-std::array<int64_t, T::kAxes> sizes(const T& tensor) {
-  std::array<int64_t, T::kAxes> found;
-  for (int i = 0; i < T::kAxes; ++i) found[i] = static_cast<int64_t>(tensor.shape(i));
+template <int N, class T>
+std::array<int64_t, N> sizes(const T& array) {
+  std::array<int64_t, N> found;
+  for (int i = 0; i < N; ++i) found[i] = static_cast<int64_t>(array.shape(i));
   return found;
 }
 
