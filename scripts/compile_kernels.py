@@ -11,6 +11,7 @@ than a few words on the architecture that it was written for (90), or was not re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -46,9 +47,13 @@ from sglang_scout.ops.triton import (
     score,
     select,
 )
-from sglang_scout.policy.hgca import kernels as salience
-from sglang_scout.policy.learned import kernels as embed
 from sglang_scout.worker.ring import ArenaSpec, Split, layout_of
+
+learned = hgca = None
+with contextlib.suppress(ModuleNotFoundError):
+    from sglang_scout.policy.hgca import kernels as hgca
+with contextlib.suppress(ModuleNotFoundError):
+    from sglang_scout.policy.learned import kernels as learned
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """Maximum shared memory per program, by architecture: A100, A40, L40S, H100, B200, B300, RTX PRO 6000."""
@@ -81,7 +86,12 @@ MODELS = {  # H, G, D, dtype of KV, batch, pages: every size and dtype once, not
 def cases() -> Iterator[Case]:
     attend.processors = lambda _device: PROCESSORS
     for model in MODELS:
-        for call, about, arguments in (*choosing_and_attending(model), *pages_of_all_layers(model)):
+        of_policies = [
+            *(of_learned_policies(model) if learned else ()),
+            *(of_hgca(model) if hgca else ()),
+        ]
+        every = *choosing_and_attending(model), *pages_of_all_layers(model), *of_policies
+        for call, about, arguments in every:
             yield call, f"{about}, {model}", arguments
     yield from parts_of_a_step()
     yield from ring_calls()
@@ -97,19 +107,12 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     digests = empty(P, H, D, dtype=own), empty(P, H, D, dtype=own)
     table = empty(B, N, dtype=I32)
     yield score.score_pages, "", (q, *digests, table, row, 0.1)
-    for W, E in ((2, D), (1, 32)):
-        embeddings = empty(P, H, W, E, dtype=own)
-        yield embed.score_embeddings, f", {W} of {E}", (empty(B * H, E), embeddings, table, row)
     for bits, parts in rotated_parts(model, P).items():
         by, about = coordinates(bits, H, D), f", {bits} bits"
         yield rotated_scores.score_rotated, about, (q, *parts, table, row, 0.1, by)
         arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1, by)
         yield rotated_scores.mass_change_rotated, about, arguments
     yield attend.attend_pages, "", (real_q, k, v, table, row, row, 0.1, table[0], row)
-    W = min(N, 128)
-    arguments = (real_q, q[..., 0], k, table, *[row] * 7, empty(B, W, H, S), 0.1, 0.1)
-    yield salience.decay_mass, "", arguments
-    yield salience.salient_bits, "", (empty(3, B, W, H, S), row, row, empty(3, B, H))
     if model in ("Qwen3-14B", "D=256"):
         lists, counts = empty(B * H, N, dtype=I32), empty(B * H, dtype=I32)
         arguments = (real_q, k, v, lists, row, row, 0.1, table[0], counts)
@@ -117,6 +120,31 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     if model == "all one":
         yield attend.attend_pages, " without a last page", (real_q, k, v, table, None, None, 0.1)
         yield select.select_pages, "", (empty(1, 1), table, row, row, 1, 1, 0)
+
+
+def of_learned_policies(model: str) -> Iterator[Case]:
+    H, _, D, dtype, B, N = MODELS[model]
+    L, P, own, row = 3, 4096, MODEL_DTYPES.get(dtype, dtype), empty(B, dtype=I32)
+    for W, E in ((2, D), (1, 32)):
+        arguments = empty(B * H, E), empty(P, H, W, E, dtype=own), empty(B, N, dtype=I32), row
+        yield learned.score_embeddings, f", {W} of {E}", arguments
+    k = empty(P, 32, H, D, dtype=dtype)
+    layers, ids = LayerPages.of([k] * L, [k] * L, "meta"), empty(64, dtype=I64)
+    of_slots = {" of slots": empty(L, 64, dtype=I64)} if model == "Qwen3-14B" else {}
+    for of, rows in {"": None, **of_slots}.items():
+        yield learned.build_layer_means, of, (layers, ids, empty(L, P, H, 2, D, dtype=own), rows)
+        embeddings, w_k = empty(L, P, H, 1, 32, dtype=own), empty(L, H, 32, 2 * D)
+        yield learned.build_layer_pilots, of, (layers, ids, embeddings, w_k, rows)
+
+
+def of_hgca(model: str) -> Iterator[Case]:
+    H, G, D, dtype, B, N = MODELS[model]
+    W, row = min(N, 128), empty(B, dtype=I32)
+    q = empty(B, H * G, D, dtype=MODEL_DTYPES.get(dtype, dtype))
+    k, table = empty(4096, 32, H, D, dtype=dtype), empty(B, N, dtype=I32)
+    arguments = (q, empty(B, H * G), k, table, *[row] * 7, empty(B, W, H, 32), 0.1, 0.1)
+    yield hgca.decay_mass, "", arguments
+    yield hgca.salient_bits, "", (empty(3, B, W, H, 32), row, row, empty(3, B, H))
 
 
 def rotated_parts(model: str, *lead: int) -> dict[int, list[torch.Tensor]]:
@@ -145,13 +173,9 @@ def pages_of_all_layers(model: str) -> Iterator[Case]:
     k = empty(P, 32, H, D, dtype=dtype)
     layers, ids = LayerPages.of([k] * L, [k] * L, "meta"), empty(64, dtype=I64)
     bounds, by_bits = [empty(L, P, H, D, dtype=own)] * 2, rotated_parts(model, L, P)
-    w_k = empty(L, H, 32, 2 * D)
     of_slots = {" of slots": empty(L, 64, dtype=I64)} if model == "Qwen3-14B" else {}
     for of, rows in {"": None, **of_slots}.items():
         yield pages.build_layer_digests, of, (layers, ids, *bounds, rows)
-        yield embed.build_layer_means, of, (layers, ids, empty(L, P, H, 2, D, dtype=own), rows)
-        embeddings = empty(L, P, H, 1, 32, dtype=own)
-        yield embed.build_layer_pilots, of, (layers, ids, embeddings, w_k, rows)
         for bits, parts in by_bits.items():
             arguments = (layers, ids, *parts, rows, coordinates(bits, L, H, D))
             yield rotated.build_layer_rotated, f", {bits} bits{of}", arguments
@@ -209,7 +233,8 @@ def ring_calls() -> Iterator[Case]:
 
 def kernels_of_package() -> set[str]:
     modules = [f"{kernels.__name__}.{m.name}" for m in pkgutil.iter_modules(kernels.__path__)]
-    found = [item for name in modules for item in vars(importlib.import_module(name)).items()]
+    loaded = [importlib.import_module(name) for name in modules] + [x for x in (hgca, learned) if x]
+    found = [item for module in loaded for item in vars(module).items()]
     return {name for name, x in found if isinstance(x, JITFunction) and "_kernel" in name}
 
 

@@ -33,15 +33,10 @@ from sglang_scout.ops import (
 from sglang_scout.ops import triton as kernels
 from sglang_scout.ops.doorbell import write_stamp
 from sglang_scout.ops.pages import Pool
-from sglang_scout.policy.hgca import kernels as hgca_kernels
-from sglang_scout.policy.hgca import salience
-from sglang_scout.policy.learned import embed
-from sglang_scout.policy.learned import kernels as learned_kernels
 
 ATTEND = Op(kernels.attend.attend_pages, attend.attend_pages_reference)
 MERGE = Op(kernels.attend.merge_states, attend.merge_states_reference)
 SELECT = Op(kernels.select.select_pages, select.select_pages_reference)
-EMBEDDING_SCORES = Op(learned_kernels.score_embeddings, embed.score_embeddings_reference)
 MASS_CHANGE = Op(
     kernels.rotated_scores.mass_change_rotated, rotated_scores.mass_change_rotated_reference
 )
@@ -50,8 +45,6 @@ STAGE = Op(kernels.pages.stage_pages, pages.stage_pages_reference)
 APPEND = Op(kernels.pages.append_tokens, pages.append_tokens_reference)
 ADD_NORM = Op(kernels.predict.add_norm, predict.add_norm_reference)
 ROTATE_HEADS = Op(kernels.predict.rotate_heads, predict.rotate_heads_reference)
-DECAY_MASS = Op(hgca_kernels.decay_mass, salience.decay_mass_reference)
-SALIENT_BITS = Op(hgca_kernels.salient_bits, salience.salient_bits_reference)
 _BY_BITS = Op(kernels.rotated_scores.score_rotated, rotated_scores.score_rotated_reference)
 _ROTATE = Op(kernels.rotated.build_layer_rotated, rotated.build_layer_rotated_reference)
 
@@ -62,8 +55,6 @@ BUILDS = {
     "bounds": Op(kernels.pages.build_layer_digests, minmax.build_layer_digests_reference),
     "1 bit": _ROTATE,
     "2 bits": _ROTATE,
-    "means": Op(learned_kernels.build_layer_means, embed.build_layer_means_reference),
-    "pilots": Op(learned_kernels.build_layer_pilots, embed.build_layer_pilots_reference),
 }
 
 
@@ -88,18 +79,6 @@ def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
         B * N * (sum(part[0].nbytes for part in digests) + 8) + q.nbytes,
         [lambda t=t: call(op.kernel, t) for t in tables],
         check,
-    )
-
-
-def embedding_scores(pools: Pools, B: int, N: int, embeddings: torch.Tensor) -> Case:
-    q, n_full = pools.random(B * pools.H, embeddings.shape[-1]).to(DTYPE), pools.full(N, B)
-    tables = [pools.ids(B, N, pages=len(embeddings)) for _ in range(REPEATS)]
-    return Case(
-        "score_embeddings",
-        {"B": B, "N": N, "W": embeddings.shape[2]},
-        B * N * (embeddings[0].nbytes + 4 * pools.H + 4),
-        [lambda t=t: EMBEDDING_SCORES.kernel(q, embeddings, t, n_full) for t in tables],
-        lambda: difference(EMBEDDING_SCORES, q, embeddings, tables[0], n_full),
     )
 
 
@@ -250,29 +229,6 @@ def predicted(pools: Pools, B: int) -> Iterator[Case]:
     at = torch.arange(B, device=q.device)
     arguments = (q, weight[:D].contiguous(), 1e-6, table, at, D, True, pools.HQ, D)
     yield plain(ROTATE_HEADS, {"B": B}, 2 * q.nbytes + 4 * B * D, *arguments)
-
-
-def window_weights(pools: Pools, B: int, W: int, kv: torch.dtype = DTYPE) -> Iterator[Case]:
-    """HGCA's moving averages over a window of W pages, and the tokens kept of pages that leave it."""
-    q, lse = pools.random(B, pools.HQ, D).to(DTYPE), pools.random(B, pools.HQ) + 8
-    maw = pools.uniform(B, W, pools.H, S)
-    ids, slot_of = pools.ids(B, W - 1), pools.ids(pools.pages)
-    window = ids, pools.full(W - 1, B), slot_of, pools.ids(B), pools.full(7, B)
-    rows = pools.full(0, B), torch.arange(B, dtype=torch.int32, device=pools.device)
-
-    def call(function: Any = DECAY_MASS.kernel) -> object:
-        k = pools.kv(kv, function is DECAY_MASS.reference)[0]
-        return function(q, lse, k, *window, *rows, rows[0], maw, 0.1, D**-0.5)
-
-    yield Case(
-        "decay_mass",
-        {"B": B, "W": W, "kv": name_of(kv)},
-        B * W * S * pools.H * (D * kv.itemsize + 8),
-        [call] * REPEATS,
-        lambda: changed(DECAY_MASS, [maw], call),
-    )
-    limits, nbytes = pools.random(1, B, pools.H) * 0.1 + 0.5, 4 * B * pools.H * (S + 1)
-    yield plain(SALIENT_BITS, {"n": B}, nbytes, maw.clone()[None], rows[1], rows[0], limits)
 
 
 def stamped(pools: Pools) -> Case:

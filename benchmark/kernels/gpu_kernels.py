@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from benchmark import device, rows
-from benchmark.kernels import gpu_cases
+from benchmark.kernels import gpu_cases, policy_cases
 from benchmark.kernels.gpu_pools import DTYPE, E4M3, E5M2, Case, D, G, Pools, S
 
 WARM_UP, SAMPLES, ENOUGH_US, FEWEST = 2, 50, 300_000, 5
@@ -38,7 +38,7 @@ def check_cases(pools: Pools) -> Iterator[Case]:
     """Every kernel of every policy except the ring's, which benchmark/ring runs; feasible in the interpreter too, where
     a program takes a second."""
     yield from (gpu_cases.scores(pools, 2, 40, bits) for bits in gpu_cases.SCORES)
-    yield from (gpu_cases.embedding_scores(pools, 2, 40, x) for x in (pools.means, pools.pilots))
+    yield from policy_cases.check_cases(pools)
     yield gpu_cases.selection(pools, 2, 40, 8)
     for kv in (DTYPE, E4M3, E5M2):
         yield gpu_cases.attention(pools, 2, 3, 9, kv)
@@ -53,8 +53,6 @@ def check_cases(pools: Pools) -> Iterator[Case]:
     yield gpu_cases.merged(pools, 2)
     yield gpu_cases.mass_changes(pools, 2, 3, 2)
     yield from gpu_cases.predicted(pools, 2)
-    for kv in (DTYPE, E4M3):
-        yield from gpu_cases.window_weights(pools, 2, 3, kv)
     yield gpu_cases.stamped(pools)
 
 

@@ -1,10 +1,8 @@
 """Parts of the GPU check that run without a device: checks in the interpreter, refusals, steps."""
 
 import argparse
-import importlib
 import json
 import os
-import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import op_calls
 from benchmark import gpu_table, host_probe, rows
 from benchmark.kernels import gpu_kernels
 from benchmark.kernels.gpu_pools import Pools
@@ -32,12 +31,8 @@ def run(*command, **variables):
 
 def kernels():
     """Names of the package's Triton kernels, without their device functions."""
-    modules = (
-        importlib.import_module(f"{triton.__name__}.{m.name}")
-        for m in pkgutil.iter_modules(triton.__path__)
-    )
-    functions = (x for module in modules for x in vars(module).values() if hasattr(x, "fn"))
-    return {x.fn.__name__ for x in functions if x.fn.__name__.endswith("_kernel")}
+    functions = (x.fn.__name__ for x in op_calls.kernels().values() if hasattr(x, "fn"))
+    return {name for name in functions if name.endswith("_kernel")}
 
 
 @without_a_device
