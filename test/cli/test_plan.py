@@ -235,7 +235,11 @@ KEYS = "--kv-offload-config"
         (["--mem-fraction-static", "0"], "--mem-fraction-static 0.0: must be greater than 0"),
         (["--gpu", "v100"], "--gpu v100: unknown device, and no readable device file"),
         (["--kv-offload", "none"], "--kv-offload 'none': unknown policy"),
-        (["--kv-offload", "sparda"], "needs --kv-offload-config '{\"forecast_file\": FILE}'"),
+        pytest.param(
+            ["--kv-offload", "sparda"],
+            "needs --kv-offload-config '{\"forecast_file\": FILE}'",
+            marks=pytest.mark.sparda,
+        ),
         ([KEYS, '{"digest": "x"}'], "digest = 'x': Invalid enum value 'x'; it takes minmax"),
         ([KEYS, '{"digest": "calibrated"}'], "needs --kv-offload-config '{\"digest_file\": FILE}'"),
         ([KEYS, '{"digest_file": "w", "grain": "head"}'], "cannot be used with grain = 'head'"),
