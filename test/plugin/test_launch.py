@@ -121,7 +121,7 @@ if version("sglang") != "0.5.15.post1":
 
 def resolved(made):
     """SGLang's resolved flags, resolved at once or on request."""
-    from sglang_scout.plugin.release import adapter
+    from sglang_scout.plugin.hooks import adapter
 
     getattr(made, "resolve_once", lambda: None)()
     return adapter.resolved(made)

@@ -17,13 +17,11 @@ from sglang_scout.core.config import OffloadConfig, parse_config
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.page_bytes import input_bytes
-from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin import limits
-from sglang_scout.plugin import prefill as prefill_hooks
 from sglang_scout.plugin import ranks as ranks_module
-from sglang_scout.plugin.release import VERSION
+from sglang_scout.plugin.hooks import VERSION
 from sglang_scout.policy.base import policies
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena_fits import pool, pool_lacks
@@ -37,7 +35,7 @@ def _meet(rank, path):
     group = SimpleNamespace(
         rank_in_group=rank, world_size=2, cpu_group=torch.distributed.group.WORLD
     )
-    ranks_module.adapter.tp_group = lambda: group
+    ranks_module.get_attn_tp_group = lambda: group
     ranks = ranks_module.AttentionRanks()
     assert ranks.least(5 - rank) == 4
     assert ranks.gather({"of": [rank] * rank}) == [{"of": []}, {"of": [1]}]
@@ -238,22 +236,6 @@ def test_a_size_that_nothing_can_hold_is_refused_before_anything_is_loaded(monke
         limits.check_memory_flag(config_of(host_gb=400))
     fake_pool(monkeypatch, tmp_path, 401)
     limits.check_memory_flag(config_of(host_gb=400))
-
-
-@pytest.mark.parametrize("keys", [{}, {"prefill_digests": False}])
-def test_pages_and_digests_of_a_prefill_server_share_what_sglang_found(monkeypatch, keys):
-    config = config_of(config=keys)
-    monkeypatch.setattr(prefill_hooks, "parse", lambda args: config)
-    monkeypatch.setattr(prefill_hooks, "model_shape", lambda runner: SHAPE)
-    found, runner = 40 << 30, SimpleNamespace(server_args=None)
-    got = prefill_hooks.around_profile_available_bytes(lambda runner, before: found, runner, 0)
-    page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
-    num_pages = got // page_bytes
-    digests = 0
-    if config.prefill_digests:
-        held = DigestPool(dataclasses.replace(SHAPE, num_layers=1), 1, "cpu", config.digest)
-        digests = SHAPE.num_layers * sum(part.nbytes for part in held.parts)
-    assert num_pages * (page_bytes + digests) <= found < (num_pages + 1) * (page_bytes + digests)
 
 
 def test_sglang_keeps_as_many_words_of_each_token_as_are_counted():

@@ -1,4 +1,5 @@
-"""Hooks into SGLang: declared on their functions, applied and verified in the processes of their role."""
+"""The installed release of SGLang, and the hooks into it: declared on their functions, applied and verified in the
+processes of their role."""
 
 from __future__ import annotations
 
@@ -6,18 +7,24 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_scout.plugin.release import VERSION
+from sglang_scout.core.sglang_versions import ADAPTERS, check_version
+
+VERSION = version("sglang")
+check_version(VERSION)
+adapter: Any = import_module(f"sglang_scout.plugin.{ADAPTERS[VERSION]}")
+"""What differs between the supported releases: one module each, with the same names."""
 
 ROLES = {
     "flags": ("launch",),
-    "http": ("http", "halves", "shutdown"),
-    "decode": ("decode", "fixes", "shutdown"),
-    "prefill": ("prefill", "fixes", "shutdown"),
+    "http": ("http", "halves"),
+    "decode": ("decode", "requests", "transfers", "status"),
+    "prefill": ("prefill", "requests", "transfers", "status"),
 }
 """The modules of each role's hooks. A process imports only those of its own."""
 

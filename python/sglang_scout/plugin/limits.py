@@ -15,8 +15,8 @@ from sglang_scout.core.forecast import check_weights, trained_weights, weights_f
 from sglang_scout.core.profile import check_profile, load_profile
 from sglang_scout.core.served_models import DTYPES, FP8_KV, check_architecture, check_attention
 from sglang_scout.ops import triton
+from sglang_scout.plugin.hooks import VERSION, adapter
 from sglang_scout.plugin.model import TORCH_DTYPES, model_identity
-from sglang_scout.plugin.release import VERSION, adapter
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes, free_pool_bytes
 from sglang_scout.worker.ring import MAX_BATCH

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.distributed.parallel_state import get_attn_tp_group
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -21,7 +22,7 @@ from sglang_scout.core.profile import ModelIdentity, config_digest
 from sglang_scout.core.served_models import DTYPES, FP8_KV
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.predict import QueryProjector, add_norm, rotate_heads
-from sglang_scout.plugin.release import adapter
+from sglang_scout.plugin.hooks import adapter
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 TORCH_FP8 = tuple(getattr(torch, name) for name in FP8_KV.values())
@@ -29,7 +30,7 @@ TORCH_FP8 = tuple(getattr(torch, name) for name in FP8_KV.values())
 
 def rank_weights(config: OffloadConfig) -> PageWeights | None:
     """The part of :func:`trained_weights` for this tensor-parallel rank's heads."""
-    weights, group = trained_weights(config), adapter.tp_group()
+    weights, group = trained_weights(config), get_attn_tp_group()
     return None if weights is None else weights.of_rank(group.rank_in_group, group.world_size)
 
 
@@ -96,7 +97,7 @@ def model_shape(runner: Any) -> ModelShape:
     return ModelShape(
         num_layers=len(attentions),
         num_q_heads=first.tp_q_head_num,
-        num_kv_heads=config.get_num_kv_heads(adapter.tp_group().world_size),
+        num_kv_heads=config.get_num_kv_heads(get_attn_tp_group().world_size),
         head_dim=config.head_dim,
         page_size=runner.page_size,
         dtype=config.dtype,

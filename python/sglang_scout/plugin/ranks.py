@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import pilot_rank
+from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
 from sglang_scout.engine.memory import LEAST_PAGES, ServerSize
+from sglang_scout.plugin.hooks import adapter
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
 from sglang_scout.plugin.model import model_shape
-from sglang_scout.plugin.release import adapter
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena_fits import pool
@@ -36,7 +38,7 @@ class AttentionRanks:
     """The ranks that share a layer's heads; see :class:`engine.stores.Ranks`."""
 
     def __init__(self) -> None:
-        self._group = adapter.tp_group()
+        self._group = get_attn_tp_group()
         self.rank: int = self._group.rank_in_group
         self.size: int = self._group.world_size
 
@@ -234,3 +236,21 @@ def _available_bytes(nodes: list[int], ranks: AttentionRanks) -> int:
     users = Counter(node for of_rank in bound_to for node in of_rank)
     of_nodes = (host_memory.available_bytes(node) // users[node] for node in nodes)
     return min(available, ranks.size * sum(of_nodes))
+
+
+def lock(address: int, nbytes: int, message: str) -> None:
+    """Page-lock memory that the device uses, until this process ends.
+
+    Args:
+        message: of the refusal, with a place for the error.
+    """
+
+    def progress(done: int) -> None:
+        if nbytes > LOCK_CHUNK_BYTES:
+            of = nbytes / 2**30
+            logger.info("--kv-offload: %.0f of %.0f GiB are page-locked", done / 2**30, of)
+
+    try:
+        lock_memory(address, nbytes, progress)
+    except MemoryError as error:
+        raise ConfigError(message.format(error)) from None
