@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS
 from sglang_scout.engine.memory import check_memory
+from sglang_scout.plugin import status
 from sglang_scout.plugin.backend import ScoutAttnBackend, current_backend
 from sglang_scout.plugin.hooks import adapter, hook
 from sglang_scout.plugin.limits import BACKEND_NAME
@@ -209,8 +210,8 @@ def _fail_owners(requests: Sequence[Any], damaged: npt.NDArray[np.int64]) -> Non
             "its checksum. Send the request again; if it happens again, the machine's memory is at fault."
         )
         logger.error("request %s fails: %s", request.rid, message)
-        status = HTTPStatus.INTERNAL_SERVER_ERROR
-        request.to_finish = FINISH_ABORT(message, status, "InternalServerError")
+        code = HTTPStatus.INTERNAL_SERVER_ERROR
+        request.to_finish = FINISH_ABORT(message, code, "InternalServerError")
         request.finished_len = len(request.output_ids)
         request.skip_radix_cache_insert = True
 
@@ -258,3 +259,13 @@ def before_trace_slice(context, slice, *_, **__) -> None:
         before = getattr(context, "kv_offload_before", now)
         context.kv_offload_before = now
         slice.attrs.update({f"kv_offload.{name}": now[name] - before[name] for name in TRACED})
+
+
+@hook("managers.scheduler.Scheduler.get_internal_state", "after")
+def after_get_internal_state(result, scheduler, *args, **kwargs):
+    """Add the state to `/server_info`."""
+    backend = current_backend()
+    result.internal_state["kv_offload"] = state = status.decode_state(backend)
+    # All ranks are asked at once.
+    state["ranks"] = backend.ranks.gather({key: state[key] for key in status.OF_EACH_RANK})
+    return result

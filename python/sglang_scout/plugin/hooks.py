@@ -23,8 +23,8 @@ adapter: Any = import_module(f"sglang_scout.plugin.{ADAPTERS[VERSION]}")
 ROLES = {
     "flags": ("launch",),
     "http": ("http", "halves"),
-    "decode": ("decode", "requests", "transfers", "status"),
-    "prefill": ("prefill", "requests", "transfers", "status"),
+    "decode": ("decode", "requests", "transfers"),
+    "prefill": ("prefill", "requests", "transfers"),
 }
 """The modules of each role's hooks. A process imports only those of its own."""
 

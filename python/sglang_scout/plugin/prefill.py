@@ -24,6 +24,7 @@ from sglang_scout.engine.digest_pool import choose_hint
 from sglang_scout.engine.hints import hint_bytes
 from sglang_scout.engine.memory import bytes_beside_digests
 from sglang_scout.engine.stores import HostPages, as_words
+from sglang_scout.plugin import status
 from sglang_scout.plugin.hooks import adapter, hook
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.model import model_shape, rank_weights
@@ -140,6 +141,13 @@ def before_send_kv_chunk(
     hint = choose_hint(pool.digests, queries, full, pool.rule, pool.shape.scale)
     if hint is not None:
         pool.digests.hints.put(pages[-1], hint)
+
+
+@hook("managers.scheduler.Scheduler.get_internal_state", "after")
+def after_get_internal_state(result, scheduler, *args, **kwargs):
+    """Add the state to `/server_info`."""
+    result.internal_state["kv_offload"] = status.prefill_state(scheduler)
+    return result
 
 
 @hook(

@@ -17,9 +17,8 @@ from sglang_scout.core.profile import selection_of
 from sglang_scout.core.step_log import StepLog
 from sglang_scout.engine.counters import Counters, Stat
 from sglang_scout.ops.op import chosen
-from sglang_scout.plugin.hooks import VERSION, hook
+from sglang_scout.plugin.hooks import VERSION
 from sglang_scout.plugin.model import model_identity
-from sglang_scout.plugin.requests import is_decode
 
 if TYPE_CHECKING:
     from sglang_scout.plugin.backend import ScoutAttnBackend
@@ -151,22 +150,6 @@ def prefill_state(scheduler: Any) -> dict[str, Any]:
         "digests_computed": digests.computed if digests is not None else 0,
         "hints_made": hints.made if hints is not None else 0,
     }
-
-
-@hook("managers.scheduler.Scheduler.get_internal_state", "after")
-def after_get_internal_state(result, scheduler, *args, **kwargs):
-    """Add the state to `/server_info`."""
-    if not is_decode(scheduler):
-        state = prefill_state(scheduler)
-    else:
-        from sglang_scout.plugin.backend import current_backend
-
-        backend = current_backend()
-        state = decode_state(backend)
-        # All ranks are asked at once.
-        state["ranks"] = backend.ranks.gather({key: state[key] for key in OF_EACH_RANK})
-    result.internal_state["kv_offload"] = state
-    return result
 
 
 class Metrics:
