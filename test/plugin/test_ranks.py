@@ -117,7 +117,7 @@ def test_a_gpu_on_the_second_of_two_nodes(
     is_far = numa.near_cpus("0000:01:00.0") and not set(allowed) & {4, 5, 6, 7}
     far = "this process may run on none of the CPUs near the GPU (4-7,12-15)"
     assert plan.warning == (far if is_far else "")
-    assert (list(cpus.by_node), cpus.counts) == (list(nodes), list(nodes.values()))
+    assert {node: len(on_node) for node, on_node in cpus.by_node.items()} == nodes
     assert plan.background == background
 
 

@@ -8,18 +8,14 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 from sglang.srt.server_args import ServerArgs
 
-from sglang_scout.core.config import (
-    PAGE_SIZE_TOKENS,
-    OffloadConfig,
-    check_files,
-    load_json,
-    parse_config,
-)
+from sglang_scout.core import config as settings
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin import limits
@@ -43,9 +39,9 @@ class Launched(NamedTuple):
     cpus: frozenset[int]
 
 
-def announce(role: str, cpus: Iterable[int]) -> None:
+def announce(role: str, cpus: frozenset[int]) -> None:
     """In the launcher: set the role for the scheduler processes to be started."""
-    os.environ[ROLE_ENV] = json.dumps([role, os.getpid(), sorted(cpus)])
+    os.environ[ROLE_ENV] = msgspec.json.encode(Launched(role, os.getpid(), cpus)).decode()
 
 
 def launched_as() -> Launched | None:
@@ -53,8 +49,8 @@ def launched_as() -> Launched | None:
     message, parent = os.environ.get(ROLE_ENV), multiprocessing.parent_process()
     if not message or parent is None:
         return None
-    role, launcher, cpus = json.loads(message)
-    return Launched(role, launcher, frozenset(cpus)) if launcher == parent.pid else None
+    launched = msgspec.json.decode(message, type=Launched)
+    return launched if launched.launcher == parent.pid else None
 
 
 _LAUNCHED = launched_as()
@@ -62,7 +58,7 @@ PROCESS_CPUS = _LAUNCHED.cpus if _LAUNCHED else frozenset(os.sched_getaffinity(0
 """CPU affinity at server start. SGLang may bind a scheduler process to a NUMA node, and its model thread to one CPU."""
 
 _WITH_FIELDS = "Add the `--kv-offload` fields in a subclass, so that its parser has the flags."
-hook({"0.5.23": "server_args.ServerArgs"}, "replace", roles="flags", why=_WITH_FIELDS)(
+hook({"0.5.23": "server_args.ServerArgs"}, "replace", why=_WITH_FIELDS, roles="flags")(
     adapter.ServerArgs
 )
 
@@ -111,21 +107,19 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
     if self.kv_offload == "none":
         os.environ.pop(ROLE_ENV, None)
         for name in FIELDS:
-            value = getattr(self, name)
-            if name != "kv_offload" and value is not None:
-                raise ConfigError(
-                    f"{limits.flag_of(name)} {value!r}: has no effect without --kv-offload; add --kv-offload "
-                    "POLICY or drop it"
-                )
+            if name != "kv_offload" and (value := getattr(self, name)) is not None:
+                fix = "add --kv-offload POLICY or drop it"
+                flag = f"{limits.flag_of(name)} {value!r}"
+                raise ConfigError(f"{flag}: has no effect without --kv-offload; {fix}")
         original(self)
         return
     if isinstance(self.kv_offload_config, str) and self.kv_offload_config.startswith("@"):
         # The scheduler processes parse it again, and the file may be gone by then.
-        self.kv_offload_config = json.dumps(load_json(self.kv_offload_config))
+        self.kv_offload_config = json.dumps(settings.load_json(self.kv_offload_config))
     config = parse(self)
     limits.check_deployment(self, config)
     if self.disaggregation_mode == "decode":
-        check_files(config)
+        settings.check_files(config)
     if config.recall_profile is not None:
         load_profile(config.recall_profile)  # refused before a model is fetched
     _apply_defaults(self)
@@ -143,7 +137,7 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
 
 def parse(server_args: ServerArgs) -> OffloadConfig:
     """The validated configuration of a server."""
-    return parse_config(
+    return settings.parse_config(
         policy=server_args.kv_offload,
         policies=policies(),
         budget_tokens=server_args.kv_offload_budget,
@@ -180,12 +174,9 @@ def _apply_defaults(args: ServerArgs) -> None:
     if args.attention_backend is None and args.prefill_attention_backend is None:
         args.prefill_attention_backend = "triton"  # never runs here; cheapest setup
     if args.max_running_requests is None:
-        args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
-        logger.info(
-            "--max-running-requests not given: set to %d with --kv-offload %s",
-            DEFAULT_MAX_RUNNING_REQUESTS,
-            args.kv_offload,
-        )
+        args.max_running_requests = most = DEFAULT_MAX_RUNNING_REQUESTS
+        policy = f"--kv-offload {args.kv_offload}"
+        logger.info(f"--max-running-requests not given: set to {most} with {policy}")
 
 
 def reach_directly(host: str) -> None:

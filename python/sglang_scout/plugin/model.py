@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -44,9 +45,8 @@ def model_identity(config: Any) -> ModelIdentity:
         file = cached_file(config.model_path, "config.json", revision=config.revision)
         digest = config_digest(json.loads(Path(file).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"--model-path {config.model_path}: cannot read its config.json: {error}"
-        ) from error
+        message = f"--model-path {config.model_path}: cannot read its config.json: {error}"
+        raise ConfigError(message) from error
     return ModelIdentity(
         architecture=(config.hf_config.architectures or ["(none named)"])[0],
         num_layers=config.num_hidden_layers,
@@ -106,24 +106,21 @@ def model_shape(runner: Any) -> ModelShape:
     )
 
 
-def _check_fp8(
-    model_path: str, fp8: torch.dtype, dtype: torch.dtype, attentions: list[Any]
-) -> None:
+def _check_fp8(model_path: str, fp8: torch.dtype, dtype: torch.dtype, layers: list[Any]) -> None:
     """SGLang takes the dtype from its flag or from the checkpoint, which may also have scales."""
     if fp8 not in TORCH_FP8:
         raise ConfigError(
             f"--kv-cache-dtype: KV of --model-path {model_path} would be {fp8}; --kv-offload keeps it in the model's "
             f"dtype, {dtype} (auto), or in fp8: set the flag to {' or '.join(FP8_KV)}"
         )
-    for attention in attentions:
-        for name in ("k_scale", "v_scale"):
-            scales = (getattr(attention, x, None) for x in (f"{name}_float", name))
-            scale = next((x for x in scales if x is not None), 1.0)
-            if float(scale) != 1.0:
-                raise ConfigError(
-                    f"--kv-cache-dtype: layer {attention.layer_id} has {name} {float(scale):g}; --kv-offload stores K "
-                    "and V unscaled; drop --quantization-param-path, or serve a checkpoint without KV scales"
-                )
+    for layer, name in itertools.product(layers, ("k_scale", "v_scale")):
+        scales = (getattr(layer, x, None) for x in (f"{name}_float", name))
+        scale = float(next((x for x in scales if x is not None), 1.0))
+        if scale != 1.0:
+            raise ConfigError(
+                f"--kv-cache-dtype: layer {layer.layer_id} has {name} {scale:g}; --kv-offload stores K and V unscaled; "
+                "drop --quantization-param-path, or serve a checkpoint without KV scales"
+            )
 
 
 def make_projectors(

@@ -17,7 +17,6 @@ import time
 from http import HTTPStatus
 from typing import Any, NoReturn
 
-import torch
 from fastapi import HTTPException
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import prepare_abort
@@ -33,6 +32,10 @@ ANSWERS_S = 0.5  # to send the last answers, before SGLang stops the event loop
 LAST_ANSWERS_S = 3.0
 IDLE_POLL_MS = 1
 
+_OLD = "0.5.15.post1"
+_BATCH = "managers.schedule_batch.ScheduleBatch"
+_DECODE_QUEUE = "disaggregation.decode.DecodePreallocQueue"
+_GRAMMARS = "constrained.xgrammar_backend.XGrammarGrammar"
 REFUSAL = "The server is shutting down. Send the request to another server, or again later."
 
 
@@ -173,9 +176,7 @@ def before_on_idle(scheduler) -> None:
         scheduler.idle_sleeper.poller.poll(IDLE_POLL_MS)  # ends at a message
 
 
-@hook(
-    "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", "around", roles="decode"
-)
+@hook(f"{_BATCH}.cumulate_penalty_output_tokens", "around", roles="decode")
 def around_cumulate_penalty(original, batch) -> None:
     """With penalties, do not count a request's first token twice.
 
@@ -190,26 +191,17 @@ def around_cumulate_penalty(original, batch) -> None:
         request.output_ids.append(token)
 
 
-@hook(
-    {"0.5.15.post1": "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask"},
-    "around",
-    package="xgrammar",  # with another --grammar-backend it need not be installed
-)
-def around_apply_vocab_mask(
-    original, grammar, logits: torch.Tensor, vocab_mask: torch.Tensor
-) -> None:
+@hook({_OLD: f"{_GRAMMARS}.apply_vocab_mask"}, "around", package="xgrammar")
+def around_apply_vocab_mask(original, grammar, logits, vocab_mask) -> None:
     """On a CPU, keep a request with a grammar from crashing the server."""
-    if logits.device.type == "cpu":
-        import xgrammar
+    if logits.device.type != "cpu":
+        return original(grammar, logits, vocab_mask)
+    import xgrammar  # with another --grammar-backend it need not be installed
 
-        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
-    else:
-        original(grammar, logits, vocab_mask)
+    xgrammar.apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
 
 
-@hook(
-    {"0.5.15.post1": "disaggregation.prefill.PrefillBootstrapQueue.add"}, "around", roles="prefill"
-)
+@hook({_OLD: "disaggregation.prefill.PrefillBootstrapQueue.add"}, "around", roles="prefill")
 def around_add_to_bootstrap_queue(original, queue, req, num_kv_heads: int) -> None:
     """Answer with status 400 if a grammar does not compile, not with a token of a prompt put in its place."""
     if req.to_finish is None:
@@ -219,11 +211,7 @@ def around_add_to_bootstrap_queue(original, queue, req, num_kv_heads: int) -> No
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
 
 
-@hook(
-    {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs"},
-    "around",
-    roles="decode",
-)
+@hook({_OLD: f"{_DECODE_QUEUE}.resume_retracted_reqs"}, "around", roles="decode")
 def around_resume_retracted_reqs(original, queue, *args, **kwargs) -> list[Any]:
     """With the radix cache, free all pages of a retracted request.
 
@@ -234,6 +222,13 @@ def around_resume_retracted_reqs(original, queue, *args, **kwargs) -> list[Any]:
         # A lookup without a hit; ChunkCache has no such node and is queried again.
         req.last_node = getattr(queue.tree_cache, "root_node", None)
     return restored
+
+
+@hook({_OLD: f"{_DECODE_QUEUE}._resolve_pending_reqs"}, "around", roles="decode")
+def around_resolve_pending_reqs(original, queue) -> None:
+    """Forget a request of a lost prefill server once its client has left; otherwise it would crash this server."""
+    queue.pending_reqs = [entry for entry in queue.pending_reqs if entry.kv_receiver is not None]
+    original(queue)
 
 
 @hook("managers.tokenizer_manager.TokenizerManager.sigterm_watchdog", "around", roles="http")

@@ -90,9 +90,9 @@ def open_step_log(
     try:
         return StepLog(config.step_log, facts | of_log)
     except OSError as error:
+        file = f"--kv-offload-config: step_log = {config.step_log!r}"
         raise ConfigError(
-            f"--kv-offload-config: step_log = {config.step_log!r}: cannot write it: {error.strerror}; "
-            "name another file"
+            f"{file}: cannot write it: {error.strerror}; name another file"
         ) from error
 
 
@@ -109,9 +109,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "backend": f"{digests.device.type}-{worker.isa}",
         "transport": backend.transport,
         "ops": chosen(),
-        "plan": [
-            {"what": what, "count": count, "bytes": size} for what, count, size in backend.plan.rows
-        ],
+        "plan": [dict(zip(("what", "count", "bytes"), x, strict=True)) for x in backend.plan.rows],
         "cpus": [use._asdict() for use in backend.cpu_plan.rows],
         "tp_size": backend.ranks.size,
         "budget_tokens": backend.config.budget_tokens,
@@ -141,14 +139,14 @@ def prefill_state(scheduler: Any) -> dict[str, Any]:
     """State of a prefill server: its digests."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     digests = getattr(pool, "digests", None)
-    hints = digests.hints if digests is not None else None
+    hints = getattr(digests, "hints", None)
     return {
         "policy": scheduler.server_args.kv_offload,
         "sglang": VERSION,
         "page_size": pool.page_size,
         "digests_sent": digests is not None,
-        "digests_computed": digests.computed if digests is not None else 0,
-        "hints_made": hints.made if hints is not None else 0,
+        "digests_computed": getattr(digests, "computed", 0),
+        "hints_made": getattr(hints, "made", 0),
     }
 
 
@@ -202,10 +200,8 @@ class Metrics:
             try:
                 self.publish()
             except Exception:  # must fail no request, nor end publishing
-                logger.exception(
-                    "cannot publish the kv_offload metrics; trying again in %g s",
-                    PUBLISH_INTERVAL_S,
-                )
+                again = f"trying again in {PUBLISH_INTERVAL_S:g} s"
+                logger.exception(f"cannot publish the kv_offload metrics; {again}")
 
     def close(self) -> None:
         self._stop.set()

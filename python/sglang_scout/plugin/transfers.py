@@ -290,14 +290,3 @@ def around_connect_to_decode(original, manager, *args, **kwargs) -> SimpleNamesp
             logger.error(lost, error)
 
     return SimpleNamespace(send_multipart=send_multipart)
-
-
-@hook(
-    {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue._resolve_pending_reqs"},
-    "around",
-    roles="decode",
-)
-def around_resolve_pending_reqs(original, queue) -> None:
-    """Forget a request of a lost prefill server once its client has left; otherwise it would crash this server."""
-    queue.pending_reqs = [entry for entry in queue.pending_reqs if entry.kv_receiver is not None]
-    original(queue)
