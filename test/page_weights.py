@@ -5,6 +5,7 @@ import torch
 
 from sglang_scout.core.forecast import VERSION, Header, PageWeights
 from sglang_scout.core.profile import ModelIdentity
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.ops.rotated import Coordinates
 
 
@@ -64,3 +65,9 @@ def digest_weights(model=None):
     made = coordinates(model.num_layers, model.num_kv_heads, model.head_dim)
     arrays = {name: x.contiguous().numpy() for name, x in made._asdict().items()}
     return PageWeights(Header(VERSION, "digest", model), arrays)
+
+
+def digest_pool(shape, pages, kind):
+    model = identity(shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
+    weights = {"pilot": pilot_weights, "calibrated": digest_weights}.get(kind)
+    return DigestPool(shape, pages, "cpu", kind, weights and weights(model))

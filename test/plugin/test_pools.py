@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator import paged
 
-from page_weights import digest_weights, identity, pilot_weights
+from page_weights import digest_pool
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.engine.digest_pool import KINDS, DigestPool
+from sglang_scout.engine.digest_pool import KINDS
 from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin import pools
@@ -276,12 +276,6 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
     assert not checksums.failures, "they are of the K and V that came back"
     with pytest.raises(ValueError, match=f"{count} pages were saved, cannot restore {count + 1}"):
         made.load_cpu_copy(kept, torch.arange(length + PAGE))
-
-
-def digest_pool(shape, pages, kind):
-    model = identity(shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
-    weights = {"pilot": pilot_weights, "calibrated": digest_weights}.get(kind)
-    return DigestPool(shape, pages, "cpu", kind, weights and weights(model))
 
 
 @pytest.mark.parametrize(("layer", "half"), [(0, 0), (1, 1), (2, 0)])

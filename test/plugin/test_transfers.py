@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.disaggregation.common import conn
 
-from page_weights import digest_weights, identity, pilot_weights
+from page_weights import digest_pool
 from sglang_scout.engine.digest_pool import KINDS, DigestPool
 from sglang_scout.engine.hints import HINT_PAGES
 from sglang_scout.engine.stores import ModelShape
@@ -75,12 +75,6 @@ def sent(source_lists, target, pages=(1, 2, 3), item_bytes=100):
 
 
 ONLY_K_AND_V = [(here + i, here + 40 + i, 100) for here in (10, 20) for i in range(3)]
-
-
-def digest_pool(shape, pages, kind):
-    model = identity(shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
-    weights = {"pilot": pilot_weights, "calibrated": digest_weights}.get(kind)
-    return DigestPool(shape, pages, "cpu", kind, weights and weights(model))
 
 
 @pytest.mark.parametrize("kind", KINDS)

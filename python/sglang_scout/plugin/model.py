@@ -47,14 +47,9 @@ def model_identity(config: Any) -> ModelIdentity:
     except (OSError, ValueError, TypeError) as error:
         message = f"--model-path {config.model_path}: cannot read its config.json: {error}"
         raise ConfigError(message) from error
-    return ModelIdentity(
-        architecture=(config.hf_config.architectures or ["(none named)"])[0],
-        num_layers=config.num_hidden_layers,
-        num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.get_total_num_kv_heads(),
-        head_dim=config.head_dim,
-        config_digest=digest,
-    )
+    architecture = (config.hf_config.architectures or ["(none named)"])[0]
+    heads = config.num_attention_heads, config.get_total_num_kv_heads(), config.head_dim
+    return ModelIdentity(architecture, config.num_hidden_layers, *heads, digest)
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -94,16 +89,9 @@ def model_shape(runner: Any) -> ModelShape:
     fp8 = None if runner.kv_cache_dtype == config.dtype else runner.kv_cache_dtype
     if fp8 is not None:
         _check_fp8(config.model_path, fp8, config.dtype, attentions)
-    return ModelShape(
-        num_layers=len(attentions),
-        num_q_heads=first.tp_q_head_num,
-        num_kv_heads=config.get_num_kv_heads(get_attn_tp_group().world_size),
-        head_dim=config.head_dim,
-        page_size=runner.page_size,
-        dtype=config.dtype,
-        scale=float(first.scaling),
-        fp8=fp8,
-    )
+    kv_heads = config.get_num_kv_heads(get_attn_tp_group().world_size)
+    sizes = len(attentions), first.tp_q_head_num, kv_heads, config.head_dim, runner.page_size
+    return ModelShape(*sizes, config.dtype, float(first.scaling), fp8)
 
 
 def _check_fp8(model_path: str, fp8: torch.dtype, dtype: torch.dtype, layers: list[Any]) -> None:

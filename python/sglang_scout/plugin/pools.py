@@ -53,8 +53,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
     """SGLang's page allocator with its lists on the host; results are on ``device``.
 
     Attributes:
-        listener: :class:`engine.pages.Pages`, or another that is told of every page allocated or freed, however its
-            request ended.
+        listener: as :class:`engine.pages.Pages`, told of every page allocated or freed, however its request ended.
         opened: ``[B]`` page that each row of the last :meth:`alloc_decode` has opened, -1: none.
     """
 
@@ -210,15 +209,14 @@ class HostKVPool(MHATokenToKVPool):
         self.arena = arena = Arena.create(self.plan.arena, numa_nodes=list(self.cpus.by_node))
         if torch.device(self.device).type == "cuda":
             lock(arena.address, arena.nbytes, "--kv-offload-host-gb: {}, or lower the flag")
-        size = (-1, self.head_num, self.head_dim)
-        # 16-bit floats are uint16 in the arena, because numpy has no bfloat16; SGLang stores fp8 as bytes.
-        self.k_buffer, self.v_buffer = (
-            [
-                torch.from_numpy(of(i)).view(self.store_dtype).view(size)
-                for i in range(self.layer_num)
-            ]
-            for of in (arena.k_pages, arena.v_pages)
-        )
+
+        def plane(pages: npt.NDArray[Any]) -> torch.Tensor:
+            """16-bit floats are uint16 in the arena, because numpy has no bfloat16; SGLang stores fp8 as bytes."""
+            of_tokens = torch.from_numpy(pages).view(self.store_dtype)
+            return of_tokens.view(-1, self.head_num, self.head_dim)
+
+        self.k_buffer = [plane(arena.k_pages(layer)) for layer in range(self.layer_num)]
+        self.v_buffer = [plane(arena.v_pages(layer)) for layer in range(self.layer_num)]
 
     def get_cpu_copy(self, indices: torch.Tensor, **_: Any) -> Any:
         """Of a request that SGLang retracts, in whole pages, which are copied many times faster than tokens."""
