@@ -53,40 +53,35 @@ class ScoutAttnBackend(AttentionBackend):
         global _current
         super().__init__()
         self.ranks = AttentionRanks()
-        self.config = parse(runner.server_args).of_rank(self.ranks.rank)
+        self.config = config = parse(runner.server_args).of_rank(self.ranks.rank)
         self.pool: HostKVPool = runner.token_to_kv_pool
         self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
         self.plan, self.cpu_plan = self.pool.plan, self.pool.cpus.plan
         device, context_tokens = runner.device, runner.model_config.context_len
         layers, num_requests = decoder_layers(runner.model), runner.max_running_requests
         shape, cpus = self.pool.shape, self.cpu_plan.threads
-        path = self.config.recall_profile
+        path = config.recall_profile
         profile = None if path is None else load_profile(path)  # validated by the launcher
-        self.policy = make_policy(
-            Context(self.config, shape.num_layers, 2 * shape.page_bytes, profile)
-        )
-        in_graph = uses_graph_transport(self.config, device)
+        page_bytes = 2 * shape.page_bytes
+        self.policy = make_policy(Context(config, shape.num_layers, page_bytes, profile))
+        in_graph = uses_graph_transport(config, device)
         self.transport = "graph" if in_graph else "host"
         of_worker = WorkerConfig(
             ready_timeout_s=READY_TIMEOUT_S,
             spin_us=DEVICE_SPIN_US if in_graph else HOST_SPIN_US,
             populate=torch.device(device).type == "cuda",  # the pages were allocated by locking
         )
-        self.worker = WorkerClient(
-            self.pool.arena,
-            cpus,
-            background_cpus=self.cpu_plan.background,
-            nodes=list(self.pool.cpus.by_node.values()) or None,
-            config=of_worker,
-        )
-        facts = status.facts(self.config, shape.num_layers, cpus)
+        nodes, background = list(self.pool.cpus.by_node.values()), self.cpu_plan.background
+        on_cpus = {"background_cpus": background, "nodes": nodes or None, "config": of_worker}
+        self.worker = WorkerClient(self.pool.arena, cpus, **on_cpus)
+        facts = status.facts(config, shape.num_layers, cpus)
         # Not the width of SGLang's request table, which is a few tokens more: a step launched before its request's end
         # is seen writes to position context_len - 2 at most, and one more page would double the table width of a 2^n
         # context, also in the kernels.
         max_pages = -(-context_tokens // shape.page_size)
         if in_graph:
             check_context(context_tokens, shape.page_size)
-        lists = self.config.lists(shape.num_kv_heads)
+        lists = config.lists(shape.num_kv_heads)
         self.engine = StepEngine(
             self.config,
             self.policy,
@@ -103,8 +98,8 @@ class ScoutAttnBackend(AttentionBackend):
         self._probe = QueryProbe(make_projectors(layers))
         self.tables = RequestTables(runner.req_to_token_pool, shape.page_size)
         self._begun = False
-        self.dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
-        log = status.open_step_log(self.config, facts, runner.model_config)
+        self.dummy_kv = DummyKV(self.pool.host_pages) if config.dummy_kv else None
+        log = status.open_step_log(config, facts, runner.model_config)
         self.engine.boundary.step_log = log
         self.allocator.listener = self.engine.pages
         self._hook(layers)

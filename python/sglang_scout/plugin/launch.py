@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import multiprocessing
@@ -87,18 +86,17 @@ def around_resolve(original, self: ServerArgs) -> None:
     try:
         _resolve(original, self)
     except ConfigError:
-        sys.excepthook = functools.partial(_print_config_error, sys.excepthook)
+        otherwise = sys.excepthook
+
+        def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            """If uncaught it ends the launcher with its message, without a traceback."""
+            if isinstance(error, ConfigError):
+                print(f"sglang-scout: {error}", file=sys.stderr)
+            else:
+                otherwise(kind, error, trace)
+
+        sys.excepthook = end
         raise
-
-
-def _print_config_error(
-    otherwise: Callable[..., None], kind: type[BaseException], error: BaseException, trace: Any
-) -> None:
-    """An uncaught ConfigError ends the launcher with its message, without a traceback."""
-    if isinstance(error, ConfigError):
-        print(f"sglang-scout: {error}", file=sys.stderr)
-    else:
-        otherwise(kind, error, trace)
 
 
 def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
