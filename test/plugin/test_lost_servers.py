@@ -53,16 +53,10 @@ def test_a_message_to_one_that_is_gone_does_not_block(prefill):
 
 def manager_of(*ports):
     """The heartbeat state of SGLang's manager, and the failures that it reports."""
-    failed = []
-    return SimpleNamespace(
-        connection_lock=threading.Lock(),
-        connection_pool={
-            f"host:1_0_0_{rank}": [{"rank_ip": "127.0.0.1", "rank_port": port}]
-            for rank, port in enumerate(ports)
-        },
-        _handle_node_failure=failed.append,
-        failed=failed,
-    )
+    failed, infos = [], [{"rank_ip": "127.0.0.1", "rank_port": port} for port in ports]
+    pool = {f"host:1_0_0_{rank}": [info] for rank, info in enumerate(infos)}
+    more = {"_handle_node_failure": failed.append, "failed": failed}
+    return SimpleNamespace(connection_lock=threading.Lock(), connection_pool=pool, **more)
 
 
 def test_a_replaced_one_is_noticed():

@@ -26,23 +26,14 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
     for of_layer, page in zip(keys, wanted, strict=True):
         of_layer[page * SIZE + 30] *= 10
     digests = DigestPool(SHAPE, 9, "cpu", "minmax", hints=True)
-    request = SimpleNamespace(
-        rid="r",
-        disagg_kv_sender=SimpleNamespace(),
-        start_send_idx=0,
-        origin_input_ids=[0] * (7 * SIZE + 1),
-    )
+    prompt, sender = [0] * (7 * SIZE + 1), SimpleNamespace()
+    request = SimpleNamespace(rid="r", disagg_kv_sender=sender, origin_input_ids=prompt)
+    request.start_send_idx = 0
     monkeypatch.setattr(prefill.adapter, "row_of", lambda req: 0)
     monkeypatch.setattr(prefill.adapter, "extend_end", lambda req: 7 * SIZE + 1)
     monkeypatch.setattr(prefill, "DigestKVPool", SimpleNamespace)
-    kv = SimpleNamespace(
-        page_size=SIZE,
-        device="cpu",
-        digests=digests,
-        rule=SelectionRule(kind="minmax"),
-        host_pages=HostPages(SHAPE, keys, keys),
-        shape=SHAPE,
-    )
+    kv = SimpleNamespace(page_size=SIZE, device="cpu", digests=digests, shape=SHAPE)
+    kv.rule, kv.host_pages = SelectionRule(kind="minmax"), HostPages(SHAPE, keys, keys)
     order = torch.tensor([3, 1, 8, 2, 7, 5, 4, 6])
     locations = (order[:, None] * SIZE + torch.arange(SIZE)).flatten()
     scheduler = SimpleNamespace(
@@ -56,10 +47,8 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
         lens = SimpleNamespace(rids=["other", "r"], extend_seq_lens_cpu=[5, tokens])
         for layer in range(3):
             q = torch.randn(5 + tokens, 4, 64)
-            for head in range(4):
-                q[-1, head] = (
-                    99 * keys[layer][wanted[layer] * SIZE + 30, head // 2] * (2 * chunk - 1)
-                )
+            best = keys[layer][wanted[layer] * SIZE + 30]
+            q[-1] = 99 * best.repeat_interleave(2, 0) * (2 * chunk - 1)
             of = SimpleNamespace(layer_id=layer, tp_q_head_num=4, qk_head_dim=64)
             backend.forward_extend(q.flatten(1), None, None, of, lens)
     assert len(heard) == 6

@@ -26,21 +26,16 @@ def lists():
 
 def target_of(digests=None):
     """Buffers of a decode server with these digests."""
-    stock = [50, 51, 52, 60, 61, 62]
-    return (
-        stock if digests is None else transfers.with_digests((stock, [1] * 6, [0] * 6), digests)[0]
-    )
+    infos = [50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6
+    return infos[0] if digests is None else transfers.with_digests(infos, digests)[0]
 
 
 def paired(source, target, items):
     """(source, target, item bytes) as SGLang pairs them."""
     manager = SimpleNamespace(kv_args=SimpleNamespace(prefill_start_layer=0))
-    mapped = conn.CommonKVManager.get_mha_kv_ptrs_with_pp(manager, source, target)
-    src_k, src_v, dst_k, dst_v, layers = mapped
-    return [
-        *((src_k[i], dst_k[i], items[i]) for i in range(layers)),
-        *((src_v[i], dst_v[i], items[layers + i]) for i in range(layers)),
-    ]
+    *mapped, layers = conn.CommonKVManager.get_mha_kv_ptrs_with_pp(manager, source, target)
+    src_k, src_v, dst_k, dst_v = (of_layers[:layers] for of_layers in mapped)
+    return list(zip(src_k + src_v, dst_k + dst_v, items, strict=True))
 
 
 def sent(source_lists, target, pages=(1, 2, 3), item_bytes=100):
@@ -56,10 +51,9 @@ def sent(source_lists, target, pages=(1, 2, 3), item_bytes=100):
     calls = {}
 
     def send(_, src_data_ptrs, dst_data_ptrs, item_lens, mooncake_session_id, **indices):
-        prefill_data_indices, dst_data_indices = indices.values()
-        assert list(dst_data_indices) == [10 * page for page in prefill_data_indices]
-        found = paired(src_data_ptrs, dst_data_ptrs, item_lens)
-        calls[tuple(prefill_data_indices)] = found
+        here, there = indices.values()
+        assert list(there) == [10 * page for page in here]
+        calls[tuple(here)] = paired(src_data_ptrs, dst_data_ptrs, item_lens)
         return 0
 
     pages = np.array(pages)
@@ -124,16 +118,10 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     if digests_there:
         half = dataclasses.replace(SHAPE, num_kv_heads=1)
         there = transfers.with_digests(there, digest_pool(half, 9, digests_there))
-    kv_args = SimpleNamespace(
-        engine_rank=0,
-        kv_item_lens=here[2],
-        page_size=SIZE,
-        kv_head_num=2,
-        total_kv_head_num=2,
-        kv_data_ptrs=here[0],
-        prefill_start_layer=0,
-        kv_layer_ids=None,
-    )
+    of_rank = {"engine_rank": 0, "prefill_start_layer": 0, "page_size": SIZE, "kv_layer_ids": None}
+    heads = {"kv_head_num": 2, "total_kv_head_num": 2}
+    buffers = {"kv_data_ptrs": here[0], "kv_item_lens": here[2]}
+    kv_args = SimpleNamespace(**of_rank, **heads, **buffers)
     manager = SimpleNamespace(kv_args=kv_args, attn_tp_size=1, engine=Engine())
     if wait := getattr(mooncake.MooncakeKVManager, "_await_transfer_futures", None):
         manager.enable_deferred_decode_kv_release = False
@@ -146,10 +134,8 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
         with ThreadPoolExecutor(1) as executor:
             original = mooncake.MooncakeKVManager.send_kvcache_slice
             pages, pages_there = np.array([2], np.int32), np.array([5], np.int32)
-            more = pages_there, rank, 2, item // 2, executor
-            transfers.around_send_kvcache_slice(
-                original, manager, "session", pages, there[0], *more
-            )
+            given = manager, "session", pages, there[0], pages_there, rank, 2, item // 2, executor
+            transfers.around_send_kvcache_slice(original, *given)
         own = 2 * item + rank * token
         expected = {
             (sources[i] + own + t * 2 * token, targets[i] + 5 * item // 2 + t * token, token)
@@ -165,9 +151,8 @@ def test_other_layers_fail_the_session_and_not_the_thread(caplog):
     """Through both senders, the second for another --tp-size; an exception would end SGLang's transfer thread."""
     source = transfers.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", "minmax"))
     assert sent(source, [50, 51, 60, 61]) is None
-    manager = SimpleNamespace(
-        kv_args=SimpleNamespace(kv_item_lens=source[2], kv_data_ptrs=source[0])
-    )
+    kv_args = SimpleNamespace(kv_item_lens=source[2], kv_data_ptrs=source[0])
+    manager = SimpleNamespace(kv_args=kv_args)
     assert transfers.around_send_kvcache_slice(pytest.fail, manager, "session", [], [50, 60]) == -1
     for there in (4, 2):
         assert caplog.text.count(f"12 KV buffers and the decode server {there},") == 1
