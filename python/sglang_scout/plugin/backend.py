@@ -58,7 +58,8 @@ class ScoutAttnBackend(AttentionBackend):
         self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
         self.plan, self.cpu_plan = self.pool.plan, self.pool.cpus.plan
         device, context_tokens = runner.device, runner.model_config.context_len
-        layers, num_requests = decoder_layers(runner.model), runner.max_running_requests
+        layers = decoder_layers(runner.model)
+        self.max_batch = num_requests = runner.max_running_requests
         shape, cpus = self.pool.shape, self.cpu_plan.threads
         path = config.recall_profile
         profile = None if path is None else load_profile(path)  # validated by the launcher
@@ -169,7 +170,7 @@ class ScoutAttnBackend(AttentionBackend):
         Raises:
             ConfigError: graphs of more rows than the buffers have.
         """
-        if max_bs > (most := self.engine.sizes.max_batch):
+        if max_bs > (most := self.max_batch):
             raise ConfigError(
                 f"--cuda-graph-max-bs {max_bs}: more than --max-running-requests ({most}); lower it"
             )

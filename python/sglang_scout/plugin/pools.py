@@ -13,19 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.utils import get_num_new_pages
 
 from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.context_cache import context_pages
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import MemoryPlan, ServerSize
-from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.engine.stores import HostPages
 from sglang_scout.plugin.hooks import VERSION, adapter
 from sglang_scout.plugin.ranks import RankCpus, lock
 from sglang_scout.plugin.transfers import BufferInfos, with_digests
-from sglang_scout.policy.base import SelectionRule
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.checksums import PageChecksums
 
@@ -115,17 +113,23 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         return self._result(locations.flatten())
 
     def alloc_extend(
-        self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, **_
+        self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, *_, **__
     ) -> torch.Tensor | None:
-        lengths, size = (prefix_lens_cpu, seq_lens_cpu), self.page_size
-        taken = self._take(get_num_new_pages(seq_lens_cpu, size, prefix_lens_cpu))
+        size = self.page_size
+        opened = (seq_lens_cpu + size - 1) // size - (prefix_lens_cpu + size - 1) // size
+        taken = self._take(int(opened.sum()))
         if taken is None:
             return None
         inside = bool((prefix_lens_cpu % size).any())  # the prefix's last page continues
         last = last_loc.cpu() if inside else torch.zeros_like(prefix_lens_cpu)
-        locations = torch.empty(extend_num_tokens, dtype=torch.int64)
-        alloc_extend_naive(*lengths, last, taken, locations, size, "cpu")
-        return self._result(locations)
+        # SGLang's own function for the host takes milliseconds for a long prompt.
+        pieces, slots = [], (taken[:, None] * size + torch.arange(size)).flatten()
+        for row, count in enumerate(opened.tolist()):
+            begin, end = int(prefix_lens_cpu[row]), int(seq_lens_cpu[row])
+            rest = min(-begin % size, end - begin)
+            pieces += int(last[row]) + 1 + torch.arange(rest), slots[: end - begin - rest]
+            slots = slots[count * size :]
+        return self._result(torch.cat(pieces))
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
@@ -246,16 +250,9 @@ class HostKVPool(MHATokenToKVPool):
 
 
 class DigestKVPool(MHATokenToKVPool):
-    """Prefill side: SGLang's pool, with digests that are sent along."""
+    """Prefill side: SGLang's pool, with ``digests`` that are sent along; set before it is asked for its buffers."""
 
-    def add_digests(
-        self, shape: ModelShape, rule: SelectionRule, weights: PageWeights | None, hints: bool
-    ) -> None:
-        """Before SGLang asks for the buffers to be transferred."""
-        self.shape, self.rule = shape, rule
-        self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
-        pages = self.host_pages.num_pages
-        self.digests = DigestPool(shape, pages, self.device, rule.kind, weights, hints)
+    digests: DigestPool
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
         return with_digests(super().get_contiguous_buf_infos(), self.digests)

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_pool import choose_hint
+from sglang_scout.engine.digest_pool import DigestPool, choose_hint
 from sglang_scout.engine.hints import hint_bytes
 from sglang_scout.engine.memory import bytes_beside_digests
 from sglang_scout.engine.stores import HostPages, as_words
@@ -89,10 +89,11 @@ def around_init_pools(original, runner, **given):
     if not config.prefill_digests:
         return build_pools(build, runner)[0]
     result, pool, allocator = build_pools(build, runner, DigestKVPool)
-    shape = model_shape(runner)
-    rule = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).rule
-    hints = bool(hint_bytes(config, shape.num_layers))
-    pool.add_digests(shape, rule, rank_weights(config), hints)
+    pool.shape = shape = model_shape(runner)
+    pool.rule = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).rule
+    pool.host_pages = host = HostPages(shape, pool.k_buffer, pool.v_buffer)
+    has = {"weights": rank_weights(config), "hints": bool(hint_bytes(config, shape.num_layers))}
+    pool.digests = DigestPool(shape, host.num_pages, pool.device, pool.rule.kind, **has)
     # Only digests depend on the pages, which change owner in stream order.
     allocator.listener = SimpleNamespace(
         allocate_pages=pool.digests.unset,

@@ -102,7 +102,7 @@ def rank_cpus(runner: Any, config: OffloadConfig, ranks: AttentionRanks) -> Rank
         if (
             home is None
         ):  # SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on
-            home = sorted(parse_cpu_list(adapter.omp_cpus(runner), set(range(1 << 16))))
+            home = sorted(parse_cpu_list(str(adapter.omp_cpus(runner)), set(range(1 << 16))))
         found = ranks.gather([sorted(PROCESS_CPUS), home])
         allowed = {cpu for cpus, _ in found for cpu in cpus}
         homes = [home or cpus for cpus, home in found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -24,6 +24,12 @@ row_of = attrgetter("req_pool_idx")
 """A request's row of the request table."""
 extend_end = attrgetter("extend_range.end")
 """Of a request: the end of the prompt chunk being prefilled."""
+model_config = methodcaller("get_model_config")
+"""The configuration of the model, from the flags."""
+omp_cpus = attrgetter("local_omp_cpuid")
+"""The CPUs that SGLang runs this rank's model on, as a CPU list, from a model runner; CPU device."""
+pool_sizes = attrgetter("max_total_num_tokens", "max_running_requests")
+"""Tokens and requests of the pools to be built, from what builds them."""
 
 
 def add_fields() -> None:
@@ -59,21 +65,6 @@ def resolved(args: ServerArgs) -> ServerArgs:
 def default_of(field: str) -> Any:
     """SGLang's default of a flag; None if this release lacks it."""
     return getattr(ServerArgs, field, None)
-
-
-def model_config(args: ServerArgs) -> Any:
-    """The configuration of the model."""
-    return args.get_model_config()
-
-
-def omp_cpus(runner: Any) -> str:
-    """The CPUs that SGLang runs this rank's model on, as a CPU list; CPU device."""
-    return str(runner.local_omp_cpuid)
-
-
-def pool_sizes(runner: Any) -> tuple[int, int]:
-    """Tokens and requests of the pools to be built."""
-    return runner.max_total_num_tokens, runner.max_running_requests
 
 
 def built_pools(runner: Any, result: Any) -> Any:

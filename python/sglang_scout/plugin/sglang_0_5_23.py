@@ -61,10 +61,10 @@ row_of, extend_end = attrgetter("kv.req_pool_idx"), attrgetter("extend_end")
 default_of = {x.name: x.default for x in msgspec.structs.fields(stock.ServerArgs)}.get
 
 
-def omp_cpus(runner: Any) -> str:
+def omp_cpus(runner: Any) -> Any:
     from sglang.srt.utils.numa_utils import init_threads_binding
 
-    return str(init_threads_binding(numa_index=runner.gpu_id, world_size=get_parallel().tp_size))
+    return init_threads_binding(numa_index=runner.gpu_id, world_size=get_parallel().tp_size)
 
 
 def pool_sizes(configurator: Any, *, sizes: Any, **_: Any) -> tuple[int, int]:

@@ -115,7 +115,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "resident_pages": table.resident_pages,
         "resident_pages_by_layer": table.resident_pages_by_layer.tolist(),
         "copying_pages_by_layer": table.copying_pages_by_layer.tolist(),
-        "resident_slots": backend.plan.num_slots * backend.engine.shape.num_layers,
+        "resident_slots": backend.plan.num_slots * backend.pool.shape.num_layers,
         "context_pages_total": context_total,
         "context_pages_used": context_used,
         **counters.totals(),
