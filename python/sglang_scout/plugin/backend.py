@@ -171,9 +171,8 @@ class ScoutAttnBackend(AttentionBackend):
             ConfigError: graphs of more rows than the buffers have.
         """
         if max_bs > (most := self.max_batch):
-            raise ConfigError(
-                f"--cuda-graph-max-bs {max_bs}: more than --max-running-requests ({most}); lower it"
-            )
+            why = f"more than --max-running-requests ({most}); lower it"
+            raise ConfigError(f"--cuda-graph-max-bs {max_bs}: {why}")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -249,7 +248,6 @@ class RequestTables:
     def of_step(self, seq_lens: Ids) -> npt.NDArray[np.int32]:
         """``[B, N]`` pages of the last announced step."""
         if len(seq_lens) != len(self.rows):
-            raise RuntimeError(
-                f"--kv-offload: a step of {len(seq_lens)} requests, {len(self.rows)} were announced"
-            )
+            counts = f"a step of {len(seq_lens)} requests, {len(self.rows)} were announced"
+            raise RuntimeError(f"--kv-offload: {counts}")
         return self._pages[self.rows, : -(-int(seq_lens.max()) // self._size)]

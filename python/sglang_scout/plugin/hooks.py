@@ -94,9 +94,8 @@ def apply(hooks: Iterable[Hook]) -> None:
         try:
             pkgutil.resolve_name(target)
         except Exception as error:
-            raise RuntimeError(
-                f"hook target {target} is not in this SGLang: {error}; {_INSTALL}"
-            ) from error
+            absent = f"hook target {target} is not in this SGLang: {error}"
+            raise RuntimeError(f"{absent}; {_INSTALL}") from error
         HookRegistry.register(target, hook.function, HookType(hook.kind))
         targets.add(target)
     HookRegistry.apply_hooks()

@@ -77,14 +77,10 @@ def open_step_log(
     """The configured step log."""
     if config.step_log is None:
         return None
-    of_log = {
-        "page_size_tokens": config.page_size_tokens,
-        "model": Path(model_config.model_path).name,
-        "identity": model_identity(model_config),
-        "selection": selection_of(config),
-    }
+    model = {"model": Path(model_config.model_path).name, "identity": model_identity(model_config)}
+    of_log = {"page_size_tokens": config.page_size_tokens, "selection": selection_of(config)}
     try:
-        return StepLog(config.step_log, facts | of_log)
+        return StepLog(config.step_log, facts | model | of_log)
     except OSError as error:
         file = f"--kv-offload-config: step_log = {config.step_log!r}"
         raise ConfigError(
@@ -155,13 +151,9 @@ class Metrics:
         self._backend = backend
         self._last: dict[str, float] = {}
         self._series: dict[str, Any] = {}
-        labels = {
-            "model_name": server_args.served_model_name,
-            "engine_type": "decode",
-            "tp_rank": str(backend.ranks.rank),
-            "pp_rank": "0",
-            **(server_args.extra_metric_labels or {}),
-        }
+        labels = {"model_name": server_args.served_model_name, "engine_type": "decode"}
+        labels |= {"tp_rank": str(backend.ranks.rank), "pp_rank": "0"}
+        labels |= server_args.extra_metric_labels or {}
         kinds = {
             "counter": Counter,
             "gauge": partial(Gauge, multiprocess_mode="mostrecent"),
