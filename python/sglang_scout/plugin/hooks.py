@@ -35,7 +35,8 @@ class Hook(NamedTuple):
     """A function of SGLang, and the one before, after, around or instead of it.
 
     Attributes:
-        target: dotted name below ``sglang.srt``; by release if it differs or is hooked in some only.
+        target: dotted name below ``sglang.srt``; by release if it differs or is hooked in some only. What mends a
+            release is dropped with the last that needs it.
         kind: as of SGLang's ``HookType``.
         why: as it stands in docs/reference/hooks.md too.
         package: that the target's module imports and SGLang runs without; where it is absent nothing is hooked.
