@@ -6,6 +6,7 @@ import torch
 from sglang_scout.core.forecast import VERSION, Header, PageWeights
 from sglang_scout.core.profile import ModelIdentity
 from sglang_scout.engine.digest_kinds import DigestKind
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.ops.rotated import Coordinates
 from sglang_scout.policy import policies
@@ -86,3 +87,8 @@ def rule_of(kind, model=None, weights=None, **choices):
     if weights is None and made is not None:
         weights = made(model)
     return SelectionRule(digest_kinds()[kind], weights, **choices)
+
+
+def digest_pool(shape, pages, kind):
+    model = identity(shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
+    return DigestPool(shape, pages, "cpu", rule_of(kind, model))

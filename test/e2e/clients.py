@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
+import json
 import random
 import threading
 import time
@@ -12,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from harness import random_prompts
 from servers.pd_cluster import PDCluster
 from servers.sglang_http import (
+    JSON,
     NO_ANSWER,
     Generation,
     generate_payload,
@@ -100,6 +104,15 @@ def abort_after(url: str, prompt: Sequence[int], events: int, *, max_new_tokens:
     with contextlib.closing(sse_events(url + "/generate", payload)) as stream:
         for _ in itertools.islice(stream, max(1, events)):
             pass
+
+
+def begin_stream(url: str, prompt: Sequence[int], new_tokens: int) -> http.client.HTTPConnection:
+    """Request an answer. Returns the connection, which the caller closes."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    body = json.dumps(generate_payload(prompt, new_tokens, stream=True))
+    connection.request("POST", "/generate", body, {"Content-Type": JSON})
+    return connection
 
 
 class Load:

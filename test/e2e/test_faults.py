@@ -12,18 +12,6 @@ import pytest
 from clients import InFlight, abort_after, watch
 from harness import Holdings, PDCluster, random_prompts, scheduler_pid, wait_idle, wait_until
 from servers.server_process import children_of, title_of
-from servers.sglang_http import http_json
-
-
-def test_a_chat(servers):
-    chat = {
-        "model": "any",
-        "messages": [{"role": "user", "content": "What is the capital? " * 60}],
-        "max_tokens": 24,
-        "temperature": 0,
-    }
-    answer = http_json(servers.url + "/v1/chat/completions", chat)
-    assert answer["choices"][0]["message"]["content"]
 
 
 def test_a_hundred_requests_with_aborts_leave_nothing(servers):

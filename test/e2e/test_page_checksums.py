@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from control_channel import descriptors, duplicate
-from harness import (
-    RANKS_ENV,
-    PDCluster,
-    assert_same_tokens,
-    random_prompts,
-    wait_idle,
-    wait_until,
-)
+from harness import RANKS_ENV, PDCluster, assert_same_tokens, random_prompts, wait_idle, wait_until
 from ring_view import writable
 from servers.group import flags
 from servers.sglang_http import RequestFailed, generate_payload, sse_events
@@ -99,9 +92,8 @@ def test_owners_of_a_damaged_page_fail_and_nobody_else(servers, arena):
         wait_until("some tokens", lambda: len(events) > 20, 60)
         for page in own[3:40]:
             flip_a_bit(arena, page)
-        sentence = re.compile(
-            rf"page (\d+) of layer {LAYER}( \(and \d+ more\))? does not match its checksum"
-        )
+        of_page = rf"page (\d+) of layer {LAYER}( \(and \d+ more\))?"
+        sentence = re.compile(f"{of_page} does not match its checksum")
         with pytest.raises(RequestFailed, match="status 500") as failure:
             failing.result(60)
         streamed.result(60)
@@ -122,11 +114,8 @@ def test_owners_of_a_damaged_page_fail_and_nobody_else(servers, arena):
     [again] = servers.generate([shared], max_new_tokens=NEW_TOKENS)
     assert_same_tokens([expected], [again])
     assert last_rank(servers)["checksum_failures"] == failures
-    wait_until(
-        "the counter in /metrics",
-        lambda: "kv_offload_checksum_failures_total{" in servers.metrics(),
-        10,
-    )
+    counted = lambda: "kv_offload_checksum_failures_total{" in servers.metrics()  # noqa: E731
+    wait_until("the counter in /metrics", counted, 10)
     servers.flush()
     wait_idle(servers)
     assert not arena.checksums().any()

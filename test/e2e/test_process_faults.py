@@ -1,7 +1,6 @@
 """Loss of clients, servers and the router under load, exhausted resources, and SIGTERM: every request ends with the
 right tokens or an error, and a replacement serves again."""
 
-import http.client
 import json
 import os
 import resource
@@ -11,11 +10,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from urllib.parse import urlsplit
 
 import pytest
 
-from clients import InFlight, ask, assert_right, watch
+from clients import InFlight, ask, assert_right, begin_stream, watch
 from harness import (
     SCOUT,
     STEADY,
@@ -30,7 +28,7 @@ from harness import (
     wait_until,
 )
 from servers.group import flags
-from servers.sglang_http import generate_payload, http_json
+from servers.sglang_http import http_json
 
 pytestmark = pytest.mark.slow  # some minutes
 
@@ -42,11 +40,12 @@ CONFIG = {**STEADY, "exact_layers": [0, 1, 2, 3], "digest": "minmax"}
 NEW_TOKENS = 80
 LONG = 400
 ENDLESS = 6000  # more than fit in the drain time
-OUTAGE_S = 60
-"""Timeout for a request to end after a server is gone: heartbeats detect it in about 10 s."""
+OUTAGE_S = 60  # for a request to end after a server is gone: heartbeats detect it in about 10 s
 SERVED_AGAIN_S = 60
 GONE_S = 20  # after SIGTERM
 SENTENCE = "The server is shutting down"
+ROUTER = flags(cb_timeout_duration_secs=5, health_failure_threshold=20, disable_retries=True)
+HEARTBEAT = {"INTERVAL": "2", "MAX_FAILURE": "4"}
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +62,8 @@ def servers(tiny_model, trace):
         prefill_args=flags(chunked_prefill_size=512),
         max_running_requests=12,
         max_total_tokens=20480,
-        router_args=flags(
-            cb_timeout_duration_secs=5, health_failure_threshold=20, disable_retries=True
-        ),
-        env={
-            "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
-            "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "4",
-        },
+        router_args=ROUTER,
+        env={f"SGLANG_DISAGGREGATION_HEARTBEAT_{name}": x for name, x in HEARTBEAT.items()},
     ) as running:
         yield running
 
@@ -106,15 +100,6 @@ def assert_served(servers, undisturbed):
     assert_idle(servers)
 
 
-def begin_stream(servers, prompt):
-    """Request a long answer. Returns the connection, which the caller closes."""
-    parts = urlsplit(servers.url)
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
-    body = json.dumps(generate_payload(prompt, LONG, stream=True))
-    connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
-    return connection
-
-
 def test_clients_that_leave_at_any_time(servers, undisturbed):
     """Before their first token, during prefill or transfer, while they wait for room."""
     prompts, expected = undisturbed
@@ -124,7 +109,7 @@ def test_clients_that_leave_at_any_time(servers, undisturbed):
     leavers = random_prompts([4000, 200, 2500, 900] * 6, seed=52)
 
     def leave(i):
-        connection = begin_stream(servers, leavers[i])
+        connection = begin_stream(servers.url, leavers[i], LONG)
         time.sleep(i * 0.08)
         connection.close()
 
@@ -141,7 +126,7 @@ def test_clients_that_leave_while_retracted(servers):
     prompts = random_prompts([300, 500] * 4, seed=54)
     log, seen = servers.servers["decode"].log, len(servers.servers["decode"].log())
     load = InFlight(servers.url, prompts[:4], [LONG] * 4)
-    left = [begin_stream(servers, prompt) for prompt in prompts[4:]]
+    left = [begin_stream(servers.url, prompt, LONG) for prompt in prompts[4:]]
     running = f"#running-req: {len(prompts)},"
     wait_until("all decode", lambda: running in log()[seen:], 60)
     http_json(servers.server_url("decode") + "/pause_generation", {"mode": "retract"})
@@ -196,9 +181,8 @@ def test_no_descriptor_is_left_for_a_new_worker(servers, undisturbed):
     with no_descriptor(scheduler_pid(servers)):
         worker = servers.kv_offload()["worker"]
         os.kill(worker["pid"], signal.SIGKILL)
-        wait_until(
-            "a start fails", lambda: said in servers.kv_offload()["worker"]["last_error"], 30
-        )
+        last_error = lambda: servers.kv_offload()["worker"]["last_error"]  # noqa: E731
+        wait_until("a start fails", lambda: said in last_error(), 30)
         assert_answered(load, expected[:8])
     wait_for_worker(servers)
     assert_served(servers, undisturbed)

@@ -11,13 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from harness import (
-    PDCluster,
-    assert_same_tokens,
-    random_prompts,
-    stock_answers,
-    wait_for_steps,
-)
+from harness import PDCluster, assert_same_tokens, random_prompts, stock_answers, wait_for_steps
 from page_weights import digest_weights, forecast_weights, identity, pilot_weights
 from servers.group import flags
 from sglang_scout.core.forecast import save_weights
@@ -71,16 +65,14 @@ def servers(request, stock, model, trained):
     def arguments(policy):
         keys = {key: trained.get(x, x) for key, x in POLICIES[policy].items()}
         config = {"verify": True, "resident_tokens": 32, "transport": request.param, **keys}
-        return flags(
-            kv_offload=policy, kv_offload_budget=BUDGET_TOKENS, kv_offload_config=json.dumps(config)
-        )
+        more = {"kv_offload_budget": BUDGET_TOKENS, "kv_offload_config": json.dumps(config)}
+        return flags(kv_offload=policy, **more)
 
     first, *others = POLICIES
+    digest = json.dumps({"digest_file": trained["digest"]})
     with PDCluster(
         model,
-        prefill_args=flags(
-            kv_offload="scout", kv_offload_config=json.dumps({"digest_file": trained["digest"]})
-        ),
+        prefill_args=flags(kv_offload="scout", kv_offload_config=digest),
         decode_args=arguments(first),
         more_decodes={policy: arguments(policy) for policy in others},
         router=False,

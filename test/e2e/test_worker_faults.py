@@ -119,11 +119,8 @@ def test_no_fault_costs_a_request_or_a_token(bench, name):
 @pytest.mark.timeout(60 * SOAK_MINUTES + 600)
 def test_random_faults_under_random_load(bench):
     """SOAK_MINUTES and SOAK_SEED in the environment ask for more, or for the same again."""
-    chance, struck, end = (
-        random.Random(SOAK_SEED),
-        Counter[str](),
-        time.monotonic() + 60 * SOAK_MINUTES,
-    )
+    chance, struck = random.Random(SOAK_SEED), Counter[str]()
+    end = time.monotonic() + 60 * SOAK_MINUTES
     names = [name for name, f in FAULTS.items() if not (bench.is_recorded and f.not_in_graphs)]
     before = bench.state()["worker"]["restarts"]
     with bench.load(random_share=0.6, seed=SOAK_SEED) as load:

@@ -38,9 +38,8 @@ def test_models_do_not_write_k_and_v_where_they_rotate_k():
 
 def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9")
-    for module in ("hooks", "release"):
-        monkeypatch.delitem(sys.modules, f"sglang_scout.plugin.{module}", raising=False)
-        monkeypatch.delattr(f"sglang_scout.plugin.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, "sglang_scout.plugin.hooks", raising=False)
+    monkeypatch.delattr("sglang_scout.plugin.hooks", raising=False)
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
     monkeypatch.setattr(sys, "argv", ["launch_server", "--kv-offload", "scout"])
     supported = " and ".join(map(re.escape, ADAPTERS))
@@ -58,7 +57,7 @@ def test_adapters_have_the_names_that_the_plugin_uses():
                 made.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 made.add(node.id)
-        assert "tp_group" in used and used <= made
+        assert "row_of" in used and used <= made
 
 
 def test_a_scheduler_hears_what_the_launcher_may_run_on(monkeypatch):

@@ -107,11 +107,8 @@ CASES = {
     "no window": ({"kv_offload": "hgca", "kv_offload_budget": 32}, "--kv-offload-budget 32 | at least 64"),
 }  # fmt: skip
 if version("sglang") != "0.5.15.post1":
-    E4M3 = {"kv_cache_dtype": "fp8_e4m3"}
-    COPIES, CHECKSUMS = (
-        "disaggregation_decode_retraction_backup",
-        "disaggregation_enable_kv_checksum",
-    )
+    E4M3, CHECKSUMS = {"kv_cache_dtype": "fp8_e4m3"}, "disaggregation_enable_kv_checksum"
+    COPIES = "disaggregation_decode_retraction_backup"
     CASES |= {
         "fp8 on cpu": (E4M3, "--kv-cache-dtype fp8_e4m3 | on a CPU | torch_native | drop the flag"),
         "copies in another pool": ({COPIES: "host_pool"}, "backup host_pool: not supported"),
@@ -121,7 +118,7 @@ if version("sglang") != "0.5.15.post1":
 
 def resolved(made):
     """SGLang's resolved flags, resolved at once or on request."""
-    from sglang_scout.plugin.release import adapter
+    from sglang_scout.plugin.hooks import adapter
 
     getattr(made, "resolve_once", lambda: None)()
     return adapter.resolved(made)
@@ -196,23 +193,14 @@ def _variant(source: Path, target: Path, **changes) -> str:
     return str(target)
 
 
-MISTRAL = {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "use_sliding_window": ABSENT,
-    "layer_types": ABSENT,
-}
+NO_WINDOW = {"use_sliding_window": ABSENT, "layer_types": ABSENT}
+MISTRAL = NO_WINDOW | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_window_layers": 0}
 LLAMA = MISTRAL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 MODELS = {
     "GEMMA": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},
-    "WINDOW": {
-        "use_sliding_window": True,
-        "sliding_window": 64,
-        "max_window_layers": 0,
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-    },
+    "WINDOW": QWEN2 | {"use_sliding_window": True, "sliding_window": 64},
     "LLAMA_WINDOW": LLAMA | {"sliding_window": 64},
     "MISTRAL_WINDOW": MISTRAL | {"sliding_window": ABSENT},
     "MISTRAL": MISTRAL | {"sliding_window": None},
@@ -246,11 +234,8 @@ def outcome(tiny_model, tmp_path_factory):
     ]
     # Not forked: with leftover threads of other tests, that may crash.
     spawn = multiprocessing.get_context("spawn")
-    child = spawn.Process(
-        target=runpy.run_path,
-        args=(__file__, {"GIVEN": (cases, str(model), folder)}, serve_flags.__name__),
-        daemon=True,
-    )
+    given = __file__, {"GIVEN": (cases, str(model), folder)}, serve_flags.__name__
+    child = spawn.Process(target=runpy.run_path, args=given, daemon=True)
     child.start()
     child.join(240)
     log = (folder / "stderr").read_text()

@@ -13,7 +13,7 @@ from sglang_scout.engine.policy import QuerySource, Residency, SelectionRule
 from sglang_scout.ops import triton
 from sglang_scout.ops.predict import rms_norm, rotate_heads, rotate_heads_reference
 from sglang_scout.plugin import model
-from sglang_scout.plugin.release import VERSION
+from sglang_scout.plugin.hooks import VERSION
 
 HIDDEN, HQ, H, D, TOKENS = 96, 6, 2, 64, 5
 Q, ALL = HQ * D, (HQ + 2 * H) * D
@@ -199,7 +199,7 @@ def test_a_layer_without_the_expected_parts_is_refused(what):
 def shape_of(kv_dtype, monkeypatch, logit_cap=0, **scales):
     kind = {"scaling": 0.1, "sliding_window_size": -1, "attn_type": "any", "logit_cap": logit_cap}
     attention = SimpleNamespace(**kind, tp_q_head_num=4, layer_id=2, **scales)
-    monkeypatch.setattr(model.adapter, "tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(model, "get_attn_tp_group", lambda: SimpleNamespace(world_size=1))
     layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
     config = SimpleNamespace(
         model_path="m", dtype=torch.bfloat16, head_dim=64, get_num_kv_heads=lambda ranks: 2 // ranks

@@ -15,7 +15,7 @@ from sglang_scout.plugin import query_check
 
 LEFT_OUT = """
 from sglang_scout.plugin import query_check
-from sglang_scout.plugin.release import adapter
+from sglang_scout.plugin.hooks import adapter
 of_layer = adapter.layer_input
 adapter.layer_input = lambda *given: (of_layer(*given)[0], None)
 query_check.main()

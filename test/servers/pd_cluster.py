@@ -37,6 +37,10 @@ ROUTER_MAIN = (
 )
 
 
+SIZES = {"dtype": "float32", "max_total_tokens": 65536, "max_running_requests": 32}
+"""Flags of both servers. The KV capacity is never left to SGLang: on a CPU it would take most of the RAM."""
+
+
 class PDCluster(ServerGroup):
     """Prefill server, decode servers and router; see ServerGroup.
 
@@ -47,16 +51,15 @@ class PDCluster(ServerGroup):
             to one.
         server_args: more flags for both servers.
         router: start the router and send requests through it; else only the servers run.
-        device, dtype: as SGLang's flags.
+        device: as SGLang's flag.
         prefill_device: of the prefill server, if not ``device``.
         one_by_one: start a server only when the previous one is ready, the prefill server first. For servers that share
             a GPU: each takes a share of the free memory.
-        max_total_tokens: KV capacity of each server. Never left to SGLang: on a CPU it would take
-            most of the RAM.
         env: environment variables of all servers.
         log_dir: for the log files. Default: a new temporary folder, whose path is reported after a failure, and
             which is removed after a ``with`` block without one.
         on_ready: called with the name of each server that answers.
+        sizes: as ``SIZES``, in place of these.
     """
 
     def __init__(
@@ -72,13 +75,11 @@ class PDCluster(ServerGroup):
         device: str = "cpu",
         prefill_device: str | None = None,
         one_by_one: bool = False,
-        dtype: str = "float32",
-        max_total_tokens: int = 65536,
-        max_running_requests: int = 32,
         env: Mapping[str, str] | None = None,
         log_dir: str | Path | None = None,
         ready_timeout_s: float = 600.0,
         on_ready: Callable[[str], None] = lambda name: None,
+        **sizes: Any,
     ) -> None:
         prefill_device = prefill_device or device
         super().__init__(model_dir, (device, prefill_device), env, ready_timeout_s)
@@ -93,9 +94,7 @@ class PDCluster(ServerGroup):
         common = flags(
             model_path=model_dir,
             host=HOST,
-            dtype=dtype,
-            max_total_tokens=max_total_tokens,
-            max_running_requests=max_running_requests,
+            **SIZES | sizes,
             # An idle SGLang scheduler busy-polls, and on two cores it would slow the other servers. It applies only
             # when the server holds no request.
             sleep_on_idle=True,
@@ -117,18 +116,16 @@ class PDCluster(ServerGroup):
         self.client_environment = self.environment(device) | dict.fromkeys(NO_PROXY, HOST)
         self.router: ServerProcess | None = None
         if router:
-            self._urls["router"] = f"http://{HOST}:{router_port}"
-            command = [sys.executable, "-c", ROUTER_MAIN, "--pd-disaggregation"]
-            command += flags(
-                host=HOST,
-                port=router_port,
-                prometheus_port=prometheus_port,
-                policy="round_robin",
-                worker_startup_check_interval=1,
-                decode=self._urls["decode"],
-            )
-            command += ["--prefill", self._urls["prefill"], str(self.bootstrap_port), *router_args]
-            self.router = self._server("router", command, self.client_environment)
+            own = flags(port=router_port, prometheus_port=prometheus_port)
+            self._add_router(router_port, [*own, *router_args])
+
+    def _add_router(self, port: int, more: Sequence[str]) -> None:
+        self._urls["router"] = f"http://{HOST}:{port}"
+        command = [sys.executable, "-c", ROUTER_MAIN, "--pd-disaggregation", "--host", HOST]
+        command += flags(policy="round_robin", worker_startup_check_interval=1)
+        command += flags(decode=self._urls["decode"])
+        command += ["--prefill", self._urls["prefill"], str(self.bootstrap_port), *more]
+        self.router = self._server("router", command, self.client_environment)
 
     def _server(self, name: str, command: list[str], environment: dict[str, str]) -> ServerProcess:
         return ServerProcess(name, command, environment, self.log_dir / f"{name}.log")

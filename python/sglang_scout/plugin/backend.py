@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
 from sglang_scout.engine.parts import Parts
@@ -20,15 +19,19 @@ from sglang_scout.engine.stores import Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.plugin import status
-from sglang_scout.plugin.allocator import RequestTables, ScoutAllocator
-from sglang_scout.plugin.dummy_kv import DummyKV
+from sglang_scout.plugin.hooks import adapter
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.limits import check_context, uses_graph_transport
-from sglang_scout.plugin.model import before_layer, decoder_layers, make_projectors, rank_policy
-from sglang_scout.plugin.pool import HostKVPool, lock
+from sglang_scout.plugin.model import (
+    before_layer,
+    decoder_layers,
+    make_projectors,
+    rank_policy,
+)
+from sglang_scout.plugin.pools import HostKVPool, ScoutAllocator
+from sglang_scout.plugin.prefill import DummyKV
 from sglang_scout.plugin.query_check import QueryProbe
-from sglang_scout.plugin.ranks import AttentionRanks
-from sglang_scout.plugin.release import adapter
+from sglang_scout.plugin.ranks import AttentionRanks, lock
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ HOST_SPIN_US = 50
 DEVICE_SPIN_US = 20_000  # as long as a step: a kernel cannot wake a sleeping thread, and the attendant does so late
 READY_TIMEOUT_S = 60.0
 
+Ids = npt.NDArray[np.int64]
 _current: ScoutAttnBackend | None = None
 
 
@@ -54,38 +58,35 @@ class ScoutAttnBackend(AttentionBackend):
         global _current
         super().__init__()
         self.ranks = AttentionRanks()
-        self.config: OffloadConfig = parse(runner.server_args).of_rank(self.ranks.rank)
+        self.config = config = parse(runner.server_args).of_rank(self.ranks.rank)
         self.pool: HostKVPool = runner.token_to_kv_pool
         self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
         self.plan, self.cpu_plan = self.pool.plan, self.pool.cpus.plan
         device, context_tokens = runner.device, runner.model_config.context_len
-        layers, num_requests = decoder_layers(runner.model), runner.max_running_requests
+        layers = decoder_layers(runner.model)
+        self.max_batch = num_requests = runner.max_running_requests
         shape, cpus = self.pool.shape, self.cpu_plan.threads
-        path = self.config.recall_profile
+        path = config.recall_profile
         profile = None if path is None else load_profile(path)  # validated by the launcher
-        self.policy = rank_policy(self.config, shape, profile)
-        in_graph = uses_graph_transport(self.config, device)
+        self.policy = rank_policy(config, shape, profile)
+        in_graph = uses_graph_transport(config, device)
         self.transport = "graph" if in_graph else "host"
         of_worker = WorkerConfig(
             ready_timeout_s=READY_TIMEOUT_S,
             spin_us=DEVICE_SPIN_US if in_graph else HOST_SPIN_US,
             populate=torch.device(device).type == "cuda",  # the pages were allocated by locking
         )
-        self.worker = WorkerClient(
-            self.pool.arena,
-            cpus,
-            background_cpus=self.cpu_plan.background,
-            nodes=list(self.pool.cpus.by_node.values()) or None,
-            config=of_worker,
-        )
-        facts = status.facts(self.config, shape.num_layers, cpus)
+        nodes, background = list(self.pool.cpus.by_node.values()), self.cpu_plan.background
+        on_cpus = {"background_cpus": background, "nodes": nodes or None, "config": of_worker}
+        self.worker = WorkerClient(self.pool.arena, cpus, **on_cpus)
+        facts = status.facts(config, shape.num_layers, cpus)
         # Not the width of SGLang's request table, which is a few tokens more: a step launched before its request's end
         # is seen writes to position context_len - 2 at most, and one more page would double the table width of a 2^n
         # context, also in the kernels.
         max_pages = -(-context_tokens // shape.page_size)
         if in_graph:
             check_context(context_tokens, shape.page_size)
-        lists = self.config.lists(shape.num_kv_heads)
+        lists = config.lists(shape.num_kv_heads)
         parts = Parts(
             self.policy,
             shape,
@@ -99,19 +100,15 @@ class ScoutAttnBackend(AttentionBackend):
         if in_graph:
             attention = self._graph_transport(device, of_worker.wait_timeout_s)
         projectors = self.policy.projectors(own)
-        self.engine = StepEngine(parts, projectors, attention, self.config.verify)
+        self.engine = StepEngine(parts, projectors, attention, config.verify)
         self._probe = QueryProbe(own)
-        self.tables = RequestTables(runner.req_to_token_pool, self.config.page_size_tokens)
-        self._announced = self._begun = False
-        self.dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
-        self.engine.boundary.step_log = status.open_step_log(
-            self.config, facts, runner.model_config
-        )
+        self.tables = RequestTables(runner.req_to_token_pool, shape.page_size)
+        self._begun = False
+        self.dummy_kv = DummyKV(self.pool.host_pages) if config.dummy_kv else None
+        log = status.open_step_log(config, facts, runner.model_config)
+        self.engine.boundary.step_log = log
         self.allocator.listener = self.engine.pages
-        for index, layer in enumerate(layers):
-            hook = before_layer(index, self._probe.layer_input, self.engine.layer_input)
-            layer.register_forward_pre_hook(hook, with_kwargs=True)
-        layers[-1].register_forward_hook(lambda *_: self.engine.layer_output())
+        self._hook(layers)
         self.worker.start()
         atexit.register(self.close)
         _current = self
@@ -119,54 +116,43 @@ class ScoutAttnBackend(AttentionBackend):
         self.metrics = status.Metrics(self, server_args) if server_args.enable_metrics else None
         self._log_plan(num_requests)
 
+    def _hook(self, layers: list[torch.nn.Module]) -> None:
+        for index, layer in enumerate(layers):
+            before = before_layer(index, self._probe.layer_input, self.engine.layer_input)
+            layer.register_forward_pre_hook(before, with_kwargs=True)
+        layers[-1].register_forward_hook(lambda *_: self.engine.layer_output())
+
     def _graph_transport(self, device: str, timeout_s: float) -> GraphTransport:
-        faults = None
-        if self.ranks.size > 1:
-            faults = self.ranks.shared_words(self.ranks.size)
-            if torch.device(device).type == "cuda":
-                shared = "--tp-size: a page that the ranks share: {}"
-                lock(faults.data_ptr(), faults.nbytes, shared)
+        faults = self.ranks.shared_words(self.ranks.size) if self.ranks.size > 1 else None
+        if faults is not None and torch.device(device).type == "cuda":
+            of_page = "--tp-size: a page that the ranks share: {}"
+            lock(faults.data_ptr(), faults.nbytes, of_page)
         ring = device_ring(self.pool.arena, self.worker, device, timeout_s, faults, self.ranks.rank)
         return GraphTransport(ring, lambda: self.worker.device_epoch)
 
     def _log_plan(self, max_batch: int) -> None:
-        if self.cpu_plan.warning:
-            logger.warning(
-                "--kv-offload: attention threads are far from the GPU: %s; allow them (cpuset, taskset)",
-                self.cpu_plan.warning,
-            )
+        if far := self.cpu_plan.warning:
+            allow = "allow them (cpuset, taskset)"
+            logger.warning(f"--kv-offload: attention threads are far from the GPU: {far}; {allow}")
         lines = [f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.plan.rows]
         lines += [f"  CPUs {use.cpus}: {use.used_by} ({use.why})" for use in self.cpu_plan.rows]
-        logger.info(
-            "--kv-offload %s: budget %d tokens, %d requests at most\n%s",
-            self.policy.name,
-            self.config.budget_tokens,
-            max_batch,
-            "\n".join(lines),
-        )
-
-    def announce_step(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
-        """A decode step of ``rows`` ``[B]`` will write tokens at ``positions`` ``[B]``."""
-        self.tables.open_pages(rows, positions, self.allocator.opened)
-        self._announced = True
+        budget = f"budget {self.config.budget_tokens} tokens, {max_batch} requests at most"
+        logger.info("\n".join([f"--kv-offload {self.policy.name}: {budget}", *lines]))
 
     def begin(self, forward_batch: Any) -> bool:
         """Step boundary. Returns whether a captured graph may run the step."""
         self._begun = True
-        if not self._announced:
+        if not len(self.tables.rows):
             return True  # SGLang warms up or captures
         seq_lens = forward_batch.seq_lens_cpu.numpy().astype("int64")
-        pages, rows = self.tables.of_step(seq_lens)
-        self.engine.begin_step(pages, rows, seq_lens)
+        self.engine.begin_step(self.tables.of_step(seq_lens), self.tables.rows, seq_lens)
         return self.engine.can_replay
 
-    def damaged_pages(self) -> npt.NDArray[np.int64]:
+    def damaged_pages(self) -> Ids:
         """``[n, 2]`` layer and page of held host pages that some rank has found damaged."""
         checksums = self.pool.host_pages.checksums
-        if checksums is None:
-            return np.zeros((0, 2), np.int64)
-        damaged = checksums.damaged()
-        if self.ranks.size == 1:
+        damaged = np.zeros((0, 2), np.int64) if checksums is None else checksums.damaged()
+        if checksums is None or self.ranks.size == 1:
             return damaged
         # Page ids are equal on all ranks, which must fail the same requests in the same step.
         return np.array(sum(self.ranks.gather(damaged.tolist()), []), np.int64).reshape(-1, 2)
@@ -189,11 +175,9 @@ class ScoutAttnBackend(AttentionBackend):
         Raises:
             ConfigError: graphs of more rows than the buffers have.
         """
-        if max_bs > self.engine.parts.sizes.max_batch:
-            raise ConfigError(
-                f"--cuda-graph-max-bs {max_bs}: more than --max-running-requests "
-                f"({self.engine.parts.sizes.max_batch}); lower it"
-            )
+        if max_bs > (most := self.max_batch):
+            why = f"more than --max-running-requests ({most}); lower it"
+            raise ConfigError(f"--cuda-graph-max-bs {max_bs}: {why}")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -218,3 +202,57 @@ class ScoutAttnBackend(AttentionBackend):
             self.metrics.close()
         self.worker.stop()
         self.engine.close()
+
+
+class RequestTables:
+    """The pages in SGLang's request table, on the host.
+
+    Whole requests are read from the device when SGLang writes them, as they are admitted or hit a shared prefix. A page
+    opened by decoding is known from the allocator.
+
+    Args:
+        pool: SGLang's request pool; its ``write`` is wrapped from now on.
+
+    Attributes:
+        rows: ``[B]`` of the table, of the last announced step.
+    """
+
+    def __init__(self, pool: Any, page_size: int) -> None:
+        num_rows, tokens = pool.req_to_token.shape
+        self._size, self.rows = page_size, np.zeros(0, np.int64)
+        self._pages = np.zeros((num_rows, -(-tokens // page_size)), np.int32)
+        self._write, pool.write = pool.write, self.write
+
+    def write(self, indices: Any, values: torch.Tensor) -> None:
+        """Like the pool's: ``indices`` is (row, slice of tokens) or (rows, positions)."""
+        self._write(indices, values)
+        row, tokens = indices
+        if not isinstance(tokens, slice):
+            return  # from a decode step: see open_pages
+        start = tokens.start or 0
+        first = -(-start // self._size)  # page that begins in the slice
+        starts = values[first * self._size - start :: self._size]
+        if len(starts):
+            pages = (starts // self._size).cpu().numpy()
+            self._pages[int(row), first : first + len(pages)] = pages
+
+    def pages_of(self, row: int, tokens: int) -> Ids:
+        """``[N]`` pages that hold the first ``tokens`` tokens of the request in ``row``."""
+        return self._pages[row, : -(-tokens // self._size)].astype(np.int64)
+
+    def open_pages(self, rows: Ids, positions: Ids, opened: Ids) -> None:
+        """Before a decode step of ``rows`` ``[B]``, which writes tokens at ``positions`` ``[B]``.
+
+        Args:
+            opened: ``[B]`` pages that start with these tokens, -1: none.
+        """
+        opens = opened >= 0
+        self._pages[rows[opens], positions[opens] // self._size] = opened[opens]
+        self.rows = rows.copy()
+
+    def of_step(self, seq_lens: Ids) -> npt.NDArray[np.int32]:
+        """``[B, N]`` pages of the last announced step."""
+        if len(seq_lens) != len(self.rows):
+            counts = f"a step of {len(seq_lens)} requests, {len(self.rows)} were announced"
+            raise RuntimeError(f"--kv-offload: {counts}")
+        return self._pages[self.rows, : -(-int(seq_lens.max()) // self._size)]

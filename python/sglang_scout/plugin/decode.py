@@ -19,12 +19,11 @@ from sglang_scout.core.config import PAGE_SIZE_TOKENS
 from sglang_scout.engine.memory import check_memory
 from sglang_scout.plugin import status
 from sglang_scout.plugin.backend import ScoutAttnBackend, current_backend
-from sglang_scout.plugin.hooks import hook
+from sglang_scout.plugin.hooks import adapter, hook
 from sglang_scout.plugin.limits import BACKEND_NAME
-from sglang_scout.plugin.pool import HostKVPool, build_pools, pools_target
+from sglang_scout.plugin.pools import HostKVPool, build_pools, pools_target
 from sglang_scout.plugin.ranks import AttentionRanks, host_bytes, size_of
-from sglang_scout.plugin.release import adapter
-from sglang_scout.plugin.shutdown import answer_error
+from sglang_scout.plugin.requests import answer_error
 from sglang_scout.worker.arena_fits import pool_lacks
 from sglang_scout.worker.host_memory import available_bytes, gib
 
@@ -33,6 +32,10 @@ logger = logging.getLogger(__name__)
 DENSE = "dense"
 LEFT_BESIDE_COPIES = 2**29  # bytes of host memory
 TRACED = "steps selected_pages cpu_pages recalled_pages gpu_wait_us recall_wait_us".split()
+_DROPPED = (
+    "The request was retracted because the KV pages ran out, and there is no host memory to keep a copy of its KV. "
+    "Send it again later; the server needs fewer concurrent requests or more memory."
+)
 _GRAPHS = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 _device_bytes: int | None = None  # for digests and resident pages; None: the CPU device
@@ -61,30 +64,27 @@ def around_init_pools(original, runner, **given):
     """Put the KV pool into the arena that the CPU attention process maps; use the allocator that reports pages."""
     tokens, max_batch = adapter.pool_sizes(runner, **given)
     size, cpus = size_of(runner, max_batch)
-    num_pages, context = tokens // PAGE_SIZE_TOKENS + 1, size.context_tokens
-    ranks = AttentionRanks()
+    num_pages, ranks = tokens // PAGE_SIZE_TOKENS + 1, AttentionRanks()
     # Every rank reads both before any allocates.
     in_pool = not pool_lacks(size.arena(num_pages), arenas=ranks.size)
     available, on_cpu = ranks.least(available_bytes()), torch.device(runner.device).type == "cpu"
     memory = {"in_pool": in_pool, "device_bytes": _device_bytes, "shared": on_cpu}
     plan = check_memory(size, num_pages, available, ranks=ranks.size, **memory)
-    if tokens < context:
+    if tokens < size.context_tokens:
         logger.warning(
-            "host memory holds %d tokens of KV, less than one context of %d: longer requests are "
-            "refused; raise --kv-offload-host-gb or --max-total-tokens",
-            tokens,
-            context,
+            f"host memory holds {tokens} tokens of KV, less than one context of {size.context_tokens}: longer requests "
+            "are refused; raise --kv-offload-host-gb or --max-total-tokens"
         )
     build = functools.partial(original, runner, **given)
-    make_pool = functools.partial(HostKVPool, server_size=size, plan=plan, cpus=cpus)
-    return build_pools(build, runner, make_pool)[0]
+    of_rank = {"server_size": size, "plan": plan, "cpus": cpus}
+    return build_pools(build, runner, functools.partial(HostKVPool, **of_rank))[0]
 
 
 @hook("disaggregation.decode.DecodeTransferQueue.pop_transferred", "after")
 def after_pop_transferred(result: list[Any], *args, **kwargs) -> list[Any]:
     """Notice that a request's KV has arrived."""
     backend = current_backend()
-    hints = backend.engine.parts.digests.hints
+    hints = backend.pool.digests.hints
     for request in result:
         prompt = request.origin_input_ids
         pages = backend.tables.pages_of(adapter.row_of(request), len(prompt))
@@ -133,7 +133,8 @@ def after_prepare_for_prebuilt(_, batch) -> None:
 @hook("managers.schedule_batch.alloc_for_decode", "after")
 def after_alloc_for_decode(result, batch, token_per_req: int):
     """Track on the host which pages a step allocates, row by row."""
-    current_backend().announce_step(batch.req_pool_indices_cpu.numpy(), batch.seq_lens_cpu.numpy())
+    backend, rows = current_backend(), batch.req_pool_indices_cpu.numpy()
+    backend.tables.open_pages(rows, batch.seq_lens_cpu.numpy(), backend.allocator.opened)
     return result
 
 
@@ -178,7 +179,7 @@ def around_process_batch_result(original, processor, batch, result) -> None:
     backend = current_backend()
     if result.copy_done is not None:
         result.copy_done.synchronize()
-    elif backend.engine.parts.resident.k.is_cuda:
+    elif torch.device(backend.pool.device).type == "cuda":
         torch.cuda.current_stream().synchronize()
     backend.engine.end_step()  # raises if tokens may be wrong
     damaged = backend.damaged_pages()
@@ -208,9 +209,8 @@ def _fail_owners(requests: Sequence[Any], damaged: npt.NDArray[np.int64]) -> Non
             "its checksum. Send the request again; if it happens again, the machine's memory is at fault."
         )
         logger.error("request %s fails: %s", request.rid, message)
-        request.to_finish = FINISH_ABORT(
-            message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
-        )
+        code = HTTPStatus.INTERNAL_SERVER_ERROR
+        request.to_finish = FINISH_ABORT(message, code, "InternalServerError")
         request.finished_len = len(request.output_ids)
         request.skip_radix_cache_insert = True
 
@@ -229,11 +229,8 @@ def around_offload_kv_cache(original, req, tables, allocator) -> None:
         return
     req.kv_offload_dropped = True
     logger.error(
-        "request %s was retracted and fails: a copy of its KV needs %s of host memory, and %s are available; lower "
-        "--max-running-requests, or free memory",
-        req.rid,
-        gib(needed),
-        gib(available),
+        f"request {req.rid} was retracted and fails: a copy of its KV needs {gib(needed)} of host memory, and "
+        f"{gib(available)} are available; lower --max-running-requests, or free memory"
     )
 
 
@@ -241,13 +238,7 @@ def around_offload_kv_cache(original, req, tables, allocator) -> None:
 def around_add_request_to_queue(original, scheduler, req, *args, **kwargs) -> None:
     """Restore a retracted request from its KV, also after a pause; fail one whose KV was not kept."""
     if hasattr(req, "kv_offload_dropped"):
-        answer_error(
-            scheduler,
-            req,
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "The request was retracted because the KV pages ran out, and there is no host memory to keep a copy of its "
-            "KV. Send it again later; the server needs fewer concurrent requests or more memory.",
-        )
+        answer_error(scheduler, req, HTTPStatus.SERVICE_UNAVAILABLE, _DROPPED)
     elif adapter.has_copy(req):
         # /pause_generation does not mark this, and would wait for the KV from the prefill server again.
         original(scheduler, req, is_retracted=True)
@@ -273,8 +264,7 @@ def before_trace_slice(context, slice, *_, **__) -> None:
 def after_get_internal_state(result, scheduler, *args, **kwargs):
     """Add the state to `/server_info`."""
     backend = current_backend()
-    state = status.decode_state(backend)
+    result.internal_state["kv_offload"] = state = status.decode_state(backend)
     # All ranks are asked at once.
     state["ranks"] = backend.ranks.gather({key: state[key] for key in status.OF_EACH_RANK})
-    result.internal_state["kv_offload"] = state
     return result

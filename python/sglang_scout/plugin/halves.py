@@ -23,7 +23,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_scout.plugin.hooks import hook
-from sglang_scout.plugin.shutdown import aborted, refuse
+from sglang_scout.plugin.requests import aborted, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,10 @@ ROUTE = "/kv_offload/halves"
 GONE = "The decode server is gone. Send the request again."
 OTHER_HALF_S = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
 """How long a prefill server waits for a decode server that has not told that it has the other half."""
+_MISSED = (
+    f"No decode server has received this request within {OTHER_HALF_S} s. Send requests to the router, which sends "
+    "each to both servers."
+)
 _CONNECT_S = 5.0
 _RETRY_S = 1.0
 _HEARTBEAT_S = 120.0  # for a host that is lost; much longer than a process may be busy
@@ -43,6 +47,11 @@ class Half(msgspec.Struct):
     nth: int
     status: int = 0
     message: str = ""
+
+
+def parts_of(request: Any) -> list[Any]:
+    """The requests of one prompt that SGLang has made of one of several."""
+    return list(vars(request).get("_sub_obj_cache", {}).values())
 
 
 class _Recent(OrderedDict[Any, Any]):
@@ -101,22 +110,25 @@ class Halves:
             self._counts.put(room, request.kv_offload_nth, most=2**16)
         return int(request.kv_offload_nth)
 
+    def _requests(self) -> list[Any]:
+        """SGLang's that have not ended."""
+        return [state.obj for state in self._manager.rid_to_state.values()]
+
     def _of(self, room: int) -> list[Any]:
-        """Requests of one prompt that have not ended."""
-        all_of = (state.obj for state in self._manager.rid_to_state.values())
-        return [one for one in all_of if getattr(one, "bootstrap_room", None) == room]
+        """Those of one prompt."""
+        return [one for one in self._requests() if getattr(one, "bootstrap_room", None) == room]
 
     async def _connect(self, address: str) -> None:
         try:
+            url = f"http://{address}{ROUTE}"
             async with aiohttp.ClientSession() as session:  # which ignores http_proxy
                 async with asyncio.timeout(_CONNECT_S):
-                    socket = await session.ws_connect(
-                        f"http://{address}{ROUTE}", heartbeat=_HEARTBEAT_S
-                    )
+                    socket = await session.ws_connect(url, heartbeat=_HEARTBEAT_S)
                 await self._listen(socket)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            failed = "--kv-offload: no connection to %s, which reports failed requests: %r"
-            logger.info(failed, address, error)
+            logger.info(
+                f"--kv-offload: no connection to {address}, which reports failed requests: {error!r}"
+            )
         await asyncio.sleep(_RETRY_S)  # then the next request tries again
         del self._links[address]
 
@@ -142,9 +154,8 @@ class Halves:
                     self._manager.event_loop.call_soon_threadsafe(self._hear, half)
         except (msgspec.MsgspecError, OSError, TypeError) as error:
             logger.warning(
-                "--kv-offload: the connection to the other server of the pair failed: %r; the next request opens a "
-                "new one",
-                error,
+                f"--kv-offload: the connection to the other server of the pair failed: {error!r}; the next request "
+                "opens a new one"
             )
         finally:
             del self._sockets[socket]
@@ -153,10 +164,10 @@ class Halves:
             await socket.close()
 
     def _here(self) -> list[Half]:
+        """A decode server's requests."""
         if self._manager is None or self._manager.server_args.disaggregation_mode != "decode":
             return []
-        requests = (state.obj for state in self._manager.rid_to_state.values())
-        mine = (one for one in requests if hasattr(one, "kv_offload_nth"))
+        mine = (one for one in self._requests() if hasattr(one, "kv_offload_nth"))
         return [Half(one.bootstrap_room, one.kv_offload_nth) for one in mine]
 
     def _send(self, half: Half) -> None:
@@ -179,21 +190,17 @@ class Halves:
 
     def _lose(self, link: _Link) -> None:
         """A decode server has ended, or its connection."""
-        for state in list(self._manager.rid_to_state.values()):
-            nth = getattr(state.obj, "kv_offload_nth", None)
-            if nth and (state.obj.bootstrap_room, nth) in link.there:
-                self._end(state.obj, HTTPStatus.SERVICE_UNAVAILABLE, GONE)
+        for one in self._requests():
+            nth = getattr(one, "kv_offload_nth", None)
+            if nth and (one.bootstrap_room, nth) in link.there:
+                self._end(one, HTTPStatus.SERVICE_UNAVAILABLE, GONE)
 
     def _miss(self, room: int, nth: int) -> None:
         if any((room, nth) in link.there for link in self._sockets.values()):
             return
         for request in self._of(room):
             if self._nth(request) == nth:
-                message = (
-                    f"No decode server has received this request within {OTHER_HALF_S} s. Send requests to the router, "
-                    "which sends each to both servers."
-                )
-                self._end(request, HTTPStatus.SERVICE_UNAVAILABLE, message)
+                self._end(request, HTTPStatus.SERVICE_UNAVAILABLE, _MISSED)
 
     def _end(self, request: Any, status: int, message: str) -> None:
         self._manager._dispatch_to_scheduler(AbortReq(rid=request.rid))
@@ -203,7 +210,7 @@ class Halves:
         """``request``, of one prompt or several, was answered with an error."""
         room = getattr(request, "bootstrap_room", None)
         if isinstance(room, list):
-            for part in vars(request).get("_sub_obj_cache", {}).values():
+            for part in parts_of(request):
                 self.tell(part, status, message)
             return
         if not isinstance(room, int) or hasattr(request, "kv_offload_ended"):

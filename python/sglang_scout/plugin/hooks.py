@@ -1,4 +1,5 @@
-"""Hooks into SGLang: declared on their functions, applied and verified in the processes of their role."""
+"""The installed release of SGLang, and the hooks into it: declared on their functions, applied and verified in the
+processes of their role."""
 
 from __future__ import annotations
 
@@ -6,18 +7,24 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_scout.plugin.release import VERSION
+from sglang_scout.core.supported import ADAPTERS, check_version
+
+VERSION = version("sglang")
+check_version(VERSION)
+adapter: Any = import_module(f"sglang_scout.plugin.{ADAPTERS[VERSION]}")
+"""What differs between the supported releases: one module each, with the same names."""
 
 ROLES = {
     "flags": ("launch",),
-    "http": ("http", "halves", "shutdown"),
-    "decode": ("decode", "fixes", "shutdown"),
-    "prefill": ("prefill", "fixes", "shutdown"),
+    "http": ("http", "halves"),
+    "decode": ("decode", "requests", "transfers"),
+    "prefill": ("prefill", "requests", "transfers"),
 }
 """The modules of each role's hooks. A process imports only those of its own."""
 
@@ -28,7 +35,8 @@ class Hook(NamedTuple):
     """A function of SGLang, and the one before, after, around or instead of it.
 
     Attributes:
-        target: dotted name below ``sglang.srt``; by release if it differs or is hooked in some only.
+        target: dotted name below ``sglang.srt``; by release if it differs or is hooked in some only. What mends a
+            release is dropped with the last that needs it.
         kind: as of SGLang's ``HookType``.
         why: as it stands in docs/reference/hooks.md too.
         package: that the target's module imports and SGLang runs without; where it is absent nothing is hooked.
@@ -87,9 +95,8 @@ def apply(hooks: Iterable[Hook]) -> None:
         try:
             pkgutil.resolve_name(target)
         except Exception as error:
-            raise RuntimeError(
-                f"hook target {target} is not in this SGLang: {error}; {_INSTALL}"
-            ) from error
+            absent = f"hook target {target} is not in this SGLang: {error}"
+            raise RuntimeError(f"{absent}; {_INSTALL}") from error
         HookRegistry.register(target, hook.function, HookType(hook.kind))
         targets.add(target)
     HookRegistry.apply_hooks()

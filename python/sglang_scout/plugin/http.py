@@ -20,9 +20,9 @@ from fastapi import HTTPException
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 
-from sglang_scout.plugin.halves import halves
+from sglang_scout.plugin.halves import halves, parts_of
 from sglang_scout.plugin.hooks import hook
-from sglang_scout.plugin.shutdown import REFUSAL, refuse
+from sglang_scout.plugin.requests import REFUSAL, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,8 @@ def _logprob(request: GenerateReqInput) -> bool:
     return any(_each(request.return_logprob))
 
 
-def _prompt_logprobs(request: GenerateReqInput) -> bool:
-    starts = _each(request.logprob_start_len)
-    if not (_logprob(request) and any(isinstance(at, int) and at >= 0 for at in starts)):
+def _prompt_logprobs(request: GenerateReqInput, starts: Any) -> bool:
+    if not (_logprob(request) and any(isinstance(at, int) and at >= 0 for at in _each(starts))):
         return False
     of_several = (isinstance(ids, list) for ids in (request.text, *_each(request.input_ids)))
     return bool(request.stream) or any(of_several) or any(_each(request.top_logprobs_num))
@@ -74,7 +73,7 @@ def _prompt_logprobs(request: GenerateReqInput) -> bool:
 # not to a stream.
 _NONE_FOR_PROMPT = "a prefill-decode pair has none for the prompt; drop the field"
 _ONLY_TOKENS = "not supported by a prefill-decode pair; send text or input_ids"
-LIMITS: dict[str, str] = {
+LIMITS = {
     "n": "a prefill-decode pair gives one answer per request; send the request again for another",
     "logprob_start_len": "a prefill-decode pair returns log-probabilities of the prompt (in OpenAI's API: echo with "
     "logprobs) only from /generate, for one prompt, without stream and top_logprobs_num",
@@ -88,18 +87,12 @@ LIMITS: dict[str, str] = {
     "session_params": "a prefill-decode pair has no sessions; send the whole prompt",
 }
 # Whether it is asked for, before SGLang's normalization: fields may be lists, and of any type. Others: if any is true.
-_ASKED: dict[str, Callable[[GenerateReqInput], bool]] = {
-    "n": lambda request: any(n not in (None, 1) for n in _sampling(request, "n")),
+_ASKED: dict[str, Callable[[GenerateReqInput, Any], bool]] = {
+    "n": lambda request, _: any(n not in (None, 1) for n in _sampling(request, "n")),
     "logprob_start_len": _prompt_logprobs,
-    "token_ids_logprob": lambda request: (
-        _logprob(request) and any(a is not None for a in _each(request.token_ids_logprob))
-    ),
-    "max_new_tokens": lambda request: (
-        _logprob(request) and 0 in _sampling(request, "max_new_tokens")
-    ),
-    "positional_embed_overrides": lambda request: (
-        getattr(request, "positional_embed_overrides", None) is not None
-    ),
+    "token_ids_logprob": lambda x, ids: _logprob(x) and any(i is not None for i in _each(ids)),
+    "max_new_tokens": lambda x, _: _logprob(x) and 0 in _sampling(x, "max_new_tokens"),
+    "positional_embed_overrides": lambda _, given: given is not None,
 }
 
 
@@ -111,19 +104,16 @@ def before_normalize(request: GenerateReqInput) -> None:
     """
     for field, sentence in LIMITS.items():
         given = getattr(request, field, None)  # not in every release
-        if _ASKED[field](request) if field in _ASKED else any(_each(given)):
+        if _ASKED[field](request, given) if field in _ASKED else any(_each(given)):
             raise ValueError(f"{field}: {sentence}")
 
 
 @functools.cache
 def _types_of(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
     """A struct with the fields of ``kind`` by name, as ``kind`` may be an array on the wire."""
-    fields = [
-        (field.name, field.type, None)
-        for field in msgspec.structs.fields(kind)
-        if field.name not in _MADE_HERE
-    ]
-    return msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=True)
+    fields = [(x.name, x.type, None) for x in msgspec.structs.fields(kind)]
+    sent = [field for field in fields if field[0] not in _MADE_HERE]
+    return msgspec.defstruct(kind.__name__, sent, forbid_unknown_fields=True)
 
 
 def _check(values: dict[str, Any], kind: type[msgspec.Struct], what: str) -> None:
@@ -176,9 +166,8 @@ def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> No
     _check(obj.sampling_params, manager.sampling_params_class, "sampling_params")
     for token, bias in (obj.sampling_params.get("logit_bias") or {}).items():
         if not abs(bias) <= FLOAT32_MAX:
-            raise ValueError(
-                f"logit_bias of token {token} is {bias}, which is not a finite 32-bit float"
-            )
+            odd = f"{bias}, which is not a finite 32-bit float"
+            raise ValueError(f"logit_bias of token {token} is {odd}")
     sent = _types_of(TokenizedGenerateReqInput).__struct_fields__
     values = {name: getattr(obj, name, None) for name in sent} | {"input_text": obj.text}
     _check(values, TokenizedGenerateReqInput, "request")
@@ -243,7 +232,7 @@ async def around_generate_request(original, manager, obj, request=None) -> Async
             raise
         raise HTTPException(status, message) from error
     except Exception as error:
-        if _is_sent(obj):
+        if any(hasattr(part, "kv_offload_sent") for part in (obj, *parts_of(obj))):
             raise
         refusal = _odd_field(error)
         halves.tell(obj, HTTPStatus.BAD_REQUEST, str(refusal))
@@ -263,8 +252,3 @@ def _errors(answer: Any) -> Iterator[tuple[str, tuple[int, str]]]:
 def _status(status: int, message: str) -> int:
     better = (known for part, known in _STATUSES.items() if part in message)
     return next(better, status) if status == HTTPStatus.INTERNAL_SERVER_ERROR else status
-
-
-def _is_sent(obj: Any) -> bool:
-    parts = vars(obj).get("_sub_obj_cache", {}).values()
-    return any(hasattr(part, "kv_offload_sent") for part in (obj, *parts))

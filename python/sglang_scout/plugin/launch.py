@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 from sglang.srt.server_args import ServerArgs
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
-from sglang_scout.plugin import limits
-from sglang_scout.plugin.fields import FIELDS
-from sglang_scout.plugin.hooks import apply, hook, hooks_of
-from sglang_scout.plugin.release import adapter
+from sglang_scout.plugin import FIELDS, limits
+from sglang_scout.plugin.hooks import adapter, apply, hook, hooks_of
 from sglang_scout.policy import policies
 
 logger = logging.getLogger(__name__)
@@ -39,9 +37,9 @@ class Launched(NamedTuple):
     cpus: frozenset[int]
 
 
-def announce(role: str, cpus: Iterable[int]) -> None:
+def announce(role: str, cpus: frozenset[int]) -> None:
     """In the launcher: set the role for the scheduler processes to be started."""
-    os.environ[ROLE_ENV] = json.dumps([role, os.getpid(), sorted(cpus)])
+    os.environ[ROLE_ENV] = msgspec.json.encode(Launched(role, os.getpid(), cpus)).decode()
 
 
 def launched_as() -> Launched | None:
@@ -49,8 +47,8 @@ def launched_as() -> Launched | None:
     message, parent = os.environ.get(ROLE_ENV), multiprocessing.parent_process()
     if not message or parent is None:
         return None
-    role, launcher, cpus = json.loads(message)
-    return Launched(role, launcher, frozenset(cpus)) if launcher == parent.pid else None
+    launched = msgspec.json.decode(message, type=Launched)
+    return launched if launched.launcher == parent.pid else None
 
 
 _LAUNCHED = launched_as()
@@ -58,7 +56,7 @@ PROCESS_CPUS = _LAUNCHED.cpus if _LAUNCHED else frozenset(os.sched_getaffinity(0
 """CPU affinity at server start. SGLang may bind a scheduler process to a NUMA node, and its model thread to one CPU."""
 
 _WITH_FIELDS = "Add the `--kv-offload` fields in a subclass, so that its parser has the flags."
-hook({"0.5.23": "server_args.ServerArgs"}, "replace", roles="flags", why=_WITH_FIELDS)(
+hook({"0.5.23": "server_args.ServerArgs"}, "replace", why=_WITH_FIELDS, roles="flags")(
     adapter.ServerArgs
 )
 
@@ -88,18 +86,17 @@ def around_resolve(original, self: ServerArgs) -> None:
     try:
         _resolve(original, self)
     except ConfigError:
-        sys.excepthook = functools.partial(_print_config_error, sys.excepthook)
+        otherwise = sys.excepthook
+
+        def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            """If uncaught it ends the launcher with its message, without a traceback."""
+            if isinstance(error, ConfigError):
+                print(f"sglang-scout: {error}", file=sys.stderr)
+            else:
+                otherwise(kind, error, trace)
+
+        sys.excepthook = end
         raise
-
-
-def _print_config_error(
-    otherwise: Callable[..., None], kind: type[BaseException], error: BaseException, trace: Any
-) -> None:
-    """An uncaught ConfigError ends the launcher with its message, without a traceback."""
-    if isinstance(error, ConfigError):
-        print(f"sglang-scout: {error}", file=sys.stderr)
-    else:
-        otherwise(kind, error, trace)
 
 
 def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
@@ -107,12 +104,10 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
     if self.kv_offload == "none":
         os.environ.pop(ROLE_ENV, None)
         for name in FIELDS:
-            value = getattr(self, name)
-            if name != "kv_offload" and value is not None:
-                raise ConfigError(
-                    f"{limits.flag_of(name)} {value!r}: has no effect without --kv-offload; add --kv-offload "
-                    "POLICY or drop it"
-                )
+            if name != "kv_offload" and (value := getattr(self, name)) is not None:
+                fix = "add --kv-offload POLICY or drop it"
+                flag = f"{limits.flag_of(name)} {value!r}"
+                raise ConfigError(f"{flag}: has no effect without --kv-offload; {fix}")
         original(self)
         return
     if isinstance(self.kv_offload_config, str) and self.kv_offload_config.startswith("@"):
@@ -176,12 +171,9 @@ def _apply_defaults(args: ServerArgs) -> None:
     if args.attention_backend is None and args.prefill_attention_backend is None:
         args.prefill_attention_backend = "triton"  # never runs here; cheapest setup
     if args.max_running_requests is None:
-        args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
-        logger.info(
-            "--max-running-requests not given: set to %d with --kv-offload %s",
-            DEFAULT_MAX_RUNNING_REQUESTS,
-            args.kv_offload,
-        )
+        args.max_running_requests = most = DEFAULT_MAX_RUNNING_REQUESTS
+        policy = f"--kv-offload {args.kv_offload}"
+        logger.info(f"--max-running-requests not given: set to {most} with {policy}")
 
 
 def reach_directly(host: str) -> None:

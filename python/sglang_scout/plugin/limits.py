@@ -16,8 +16,8 @@ from sglang_scout.core.profile import check_profile, load_profile
 from sglang_scout.core.supported import DTYPES, FP8_KV, check_architecture, check_attention
 from sglang_scout.ops import triton
 from sglang_scout.ops.select import MAX_COLUMNS
+from sglang_scout.plugin.hooks import VERSION, adapter
 from sglang_scout.plugin.model import TORCH_DTYPES, model_identity
-from sglang_scout.plugin.release import VERSION, adapter
 from sglang_scout.policy import Context, make_policy
 from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes, free_pool_bytes
 from sglang_scout.worker.ring import MAX_BATCH
@@ -169,16 +169,15 @@ def _check_decode(args: ServerArgs, config: OffloadConfig, policy: str) -> None:
     if args.decode_attention_backend not in (None, BACKEND_NAME):
         why = f"{policy} has its own backend; drop the flag or set it to {BACKEND_NAME}"
         _refuse(args, "decode_attention_backend", why)
-    device, on_cuda = device_of(args), device_of(args) == "cuda"
-    on_device = uses_graph_transport(config, device)
+    device = device_of(args)
+    on_cuda, on_device = device == "cuda", uses_graph_transport(config, device)
     _check_kept(args, _KEPT_ON_DECODE | (_KEPT_ON_CUDA if on_cuda else {}))
     of_transport = f"--kv-offload-config: transport = {config.transport!r}"
     if config.transport == "host" and on_cuda:
         raise ConfigError(f"{of_transport} needs --device cpu; drop the key")
     if on_device and not on_cuda and not triton.interpreted():
-        raise ConfigError(
-            f"{of_transport} on --device {device} needs Triton's interpreter; set TRITON_INTERPRET=1, or drop the key"
-        )
+        fix = "needs Triton's interpreter; set TRITON_INTERPRET=1, or drop the key"
+        raise ConfigError(f"{of_transport} on --device {device} {fix}")
     if on_device and args.enable_return_hidden_states:
         why = "makes SGLang capture CUDA graphs again while it serves; drop the flag, or use --device cpu"
         _refuse(args, "enable_return_hidden_states", why)
@@ -204,9 +203,8 @@ def check_resolved_graphs(args: ServerArgs, config: OffloadConfig) -> None:
         why += "--cuda-graph-backend-decode disabled to run without graphs"
         _refuse(args, "disable_cuda_graph_padding", why)
     if config.verify:
-        raise ConfigError(
-            "--kv-offload-config: verify = true needs --cuda-graph-backend-decode disabled"
-        )
+        needs = "needs --cuda-graph-backend-decode disabled"
+        raise ConfigError(f"--kv-offload-config: verify = true {needs}")
 
 
 def check_memory_flag(config: OffloadConfig) -> None:
@@ -236,31 +234,23 @@ def check_model(server_args: Any, config: OffloadConfig) -> None:
     policy = f"--kv-offload {server_args.kv_offload}"
     served = adapter.model_config(server_args)
     check_architecture(model, (served.hf_config.architectures or ["(none named)"])[0])
-    if served.attention_arch.name != "MHA":
-        raise ConfigError(
-            f"{model}: {policy} needs MHA or GQA, not {served.attention_arch.name}; choose a model "
-            "with one of these"
-        )
+    if (kind := served.attention_arch.name) != "MHA":
+        fix = "choose a model with one of these"
+        raise ConfigError(f"{model}: {policy} needs MHA or GQA, not {kind}; {fix}")
     text = served.hf_text_config
     window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-    check_attention(
-        model,
-        head_dim=served.head_dim,
-        v_head_dim=served.v_head_dim,
-        has_window=bool(served.is_hybrid_swa or window),
-    )
+    sizes = {"head_dim": served.head_dim, "v_head_dim": served.v_head_dim}
+    check_attention(model, **sizes, has_window=bool(served.is_hybrid_swa or window))
     if served.dtype not in TORCH_DTYPES:
-        raise ConfigError(
-            f"{model}: dtype {served.dtype} is not supported with {policy}; set --dtype to one of "
-            f"{', '.join(DTYPES)}"
-        )
+        fix = f"set --dtype to one of {', '.join(DTYPES)}"
+        raise ConfigError(f"{model}: dtype {served.dtype} is not supported with {policy}; {fix}")
+    layers = served.num_hidden_layers
     # It refuses unsupported settings.
-    weights = make_policy(Context(config, served.num_hidden_layers, 1, profile)).rule.weights
+    weights = make_policy(Context(config, layers, 1, profile)).rule.weights
     if weights is None and profile is None:
         return
     of_model = {"identity": model_identity(served), "model": server_args.model_path}
     if weights is not None:
         check_weights(weights, hidden_size=served.hidden_size, **of_model)
     if profile is not None:
-        layers = served.num_hidden_layers
         check_profile(profile, path, num_layers=layers, config=config, **of_model)

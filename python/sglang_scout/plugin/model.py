@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.distributed.parallel_state import get_attn_tp_group
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -22,7 +24,7 @@ from sglang_scout.core.supported import DTYPES, FP8_KV
 from sglang_scout.engine.policy import Policy
 from sglang_scout.engine.projector import QueryHeads, QueryProjector
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.plugin.release import adapter
+from sglang_scout.plugin.hooks import adapter
 from sglang_scout.policy import Context, make_policy
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
@@ -37,7 +39,7 @@ def rank_policy(
     policy = make_policy(Context(config, shape.num_layers, page_bytes, profile))
     if (weights := policy.rule.weights) is None:
         return policy
-    group = adapter.tp_group()
+    group = get_attn_tp_group()
     weights = weights.of_rank(group.rank_in_group, group.world_size)
     return replace(policy, rule=replace(policy.rule, weights=weights))
 
@@ -52,17 +54,11 @@ def model_identity(config: Any) -> ModelIdentity:
         file = cached_file(config.model_path, "config.json", revision=config.revision)
         digest = config_digest(json.loads(Path(file).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"--model-path {config.model_path}: cannot read its config.json: {error}"
-        ) from error
-    return ModelIdentity(
-        architecture=(config.hf_config.architectures or ["(none named)"])[0],
-        num_layers=config.num_hidden_layers,
-        num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.get_total_num_kv_heads(),
-        head_dim=config.head_dim,
-        config_digest=digest,
-    )
+        message = f"--model-path {config.model_path}: cannot read its config.json: {error}"
+        raise ConfigError(message) from error
+    architecture = (config.hf_config.architectures or ["(none named)"])[0]
+    heads = config.num_attention_heads, config.get_total_num_kv_heads(), config.head_dim
+    return ModelIdentity(architecture, config.num_hidden_layers, *heads, digest)
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -102,36 +98,26 @@ def model_shape(runner: Any) -> ModelShape:
     fp8 = None if runner.kv_cache_dtype == config.dtype else runner.kv_cache_dtype
     if fp8 is not None:
         _check_fp8(config.model_path, fp8, config.dtype, attentions)
-    return ModelShape(
-        num_layers=len(attentions),
-        num_q_heads=first.tp_q_head_num,
-        num_kv_heads=config.get_num_kv_heads(adapter.tp_group().world_size),
-        head_dim=config.head_dim,
-        page_size=runner.page_size,
-        dtype=config.dtype,
-        scale=float(first.scaling),
-        fp8=fp8,
-    )
+    kv_heads = config.get_num_kv_heads(get_attn_tp_group().world_size)
+    sizes = len(attentions), first.tp_q_head_num, kv_heads, config.head_dim, runner.page_size
+    return ModelShape(*sizes, config.dtype, float(first.scaling), fp8)
 
 
-def _check_fp8(
-    model_path: str, fp8: torch.dtype, dtype: torch.dtype, attentions: list[Any]
-) -> None:
+def _check_fp8(model_path: str, fp8: torch.dtype, dtype: torch.dtype, layers: list[Any]) -> None:
     """SGLang takes the dtype from its flag or from the checkpoint, which may also have scales."""
     if fp8 not in TORCH_FP8:
         raise ConfigError(
             f"--kv-cache-dtype: KV of --model-path {model_path} would be {fp8}; --kv-offload keeps it in the model's "
             f"dtype, {dtype} (auto), or in fp8: set the flag to {' or '.join(FP8_KV)}"
         )
-    for attention in attentions:
-        for name in ("k_scale", "v_scale"):
-            scales = (getattr(attention, x, None) for x in (f"{name}_float", name))
-            scale = next((x for x in scales if x is not None), 1.0)
-            if float(scale) != 1.0:
-                raise ConfigError(
-                    f"--kv-cache-dtype: layer {attention.layer_id} has {name} {float(scale):g}; --kv-offload stores K "
-                    "and V unscaled; drop --quantization-param-path, or serve a checkpoint without KV scales"
-                )
+    for layer, name in itertools.product(layers, ("k_scale", "v_scale")):
+        scales = (getattr(layer, x, None) for x in (f"{name}_float", name))
+        scale = float(next((x for x in scales if x is not None), 1.0))
+        if scale != 1.0:
+            raise ConfigError(
+                f"--kv-cache-dtype: layer {layer.layer_id} has {name} {scale:g}; --kv-offload stores K and V unscaled; "
+                "drop --quantization-param-path, or serve a checkpoint without KV scales"
+            )
 
 
 def make_projectors(layers: list[torch.nn.Module]) -> list[QueryProjector]:

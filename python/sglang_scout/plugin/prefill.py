@@ -1,32 +1,39 @@
-"""The hooks of a prefill server: it computes digests and hints, and sends them with the KV."""
+"""What a prefill server adds: digests and hints, computed while K is on the device and sent with the KV; and noise in
+place of such a server."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import logging
+import itertools
+import os
+import zlib
 from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_pool import choose_hint
-from sglang_scout.engine.hints import has_hint, hint_bytes
+from sglang_scout.engine.digest_pool import DigestPool, choose_hint
+from sglang_scout.engine.hints import hint_bytes
 from sglang_scout.engine.memory import bytes_beside_digests
-from sglang_scout.plugin import pool as pools
+from sglang_scout.engine.stores import HostPages, as_words
 from sglang_scout.plugin import status
-from sglang_scout.plugin.allocator import DigestListener
-from sglang_scout.plugin.hooks import hook
+from sglang_scout.plugin.hooks import adapter, hook
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.model import model_shape, rank_policy
-from sglang_scout.plugin.pool import DigestKVPool, build_pools, pools_target
-from sglang_scout.plugin.release import adapter
-
-logger = logging.getLogger(__name__)
+from sglang_scout.plugin.pools import DigestKVPool, build_pools, pools_target
+from sglang_scout.worker.host_memory import MOST_THREADS
 
 KEPT_BATCHES = 3  # more than one, as SGLang sends a batch's KV while the next one runs
+NOISE_PAGES = 1021  # a prime: no period of a prompt's pages aligns with that of the noise
+MASK_ELEMENTS = 1 << 24
+"""Maximum mask size, rows x KV tokens; rows are processed in chunks."""
 
 
 class LastQueries:
@@ -63,9 +70,6 @@ class LastQueries:
         return None
 
 
-_warn_once = functools.cache(logger.warning)
-
-
 @hook(pools_target("_profile_available_bytes"), "around")
 def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
     """Reserve room for the digests in the memory that SGLang would give to KV."""
@@ -83,10 +87,18 @@ def around_init_pools(original, runner, **given):
     if not config.prefill_digests:
         return build_pools(build, runner)[0]
     result, pool, allocator = build_pools(build, runner, DigestKVPool)
-    shape = model_shape(runner)
+    pool.shape = shape = model_shape(runner)
+    pool.rule = rank_policy(config, shape).rule
+    pool.host_pages = host = HostPages(shape, pool.k_buffer, pool.v_buffer)
     hints = bool(hint_bytes(config, shape.num_layers))
-    pool.add_digests(shape, rank_policy(config, shape).rule, hints)
-    allocator.listener = DigestListener(pool.digests)
+    pool.digests = DigestPool(shape, host.num_pages, pool.device, pool.rule, hints)
+    # Only digests depend on the pages, which change owner in stream order.
+    allocator.listener = SimpleNamespace(
+        allocate_pages=pool.digests.unset,
+        free_pages=pool.digests.invalidate,
+        may_be_written=lambda pages: False,
+        clear=lambda: pool.digests.valid.fill(False),
+    )
     return result
 
 
@@ -130,90 +142,71 @@ def before_send_kv_chunk(
         pool.digests.hints.put(pages[-1], hint)
 
 
-def _same_layers(here: int, there: int, layers: int) -> bool:
-    """Whether ``there`` is a count of buffers of as many layers, with or without digests and hints. An exception would
-    end SGLang's transfers to all decode servers, a hook's result of -1 only those to this one."""
-    same = there in (2 * layers, 4 * layers, 6 * layers)
-    if not same:
-        logger.error(
-            "--kv-offload: this server has %d KV buffers and the decode server %d, so no KV is sent: the two serve "
-            "different models, or only one uses pipeline parallelism; give both the same --model-path and no --pp-size",
-            here,
-            there,
-        )
-    return same
-
-
-@hook("disaggregation.mooncake.conn.MooncakeKVManager._send_kvcache_generic", "around")
-def around_send_kvcache(original, manager, *args, **kwargs) -> int:
-    """Omit the digests for a decode server without the flag, or with digests of another size; of hints, send only the
-    prompt's.
-
-    SGLang would pair V with digests. A hint is in the row of its prompt's last page. SGLang's decode server does not
-    refuse KV of another --dtype, nor of a server that was restarted with another --kv-cache-dtype.
-    """
-    source, target, items = (kwargs[x] for x in ("src_data_ptrs", "dst_data_ptrs", "item_lens"))
-    if kwargs.get("state_type") is not None or source != manager.kv_args.kv_data_ptrs:
-        return original(manager, *args, **kwargs)
-    layers, own = pools.num_layers(items), items[0]
-    there = manager.decode_kv_args_table[kwargs["mooncake_session_id"]].dst_kv_item_len
-    if own != there:
-        server = manager.server_args
-        logger.error(
-            "--kv-cache-dtype %s, --dtype %s: K of a page takes %d bytes here and %d on the decode server, so no KV "
-            "is sent; give both servers the same flags",
-            server.kv_cache_dtype,
-            server.dtype,
-            own,
-            there,
-        )
-        return -1
-    if not _same_layers(len(source), len(target), layers):
-        return -1
-    common = min(len(source), len(target)) // (2 * layers)
-    if common > 1 and not pools.same_items(items, target, layers, 1):
-        _warn_once(
-            "--kv-offload: the decode server has another `digest` in --kv-offload-config, so it gets no digests and "
-            "computes its own; set the same on both servers"
-        )
-        common = 1
-
-    def send(first: int, count: int, **others: Any) -> int:
-        for name in ("src_data_ptrs", "item_lens", "dst_data_ptrs"):
-            others[name] = pools.of_groups(kwargs[name], layers, first, count)
-        return original(manager, *args, **kwargs | others)
-
-    if status := send(0, min(common, 2)):
-        return status
-    if common < 3 or not pools.same_items(items, target, layers, 2):
-        return 0
-    last = {name: kwargs[name][-1:] for name in ("prefill_data_indices", "dst_data_indices")}
-    row = (pools.of_groups(values, layers, 2)[0] for values in (source, items))
-    # No hint before the end of a prompt.
-    return send(2, 1, **last) if has_hint(*row, int(last["prefill_data_indices"][0])) else 0
-
-
-@hook("disaggregation.mooncake.conn.MooncakeKVManager.send_kvcache_slice", "around")
-def around_send_kvcache_slice(
-    original, manager, session: str, pages, target: list[int], *args, **kwargs
-) -> int:
-    """Omit the digests for a decode server with another `--tp-size`.
-
-    It computes them. SGLang slices every buffer of the list by heads as if it held K or V.
-    """
-    infos, layers = manager.kv_args, pools.num_layers(manager.kv_args.kv_item_lens)
-    if not _same_layers(len(infos.kv_data_ptrs), len(target), layers):
-        return -1
-    if len(set(infos.kv_item_lens)) > 1:
-        manager, infos = copy.copy(manager), copy.copy(infos)
-        infos.kv_data_ptrs = pools.of_groups(infos.kv_data_ptrs, layers, 0)
-        manager.kv_args = infos
-        target = pools.of_groups(target, layers, 0)
-    return original(manager, session, pages, target, *args, **kwargs)
-
-
 @hook("managers.scheduler.Scheduler.get_internal_state", "after")
 def after_get_internal_state(result, scheduler, *args, **kwargs):
     """Add the state to `/server_info`."""
     result.internal_state["kv_offload"] = status.prefill_state(scheduler)
     return result
+
+
+@hook(
+    "layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
+    "around",
+)
+def around_extend(
+    original, self, query, output, k_cache, v_cache, table, rows, *lengths, **options
+):
+    """On a CPU: skip attention for tokens with cached KV, which SGLang computes and discards.
+
+    Sequences with more new tokens than cached ones use the original, which is then faster. All models that are
+    supported have causal attention without windows and no encoder.
+
+    Args:
+        query, output: [T, HQ, D]; the latter is filled and returned.
+        k_cache, v_cache: [slots, H, D].
+        lengths: total, cached and new tokens of each sequence; more, of encoders, in some releases.
+    """
+    begin, scale, is_gqa = 0, options["scaling"], options["enable_gqa"]
+    for i, (total, _, count) in enumerate(zip(*(x.tolist() for x in lengths[:3]), strict=True)):
+        q, out = query[begin : begin + count], output[begin : begin + count]
+        begin += count
+        if 2 * count > total:
+            of_one = [x[i : i + 1] for x in (rows, *lengths[:3])]
+            original(self, q, out, k_cache, v_cache, table, *of_one, **options)
+            continue
+        slots = table[rows[i], :total]
+        k, v = (cache[slots].movedim(1, 0)[None].to(q.dtype) for cache in (k_cache, v_cache))
+        columns = torch.arange(total, device=q.device)
+        for part in columns[:count].split(max(1, MASK_ELEMENTS // total)):
+            mask = columns <= (part + total - count)[:, None]
+            of_part = q[part].movedim(1, 0)[None]
+            found = scaled_dot_product_attention(
+                of_part, k, v, mask, scale=scale, enable_gqa=is_gqa
+            )
+            out[part] = found[0].movedim(0, 1)
+    return output
+
+
+class DummyKV:
+    """Random K and V of requests without a prefill server, for benchmarks and tests: SGLang's fake transfer leaves a
+    request's pages in ``host`` as their previous owner did."""
+
+    def __init__(self, host: HostPages) -> None:
+        self._planes = [as_words(plane) for plane in (*host.k, *host.v)]
+        size, seeded = (NOISE_PAGES, *host.k[0].shape[1:]), torch.Generator().manual_seed(0)
+        self._noise = as_words(torch.randn(size, generator=seeded).to(host.k[0].dtype))
+
+    def fill(self, pages: npt.NDArray[np.int64], prompt: Sequence[int]) -> None:
+        """K and V of all layers are standard normal in ``pages`` ``[N]`` of the tokens ``prompt``, the last one too,
+        and depend only on the prompt and the position."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a step of the pages' previous owner may still append to them
+        seed, where = zlib.crc32(np.asarray(prompt, np.int64).tobytes()), pages.tolist()
+
+        def fill_plane(first: int, plane: Any) -> None:
+            for position, page in enumerate(where):
+                plane[page] = self._noise[(first + position * 7) % NOISE_PAGES]
+
+        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_THREADS)) as pool:
+            # numpy copies a page without the GIL
+            list(pool.map(fill_plane, itertools.count(seed), self._planes))

@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen3Config
 
 from sglang_scout.engine.projector import QueryProjector
 from sglang_scout.plugin.model import before_layer, decoder_layers, make_projectors
@@ -66,20 +66,6 @@ class QueryProbe:
         del self.unseen[layer]
 
 
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 3,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 64,
-    "vocab_size": 10000,  # of the benchmark's tokens
-}
-
-
 def with_probe(runner: Any) -> QueryProbe:
     """Gives a model runner random weights, and a decode server's hooks of layers and attention."""
     for weight in runner.model.parameters():
@@ -93,8 +79,15 @@ def with_probe(runner: Any) -> QueryProbe:
 
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(before_layer(index, probe.layer_input), with_kwargs=True)
-        layer.self_attn.attn.register_forward_pre_hook(before_attention)  # type: ignore[union-attr]
+        layer.self_attn.attn.register_forward_pre_hook(before_attention)
     return probe
+
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 3}
+SIZES = {"hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 64}
+VOCABULARY = 10000  # of the benchmark's tokens
+DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
+SMALL = {"attention_backend": "torch_native", "max_total_tokens": 128, "max_running_requests": 2}
 
 
 def main() -> None:
@@ -110,23 +103,12 @@ def main() -> None:
         return loaded
 
     one_batch.load_model, one_batch.get_tokenizer = load_model, lambda *_, **__: None
+    once = one_batch.BenchArgs(batch_size=(2,), input_len=(2,), output_len=(2,), result_filename="")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        server = ServerArgs(
-            model_path=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            device="cpu",
-            dtype="float32",
-            attention_backend="torch_native",
-            disable_cuda_graph=True,
-            max_total_tokens=128,
-            max_running_requests=2,
-        )
-        once = one_batch.BenchArgs(
-            batch_size=(2,), input_len=(2,), output_len=(2,), result_filename=""
-        )
+        sizes = {**HEADS, **SIZES, "vocab_size": VOCABULARY}
+        Qwen3Config(architectures=["Qwen3ForCausalLM"], **sizes).save_pretrained(folder)
         try:
+            server = ServerArgs(model_path=folder, disable_cuda_graph=True, **DUMMY, **SMALL)
             one_batch.main(server, once)
             if [probe.unseen for probe in probes] != [{}]:
                 raise UnexpectedQueryError(

@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
 from sglang_scout.core import numa
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.numa import CpuPlan, deal_cpus, parse_cpu_list, plan_cpus
+from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
 from sglang_scout.engine.memory import LEAST_PAGES, ServerSize
+from sglang_scout.plugin.hooks import adapter
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
 from sglang_scout.plugin.model import model_shape, rank_policy
-from sglang_scout.plugin.release import adapter
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool
 from sglang_scout.worker.host_memory import LAST_RESORT
@@ -34,7 +36,7 @@ class AttentionRanks:
     """The ranks that share a layer's heads; see :class:`engine.stores.Ranks`."""
 
     def __init__(self) -> None:
-        self._group = adapter.tp_group()
+        self._group = get_attn_tp_group()
         self.rank: int = self._group.rank_in_group
         self.size: int = self._group.world_size
 
@@ -67,18 +69,15 @@ class AttentionRanks:
         It is not in the file system, so nothing is left there whichever process is killed.
         """
         fd = os.memfd_create("sglang-scout-ranks", os.MFD_CLOEXEC) if self.rank == 0 else -1
-        try:
-            if fd >= 0:
-                os.ftruncate(fd, 8 * count)
-            owner, number = self.gather([os.getpid(), fd])[0]
-            if fd < 0:
-                fd = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-            words = torch.frombuffer(mmap.mmap(fd, 8 * count), dtype=torch.int64)
-            self.least(0)  # until then the owner's descriptor must stay open
-            return words
-        finally:
-            if fd >= 0:
-                os.close(fd)
+        if fd >= 0:
+            os.ftruncate(fd, 8 * count)
+        owner, number = self.gather([os.getpid(), fd])[0]
+        if fd < 0:
+            fd = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        words = torch.frombuffer(mmap.mmap(fd, 8 * count), dtype=torch.int64)
+        self.least(0)  # until then the owner's descriptor must stay open
+        os.close(fd)
+        return words
 
 
 class RankCpus(NamedTuple):
@@ -87,21 +86,21 @@ class RankCpus(NamedTuple):
     plan: CpuPlan
     by_node: dict[int, list[int]]  # by NUMA node, if its pages are divided among those nodes
 
-    @property
-    def counts(self) -> list[int]:
-        """How many are on each node that the pages are divided among."""
-        return [len(cpus) for cpus in self.by_node.values()] or [len(self.plan.threads)]
-
 
 def rank_cpus(runner: Any, config: OffloadConfig, ranks: AttentionRanks) -> RankCpus:
     """This rank's share of the configured CPUs, or of all that the server may use."""
-    near = _near_cpus(runner) if torch.device(runner.device).type == "cuda" else None
-    share, allowed = None, set(PROCESS_CPUS)
+    near = share = None
+    if torch.device(runner.device).type == "cuda":
+        gpu = torch.cuda.get_device_properties(runner.gpu_id)
+        place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        near = numa.near_cpus(place)  # empty if unknown
+    allowed = set(PROCESS_CPUS)
     if ranks.size > 1:
-        # On the CPU device SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on.
         home = near
-        if home is None:
-            home = sorted(parse_cpu_list(adapter.omp_cpus(runner), set(range(1 << 16))))
+        if (
+            home is None
+        ):  # SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on
+            home = sorted(parse_cpu_list(str(adapter.omp_cpus(runner)), set(range(1 << 16))))
         found = ranks.gather([sorted(PROCESS_CPUS), home])
         allowed = {cpu for cpus, _ in found for cpu in cpus}
         homes = [home or cpus for cpus, home in found]
@@ -118,19 +117,11 @@ def _by_node(cpus: list[int], ranks: AttentionRanks) -> dict[int, list[int]]:
     if len(found) <= 1 or (len(set(counts)) == 1 and len(found) <= MAX_NODES):
         return found
     logger.warning(
-        "--kv-offload-cpus: the CPUs of the CPU attention processes are on %s NUMA nodes, by rank, but pages can be "
-        "divided among at most %d, and the same number on each rank. The system decides where host pages are; name "
-        "CPUs of fewer nodes",
-        counts,
-        MAX_NODES,
+        f"--kv-offload-cpus: the CPUs of the CPU attention processes are on {counts} NUMA nodes, by rank, but pages "
+        f"can be divided among at most {MAX_NODES}, and the same number on each rank. The system decides where host "
+        "pages are; name CPUs of fewer nodes"
     )
     return {}
-
-
-def _near_cpus(runner: Any) -> list[int]:
-    """CPUs close to this rank's GPU; empty if unknown."""
-    gpu = torch.cuda.get_device_properties(runner.gpu_id)
-    return numa.near_cpus(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
 def size_of(runner: Any, max_batch: int) -> tuple[ServerSize, RankCpus]:
@@ -138,7 +129,9 @@ def size_of(runner: Any, max_batch: int) -> tuple[ServerSize, RankCpus]:
     config, shape = parse(runner.server_args), model_shape(runner)
     cpus = rank_cpus(runner, config, AttentionRanks())
     policy, context = rank_policy(config, shape), runner.model_config.context_len
-    return ServerSize(config, policy, shape, max_batch, context, cpus.counts), cpus
+    # How many CPUs are on each node that the pages are divided among.
+    counts = [len(of_node) for of_node in cpus.by_node.values()] or [len(cpus.plan.threads)]
+    return ServerSize(config, policy, shape, max_batch, context, counts), cpus
 
 
 def host_bytes(
@@ -207,17 +200,16 @@ def _with_digests(size: ServerSize, ranks: AttentionRanks, device_bytes: int, to
     of_digests = _bytes_of(size, ranks, least)
     if of_digests >= total:
         return total
-    message = (
-        f"--kv-offload-host-gb not given: limited to {of_digests / 2**30:.1f} GiB of KV pages, whose digests fit on "
-        f"the device beside {room.num_slots} resident slots"
+    fits = room.num_slots >= size.wanted_slots
+    short = (
+        f"; a budget for each of --max-running-requests {size.max_batch} would need {size.wanted_slots}: lower that "
+        "flag, or raise --mem-fraction-static"
     )
-    if room.num_slots >= size.wanted_slots:
-        logger.info(message)
-    else:
-        logger.warning(
-            f"{message}; a budget for each of --max-running-requests {size.max_batch} would need {size.wanted_slots}: "
-            "lower that flag, or raise --mem-fraction-static"
-        )
+    logger.log(
+        logging.INFO if fits else logging.WARNING,
+        f"--kv-offload-host-gb not given: limited to {of_digests / 2**30:.1f} GiB of KV pages, whose digests fit on "
+        f"the device beside {room.num_slots} resident slots{'' if fits else short}",
+    )
     return of_digests
 
 
@@ -231,3 +223,21 @@ def _available_bytes(nodes: list[int], ranks: AttentionRanks) -> int:
     users = Counter(node for of_rank in bound_to for node in of_rank)
     of_nodes = (host_memory.available_bytes(node) // users[node] for node in nodes)
     return min(available, ranks.size * sum(of_nodes))
+
+
+def lock(address: int, nbytes: int, message: str) -> None:
+    """Page-lock memory that the device uses, until this process ends.
+
+    Args:
+        message: of the refusal, with a place for the error.
+    """
+
+    def progress(done: int) -> None:
+        if nbytes > LOCK_CHUNK_BYTES:
+            of = nbytes / 2**30
+            logger.info("--kv-offload: %.0f of %.0f GiB are page-locked", done / 2**30, of)
+
+    try:
+        lock_memory(address, nbytes, progress)
+    except MemoryError as error:
+        raise ConfigError(message.format(error)) from None

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.arg_utils import A, Arg
-from sglang.srt.layers.dp_attention import get_attention_tp_group
 from sglang.srt.model_executor import model_runner_kv_cache_mixin
 from sglang.srt.server_args import ServerArgs
 
 from sglang_scout.core.supported import FP8_KV
-from sglang_scout.plugin.fields import FIELDS
+from sglang_scout.plugin import FIELDS
 
 POOLS_MODULE = model_runner_kv_cache_mixin
 """Module from which SGLang takes its pool classes."""
 FP8_ON_CPU = tuple(FP8_KV)
 """KV dtypes supported with the attention backend ``torch_native``."""
-tp_group = get_attention_tp_group
-"""SGLang's process group of the ranks that share a layer's heads."""
+
+row_of = attrgetter("req_pool_idx")
+"""A request's row of the request table."""
+extend_end = attrgetter("extend_range.end")
+"""Of a request: the end of the prompt chunk being prefilled."""
+model_config = methodcaller("get_model_config")
+"""The configuration of the model, from the flags."""
+omp_cpus = attrgetter("local_omp_cpuid")
+"""The CPUs that SGLang runs this rank's model on, as a CPU list, from a model runner; CPU device."""
+pool_sizes = attrgetter("max_total_num_tokens", "max_running_requests")
+"""Tokens and requests of the pools to be built, from what builds them."""
 
 
 def add_fields() -> None:
@@ -58,24 +67,9 @@ def default_of(field: str) -> Any:
     return getattr(ServerArgs, field, None)
 
 
-def model_config(args: ServerArgs) -> Any:
-    """The configuration of the model."""
-    return args.get_model_config()
-
-
-def omp_cpus(runner: Any) -> str:
-    """The CPUs that SGLang runs this rank's model on, as a CPU list; CPU device."""
-    return str(runner.local_omp_cpuid)
-
-
-def pool_sizes(runner: Any) -> tuple[int, int]:
-    """Tokens and requests of the pools to be built."""
-    return runner.max_total_num_tokens, runner.max_running_requests
-
-
-def built_pools(runner: Any, result: Any) -> tuple[Any, Any]:
-    """The KV pool and the allocator after the build."""
-    return runner.token_to_kv_pool, runner.token_to_kv_pool_allocator
+def built_pools(runner: Any, result: Any) -> Any:
+    """What has the KV pool and the allocator after the build."""
+    return runner
 
 
 def create_buffers(pool: Any, original: Callable[[], None]) -> None:
@@ -93,16 +87,6 @@ def layer_input(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A decoder layer's input in two parts, which it sums."""
     return hidden_states, residual
-
-
-def row_of(req: Any) -> int:
-    """A request's row of the request table."""
-    return int(req.req_pool_idx)
-
-
-def extend_end(req: Any) -> int:
-    """The end of the prompt chunk being prefilled."""
-    return int(req.extend_range.end)
 
 
 def has_copy(req: Any) -> bool:

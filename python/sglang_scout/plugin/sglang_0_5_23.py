@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.plugin.fields import FIELDS
+from sglang_scout.plugin import FIELDS
 
 POOLS_MODULE = kv_cache_configurator
 FP8_ON_CPU = ()  # e4m3 only with AMX and its own backend
@@ -56,25 +57,22 @@ def apply_defaults(args: Any) -> None:
 
 
 resolved, model_config = resolving_view, model_config_of
+row_of, extend_end = attrgetter("kv.req_pool_idx"), attrgetter("extend_end")
 default_of = {x.name: x.default for x in msgspec.structs.fields(stock.ServerArgs)}.get
 
 
-def tp_group() -> Any:
-    return get_parallel().attn_tp_group
-
-
-def omp_cpus(runner: Any) -> str:
+def omp_cpus(runner: Any) -> Any:
     from sglang.srt.utils.numa_utils import init_threads_binding
 
-    return str(init_threads_binding(numa_index=runner.gpu_id, world_size=get_parallel().tp_size))
+    return init_threads_binding(numa_index=runner.gpu_id, world_size=get_parallel().tp_size)
 
 
 def pool_sizes(configurator: Any, *, sizes: Any, **_: Any) -> tuple[int, int]:
     return sizes.max_total_num_tokens, sizes.max_running_requests
 
 
-def built_pools(configurator: Any, result: Any) -> tuple[Any, Any]:
-    return result.token_to_kv_pool, result.token_to_kv_pool_allocator
+def built_pools(configurator: Any, result: Any) -> Any:
+    return result
 
 
 def create_buffers(pool: Any, original: Callable[[], None]) -> None:
@@ -95,14 +93,6 @@ def layer_input(
             f"{type(pending.update).__name__}; this model is not supported"
         )
     return stream.complete(hidden_states), stream.residual
-
-
-def row_of(req: Any) -> int:
-    return int(req.kv.req_pool_idx)
-
-
-def extend_end(req: Any) -> int:
-    return int(req.extend_end)
 
 
 def has_copy(req: Any) -> bool:

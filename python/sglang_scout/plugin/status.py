@@ -16,8 +16,8 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import selection_of
 from sglang_scout.core.step_log import StepLog
 from sglang_scout.engine.counters import Counters, Stat
+from sglang_scout.plugin.hooks import VERSION
 from sglang_scout.plugin.model import model_identity
-from sglang_scout.plugin.release import VERSION
 
 if TYPE_CHECKING:
     from sglang_scout.plugin.backend import ScoutAttnBackend
@@ -43,14 +43,10 @@ METRICS = {
     "host_pages_total": gauge("pages", "Capacity of host memory for KV"),
     "host_pages_used": gauge("pages", "In host memory for requests or the radix cache"),
     "resident_pages": gauge("pages", "In the device's cache, summed over layers"),
-    "cpu_compute_ratio": gauge(
-        "ratio", "Pages computed on the CPU divided by the budget, since start"
-    ),
+    "cpu_compute_ratio": gauge("ratio", "Pages computed on the CPU over the budget, since start"),
     **{x.name: x.metadata["stat"] for x in fields(Counters) if x.metadata},
     "recall_wait_seconds": counter("seconds", "Time that steps waited for recalls"),
-    "fallback_pages": counter(
-        "pages", "Computed by the server in place of the CPU attention process"
-    ),
+    "fallback_pages": counter("pages", "Computed by the server for the CPU attention process"),
     "checksum_failures": counter("pages", "Of a layer, found changed in host memory"),
     "context_pages_total": gauge("pages", "Capacity for tokens that heads keep, over all layers"),
     "context_pages_used": gauge("pages", "In use for tokens that heads keep, over all layers"),
@@ -80,18 +76,14 @@ def open_step_log(
     """The configured step log."""
     if config.step_log is None:
         return None
-    of_log = {
-        "page_size_tokens": config.page_size_tokens,
-        "model": Path(model_config.model_path).name,
-        "identity": model_identity(model_config),
-        "selection": selection_of(config),
-    }
+    model = {"model": Path(model_config.model_path).name, "identity": model_identity(model_config)}
+    of_log = {"page_size_tokens": config.page_size_tokens, "selection": selection_of(config)}
     try:
-        return StepLog(config.step_log, facts | of_log)
+        return StepLog(config.step_log, facts | model | of_log)
     except OSError as error:
+        file = f"--kv-offload-config: step_log = {config.step_log!r}"
         raise ConfigError(
-            f"--kv-offload-config: step_log = {config.step_log!r}: cannot write it: {error.strerror}; "
-            "name another file"
+            f"{file}: cannot write it: {error.strerror}; name another file"
         ) from error
 
 
@@ -107,9 +99,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "sglang": VERSION,
         "backend": f"{digests.device.type}-{worker.isa}",
         "transport": backend.transport,
-        "plan": [
-            {"what": what, "count": count, "bytes": size} for what, count, size in backend.plan.rows
-        ],
+        "plan": [dict(zip(("what", "count", "bytes"), x, strict=True)) for x in backend.plan.rows],
         "cpus": [use._asdict() for use in backend.cpu_plan.rows],
         "tp_size": backend.ranks.size,
         "budget_tokens": backend.config.budget_tokens,
@@ -119,7 +109,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "resident_pages": table.resident_pages,
         "resident_pages_by_layer": table.resident_pages_by_layer.tolist(),
         "copying_pages_by_layer": table.copying_pages_by_layer.tolist(),
-        "resident_slots": backend.plan.num_slots * backend.engine.parts.shape.num_layers,
+        "resident_slots": backend.plan.num_slots * backend.pool.shape.num_layers,
         "context_pages_total": context_total,
         "context_pages_used": context_used,
         **counters.totals(),
@@ -139,14 +129,14 @@ def prefill_state(scheduler: Any) -> dict[str, Any]:
     """State of a prefill server: its digests."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     digests = getattr(pool, "digests", None)
-    hints = digests.hints if digests is not None else None
+    hints = getattr(digests, "hints", None)
     return {
         "policy": scheduler.server_args.kv_offload,
         "sglang": VERSION,
         "page_size": pool.page_size,
         "digests_sent": digests is not None,
-        "digests_computed": digests.computed if digests is not None else 0,
-        "hints_made": hints.made if hints is not None else 0,
+        "digests_computed": getattr(digests, "computed", 0),
+        "hints_made": getattr(hints, "made", 0),
     }
 
 
@@ -159,13 +149,9 @@ class Metrics:
         self._backend = backend
         self._last: dict[str, float] = {}
         self._series: dict[str, Any] = {}
-        labels = {
-            "model_name": server_args.served_model_name,
-            "engine_type": "decode",
-            "tp_rank": str(backend.ranks.rank),
-            "pp_rank": "0",
-            **(server_args.extra_metric_labels or {}),
-        }
+        labels = {"model_name": server_args.served_model_name, "engine_type": "decode"}
+        labels |= {"tp_rank": str(backend.ranks.rank), "pp_rank": "0"}
+        labels |= server_args.extra_metric_labels or {}
         kinds = {
             "counter": Counter,
             "gauge": partial(Gauge, multiprocess_mode="mostrecent"),
@@ -200,10 +186,8 @@ class Metrics:
             try:
                 self.publish()
             except Exception:  # must fail no request, nor end publishing
-                logger.exception(
-                    "cannot publish the kv_offload metrics; trying again in %g s",
-                    PUBLISH_INTERVAL_S,
-                )
+                again = f"trying again in {PUBLISH_INTERVAL_S:g} s"
+                logger.exception(f"cannot publish the kv_offload metrics; {again}")
 
     def close(self) -> None:
         self._stop.set()

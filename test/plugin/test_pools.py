@@ -1,13 +1,23 @@
-"""The allocator with host lists allocates the same as SGLang's own."""
+"""KV pools: the allocator with host lists allocates the same as SGLang's own; what a retracted request keeps; which
+digests have arrived."""
 
+import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator import paged
 
-from sglang_scout.plugin import allocator
+from page_weights import digest_kinds, digest_pool
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.numa import CpuPlan
+from sglang_scout.engine.memory import ServerSize
+from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.plugin import pools
+from sglang_scout.plugin.ranks import RankCpus
 
 SIZE, NONE = 8, torch.empty(0, dtype=torch.int64)
 OPERATIONS = st.lists(
@@ -124,7 +134,7 @@ class User:
 
 @given(OPERATIONS, st.booleans())
 def test_hands_out_what_sglang_s_own_does_and_says_so(operations, need_sort):
-    ours, theirs = (User(make(k, need_sort)) for k in (allocator.ScoutAllocator, Stock))
+    ours, theirs = (User(make(k, need_sort)) for k in (pools.ScoutAllocator, Stock))
     listener = ours.allocator.listener = Listener()
     for operation, number in operations:
         got, expected = (getattr(user, operation)(number) for user in (ours, theirs))
@@ -148,8 +158,8 @@ def extend(made, total):
 def test_a_transfer_waits_for_a_step_that_may_still_write_a_page(monkeypatch):
     """SGLang launches a step before it knows that the last one has ended some of its requests."""
     waits = []
-    monkeypatch.setattr(allocator.ScoutAllocator, "_wait_for_steps", lambda self: waits.append(1))
-    made = make(allocator.ScoutAllocator, True)
+    monkeypatch.setattr(pools.ScoutAllocator, "_wait_for_steps", lambda self: waits.append(1))
+    made = make(pools.ScoutAllocator, True)
     made.listener = listener = Listener()
     most = made.alloc(28 * SIZE)
     made.free(most[: 4 * SIZE])
@@ -175,7 +185,7 @@ def kv_cache(**spec):
 )
 def test_every_beginning_of_the_free_pages_is_of_all_nodes(pages, stripe, random):
     random.shuffle(pages)
-    made = allocator.alternate_nodes(torch.tensor(pages, dtype=torch.int64), stripe).tolist()
+    made = pools.alternate_nodes(torch.tensor(pages, dtype=torch.int64), stripe).tolist()
     assert sorted(made) == sorted(pages)
     left = {node: sum(p // stripe == node for p in pages) for node in {p // stripe for p in pages}}
     taken = dict.fromkeys(left, 0)
@@ -183,16 +193,16 @@ def test_every_beginning_of_the_free_pages_is_of_all_nodes(pages, stripe, random
         taken[page // stripe] += 1
         most = max(taken.values())
         for node, count in taken.items():
-            assert count >= min(left[node], most - allocator.NODE_RUN_PAGES), "a node lags behind"
+            assert count >= min(left[node], most - pools.NODE_RUN_PAGES), "a node lags behind"
     runs = sum(b != a + 1 for a, b in zip(made, made[1:], strict=False))
     gaps = sum(b != a + 1 for a, b in zip(sorted(pages), sorted(pages)[1:], strict=False))
-    assert runs <= gaps + len(pages) // allocator.NODE_RUN_PAGES + len(left)
+    assert runs <= gaps + len(pages) // pools.NODE_RUN_PAGES + len(left)
 
 
 def test_requests_take_pages_of_both_nodes_from_the_first_on():
-    one = make(allocator.ScoutAllocator, True, 64, kv_cache(num_nodes=1))
+    one = make(pools.ScoutAllocator, True, 64, kv_cache(num_nodes=1))
     assert torch.equal(one.free_pages, torch.arange(1, 65)), "the order of SGLang"
-    made = make(allocator.ScoutAllocator, True, 256, kv_cache(num_nodes=2, stripe_pages=128))
+    made = make(pools.ScoutAllocator, True, 256, kv_cache(num_nodes=2, stripe_pages=128))
     made.listener = Listener()
     held = []
     for _ in range(4):
@@ -205,3 +215,82 @@ def test_requests_take_pages_of_both_nodes_from_the_first_on():
     assert made.used_pages == 256 and len(made.listener.out) == 256
     counts = [int((torch.unique(a // SIZE) < 128).sum()) for a in again]
     assert all(8 <= count <= 24 for count in counts), counts
+
+
+PAGE = 32
+SHAPE = ModelShape(3, 4, 2, 64, PAGE, torch.float32, 0.125)
+
+
+def host_pool(dtype):
+    tokens = 40 * PAGE
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    config = OffloadConfig("scout", digest="minmax", page_checksums=True)
+    size = ServerSize(config, shape, max_batch=2, context_tokens=4 * PAGE, node_cpus=[1])
+    sglang = dict(page_size=PAGE, dtype=dtype, head_num=2, head_dim=64, layer_num=3, device="cpu")
+    plan, cpus = size.plan(tokens // PAGE + 1), RankCpus(CpuPlan([0], [], [], ""), {})
+    own = dict(server_size=size, plan=plan, cpus=cpus, weights=None)
+    made = pools.HostKVPool(tokens, enable_memory_saver=False, **sglang, **own)
+    for plane in (*made.k_buffer, *made.v_buffer):
+        plane.copy_(torch.randn(plane.shape))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length"),
+    [(torch.bfloat16, 1), (torch.bfloat16, PAGE), (torch.float32, 5 * PAGE + 7)],
+)
+def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
+    """In whole pages, which are copied many times faster than tokens, and nothing else is written."""
+    made = host_pool(dtype)
+    old, new = [7, 8, 9, 3, 20, 21], [30, 4, 5, 6, 31, 2]
+    count = -(-length // PAGE)
+    old, new = old[:count], new[:count]
+
+    def locations(pages):
+        return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length].int()
+
+    planes = (*made.k_buffer, *made.v_buffer)
+    expected = [plane[locations(old)].clone() for plane in planes]
+    checksums = made.host_pages.checksums
+    checksums.seal(np.array(old[: length // PAGE]))
+    kept = made.get_cpu_copy(locations(old))
+    assert (
+        kept[0].nbytes == 2 * 3 * count * PAGE * 2 * 64 * dtype.itemsize == made.copy_bytes(length)
+    )
+    for plane in planes:
+        plane.copy_(torch.randn(plane.shape))  # reused by other requests
+    before = [plane.clone() for plane in planes]
+    made.load_cpu_copy(kept, locations(new))
+    others = torch.from_numpy(np.setdiff1d(np.arange(41), new))
+    for plane, wanted, was in zip(planes, expected, before, strict=True):
+        assert torch.equal(plane[locations(new)], wanted)
+        assert torch.equal(plane.view(41, -1)[others], was.view(41, -1)[others])
+    is_sealed = (checksums.words != 0).all(axis=0)
+    assert (
+        is_sealed[new].tolist()
+        == is_sealed[old].tolist()
+        == [i < length // PAGE for i in range(count)]
+    )
+    checksums.check(np.zeros(count), np.array(new))
+    assert not checksums.failures, "they are of the K and V that came back"
+    with pytest.raises(ValueError, match=f"{count} pages were saved, cannot restore {count + 1}"):
+        made.load_cpu_copy(kept, torch.arange(length + PAGE))
+
+
+@pytest.mark.parametrize(("layer", "half"), [(0, 0), (1, 1), (2, 0)])
+@pytest.mark.parametrize("kind", digest_kinds())
+def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half):
+    k = [torch.randn(5 * PAGE, 2, 64) for _ in range(3)]
+    host = HostPages(SHAPE, k, k)
+    there, here = (digest_pool(SHAPE, 5, kind) for _ in range(2))
+    pages = np.array([1, 2])
+    assert list(here.accept(pages)) == [1, 2]
+    there.build(pages, host)
+    for part, (mine, theirs) in enumerate(zip(here.parts, there.parts, strict=True)):
+        mine[:, 2] = theirs[:, 2]
+        for i in range(3):
+            if (i, part) != (layer, half):
+                mine[i, 1] = theirs[i, 1]
+    assert list(here.accept(pages)) == [1] and here.valid.tolist() == [0, 0, 1, 0, 0]
+    here.unset(pages)
+    assert list(here.accept(pages)) == [1, 2] and not here.valid.any()

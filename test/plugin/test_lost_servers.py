@@ -1,27 +1,22 @@
-"""What mends SGLang: lost servers and failed transfers over real sockets, proxies, idling, prefill on a CPU.
+"""Lost servers and failed transfers over real sockets, proxies, and waiting for the other server. On real servers:
+test/e2e/test_process_faults.py."""
 
-On real servers: test/e2e/test_process_faults.py.
-"""
-
-import functools
 import os
 import socket
 import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
 import zmq
 from requests.utils import should_bypass_proxies
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.utils import _poll_with_failure_injection
-from sglang.srt.layers.attention import torch_native_backend as torch_native
 
 from harness import wait_until
-from sglang_scout.plugin import fixes
+from sglang_scout.plugin import requests, transfers
+from sglang_scout.plugin.hooks import VERSION
 from sglang_scout.plugin.launch import reach_directly
-from sglang_scout.plugin.release import VERSION
 
 
 @pytest.fixture
@@ -37,7 +32,7 @@ def prefill():
 
 
 def connect(endpoint):
-    return fixes.around_connect(CommonKVReceiver._connect.__func__, CommonKVReceiver, endpoint)
+    return transfers.around_connect(CommonKVReceiver._connect.__func__, CommonKVReceiver, endpoint)
 
 
 @pytest.mark.skipif(VERSION != "0.5.15.post1", reason="SGLang mends it since")
@@ -58,16 +53,10 @@ def test_a_message_to_one_that_is_gone_does_not_block(prefill):
 
 def manager_of(*ports):
     """The heartbeat state of SGLang's manager, and the failures that it reports."""
-    failed = []
-    return SimpleNamespace(
-        connection_lock=threading.Lock(),
-        connection_pool={
-            f"host:1_0_0_{rank}": [{"rank_ip": "127.0.0.1", "rank_port": port}]
-            for rank, port in enumerate(ports)
-        },
-        _handle_node_failure=failed.append,
-        failed=failed,
-    )
+    failed, infos = [], [{"rank_ip": "127.0.0.1", "rank_port": port} for port in ports]
+    pool = {f"host:1_0_0_{rank}": [info] for rank, info in enumerate(infos)}
+    more = {"_handle_node_failure": failed.append, "failed": failed}
+    return SimpleNamespace(connection_lock=threading.Lock(), connection_pool=pool, **more)
 
 
 def test_a_replaced_one_is_noticed():
@@ -75,12 +64,14 @@ def test_a_replaced_one_is_noticed():
         dead.bind(("127.0.0.1", 0))  # without listening
         port, gone = lives.getsockname()[1], dead.getsockname()[1]
         manager = manager_of(port, port)
-        fixes.after_heartbeat_success(None, manager, "host:1")
+        transfers.after_heartbeat_success(None, manager, "host:1")
         assert manager.failed == []
         manager = manager_of(port, gone)
-        fixes.after_heartbeat_success(None, manager, "host:2")  # another prefill server's heartbeat
+        transfers.after_heartbeat_success(
+            None, manager, "host:2"
+        )  # another prefill server's heartbeat
         assert manager.failed == []
-        fixes.after_heartbeat_success(None, manager, "host:1")
+        transfers.after_heartbeat_success(None, manager, "host:1")
         assert manager.failed == ["host:1"]
 
 
@@ -98,14 +89,14 @@ class Receiver(SimpleNamespace):
 
 def test_the_pages_of_a_transfer_that_failed_are_kept_for_a_while(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(fixes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(transfers.time, "monotonic", lambda: clock[0])
     early = Receiver(status=KVPoll.Failed, init_time=None)
     late = Receiver(status=KVPoll.Success, init_time=1.0)
-    polls = lambda: fixes.around_poll(_poll_with_failure_injection, [early, late])  # noqa: E731
+    polls = lambda: transfers.around_poll(_poll_with_failure_injection, [early, late])  # noqa: E731
     assert polls() == [KVPoll.Failed, KVPoll.Success]
     # A health check's, as SGLang's FakeKVReceiver.
     health = SimpleNamespace(poll=lambda: KVPoll.Failed)
-    assert fixes.around_poll(_poll_with_failure_injection, [health]) == [KVPoll.Failed]
+    assert transfers.around_poll(_poll_with_failure_injection, [health]) == [KVPoll.Failed]
     with monkeypatch.context() as failing:
         failing.setenv("SGLANG_TEST_DISAGG_FAILURE_PROB", "1.0")
         assert polls() == [KVPoll.Failed, KVPoll.Transferring]
@@ -133,7 +124,7 @@ def test_messages_of_two_threads_do_not_mix(prefill, prefill_manager):
 
     def send(message):
         for _ in range(count):
-            fixes.around_connect_to_decode(
+            transfers.around_connect_to_decode(
                 CommonKVManager._connect, prefill_manager, endpoint
             ).send_multipart(message)
 
@@ -148,7 +139,7 @@ def test_messages_of_two_threads_do_not_mix(prefill, prefill_manager):
 
 def test_a_message_to_a_closed_socket_is_lost_and_no_more(prefill, prefill_manager):
     _, endpoint = prefill
-    sender = fixes.around_connect_to_decode(CommonKVManager._connect, prefill_manager, endpoint)
+    sender = transfers.around_connect_to_decode(CommonKVManager._connect, prefill_manager, endpoint)
     prefill_manager._socket_cache[endpoint].close()  # as by another thread that detected it
     sender.send_multipart([b"a"])
 
@@ -165,7 +156,7 @@ class _Poller(zmq.Poller):
 def test_with_the_flag_it_sleeps_while_requests_are_on_their_way(idle, with_flag):
     poller = _Poller()
     sleeper = SimpleNamespace(poller=poller) if with_flag else None
-    fixes.before_on_idle(SimpleNamespace(idle_sleeper=sleeper, is_fully_idle=lambda: idle))
+    requests.before_on_idle(SimpleNamespace(idle_sleeper=sleeper, is_fully_idle=lambda: idle))
     assert poller.polls == (with_flag and not idle)  # without requests SGLang itself sleeps
 
 
@@ -202,49 +193,5 @@ def test_a_launcher_reaches_itself_directly_and_others_as_before(monkeypatch, na
 
 
 def test_a_scheduler_reaches_the_other_server_directly():
-    fixes.before_kv_manager()
+    transfers.before_kv_manager()
     assert os.environ["no_proxy"] == "*" and all(direct(*OWN, PAIR))
-
-
-ORIGINAL = torch_native.TorchNativeAttnBackend._run_sdpa_forward_extend
-
-
-def run(function, lengths, *, dtype, heads, kv_heads=2):
-    """Rows [T, HQ, D] for sequences of (cached, new) tokens in shuffled slots."""
-    rng = torch.Generator().manual_seed(7)
-    totals = [cached + new for cached, new in lengths]
-    slots = torch.randperm(sum(totals) + 5, generator=rng)
-    table = torch.zeros(len(lengths) + 2, max(totals), dtype=torch.int64)
-    for i, total in enumerate(totals):
-        table[i + 1, :total] = slots[sum(totals[:i]) : sum(totals[: i + 1])]
-    caches = torch.randn(2, len(slots), kv_heads, 64, generator=rng).to(dtype)
-    query = torch.randn(sum(new for _, new in lengths), heads, 64, generator=rng).to(dtype)
-    counts = (torch.tensor(x) for x in (totals, *zip(*lengths, strict=True)))
-    of_sequences = table, torch.arange(len(lengths)) + 1, *counts, None
-    options = {"scaling": 0.125, "enable_gqa": True, "causal": True}
-    return function(
-        None, query, torch.full_like(query, torch.nan), *caches, *of_sequences, **options
-    )
-
-
-@pytest.mark.parametrize(
-    ("mask_elements", "heads", "dtype", "tolerance"),
-    [
-        (fixes.MASK_ELEMENTS, 2, torch.float32, 1e-5),
-        (100, 4, torch.float32, 1e-5),
-        (1, 4, torch.bfloat16, 2e-2),
-    ],
-)
-def test_the_rows_are_those_of_sglang(monkeypatch, mask_elements, heads, dtype, tolerance):
-    monkeypatch.setattr(fixes, "MASK_ELEMENTS", mask_elements)
-    lengths = [(0, 9), (50, 7), (64, 1), (3, 30), (31, 33), (200, 64)]
-    calls: list[list[int]] = []
-
-    def original(*args, **options):
-        calls.append(args[7].tolist())
-        return ORIGINAL(*args, **options)
-
-    hooked = functools.partial(fixes.around_extend, original)
-    got, expected = (run(f, lengths, heads=heads, dtype=dtype) for f in (hooked, ORIGINAL))
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    assert calls == [[9], [33], [64]], "mostly new tokens: the original is the faster one"
