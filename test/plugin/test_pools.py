@@ -18,6 +18,7 @@ from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin import pools
 from sglang_scout.plugin.ranks import RankCpus
+from sglang_scout.policy import Context, make_policy
 
 SIZE, NONE = 8, torch.empty(0, dtype=torch.int64)
 OPERATIONS = st.lists(
@@ -225,10 +226,17 @@ def host_pool(dtype):
     tokens = 40 * PAGE
     shape = dataclasses.replace(SHAPE, dtype=dtype)
     config = OffloadConfig("scout", digest="minmax", page_checksums=True)
-    size = ServerSize(config, shape, max_batch=2, context_tokens=4 * PAGE, node_cpus=[1])
+    size = ServerSize(
+        config,
+        make_policy(Context(config, shape.num_layers, 1)),
+        shape,
+        max_batch=2,
+        context_tokens=4 * PAGE,
+        node_cpus=[1],
+    )
     sglang = dict(page_size=PAGE, dtype=dtype, head_num=2, head_dim=64, layer_num=3, device="cpu")
     plan, cpus = size.plan(tokens // PAGE + 1), RankCpus(CpuPlan([0], [], [], ""), {})
-    own = dict(server_size=size, plan=plan, cpus=cpus, weights=None)
+    own = dict(server_size=size, plan=plan, cpus=cpus)
     made = pools.HostKVPool(tokens, enable_memory_saver=False, **sglang, **own)
     for plane in (*made.k_buffer, *made.v_buffer):
         plane.copy_(torch.randn(plane.shape))

@@ -22,8 +22,9 @@ from sglang_scout.core.numa import CpuPlan
 from sglang_scout.engine.memory import ServerSize, input_bytes
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin import limits
+from sglang_scout.plugin import model as model_module
 from sglang_scout.plugin import ranks as ranks_module
-from sglang_scout.plugin.hooks import VERSION, adapter
+from sglang_scout.plugin.hooks import VERSION
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool, pool_lacks
@@ -276,7 +277,7 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
     for name, value in known.items():
         monkeypatch.setattr(ranks_module, name, lambda *_, value=value: value)
     alone = SimpleNamespace(rank_in_group=0, world_size=1)
-    monkeypatch.setattr(adapter, "tp_group", lambda: alone)
+    monkeypatch.setattr(model_module, "get_attn_tp_group", lambda: alone)
     model_config = SimpleNamespace(context_len=8192)
     runner = SimpleNamespace(server_args=None, model_config=model_config)
     size, _ = ranks_module.size_of(runner, 8)
