@@ -221,7 +221,6 @@ class Measurement:
         settings = {"precompute": about["precompute"], "recall": about["recall"]}
         digests = store.digests
         if about.get("digest") == "calibrated":
-            settings["digest_file"] = "given"  # of which the engine needs only the digests
             digests = store.built("calibrated")
         slots = None if about["cache"] == "budget" else self.slots_of_device(about["batch"])
         harness = Harness(

@@ -200,6 +200,9 @@ class Harness:
         slots = (slots or budget * batch) + batch + budget
         each = -(-context // PAGE) + room
         policy = make_policy(Context(self.config, shape.num_layers, 2 * shape.page_bytes))
+        if digests is not None:
+            rule = dataclasses.replace(policy.rule, digest=KINDS[digests.kind])
+            policy = dataclasses.replace(policy, rule=rule)
         held = digests or DigestPool(shape, pages, store.device, policy.rule)
         self.engine = StepEngine(
             Parts(policy, shape, Sizes(budget, slots, batch, each), store.host, held),

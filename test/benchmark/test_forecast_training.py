@@ -129,7 +129,7 @@ def test_training_goes_on_where_it_stopped_and_writes_a_file_of_its_model(
     train(trainer(folder, kind), out)
     assert [p.name for p in tmp_path.iterdir()] == ["w.npz"]
     found = load_weights(str(out), kind)
-    check_weights(found, str(out), identity=whole.identity, hidden_size=32, model="m")
+    check_weights(found, identity=whole.identity, hidden_size=32, model="m")
     for name, x in whole.weights.items():
         assert torch.equal(torch.from_numpy(found.arrays[name]), x.detach())
     assert found.header.version == VERSION and '"seed": 5' in found.header.made_by
