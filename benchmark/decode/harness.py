@@ -8,6 +8,7 @@ realistic drift of the important pages, queries come from a separate generator (
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from functools import partial

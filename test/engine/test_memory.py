@@ -55,7 +55,7 @@ def test_bytes_follow_the_model():
         ("minmax", torch.float32, 1024),
         ("calibrated", torch.bfloat16, 752),
         ("rotated-2", torch.float32, 1264),
-        ("pilot", torch.bfloat16, 2 * 96 + 4),
+        pytest.param("pilot", torch.bfloat16, 2 * 96 + 4, marks=pytest.mark.rheo),
     ],
 )
 def test_bytes_of_digests_are_those_of_their_pool(digest, dtype, of_head):
