@@ -9,7 +9,7 @@ import torch
 from graph_worker import GraphWorker  # skips without Triton's interpreter
 from launches import Launches
 from mini_worker import HIDDEN, SIZE
-from sglang_scout.engine.projector import QueryHeads, QueryProjector
+from sglang_scout.engine.ahead import QueryHeads, QueryProjector
 
 ROWS, LAYERS = 2, 3
 PREDICTED = ["norm_kernel", "mm", "rotate_kernel"]

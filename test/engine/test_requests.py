@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from mini_worker import SIZE, with_slow_link
-from sglang_scout.engine.digest_pool import choose_hint
-from sglang_scout.engine.hints import HINT_PAGES, PageHints
+from sglang_scout.engine.digest_pool import HINT_PAGES, PageHints, choose_hint
 
 PROMPT = 60 * SIZE + 7
 BUDGET = 8  # pages

@@ -1,15 +1,16 @@
 """Look-ahead: which pages the device and the CPU attend to in each layer (Algorithm 1, lines 4 to 7).
 
-At the input of layer l the query of layer l+1 is predicted and its important pages selected; those not resident are
-posted at once. What came of it waits in one :class:`Ahead` until layer l+1 merges it. This runs on a side stream.
+At the input of layer l the query of layer l+1 is predicted: the residual stream changes little from one layer to the
+next, so the next layer's norm, projection, head norm and RoPE of this input approximate it. Its important pages are
+selected, and those not resident posted at once. What came of it waits in one :class:`Ahead` until layer l+1 merges it.
+This runs on a side stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,25 +19,72 @@ from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.requests import Batch
 from sglang_scout.engine.step_inputs import StepInputs, of_lists
 from sglang_scout.engine.step_results import StepResults
+from sglang_scout.engine.trace import DeviceClock, Tracer
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier
+from sglang_scout.ops.predict import add_norm, rotate_heads
 from sglang_scout.ops.select import select_pages
 
 
-class Projector(Protocol):
-    """What predicts a query: :class:`QueryProjector`, or a stand-in."""
+@dataclass(frozen=True)
+class QueryHeads:
+    """How a layer makes its query of the projection's output: head norm and RoPE; see :func:`rotate_heads`.
 
-    weight_bytes: int
+    Attributes:
+        cos_sin: returns the table, which SGLang replaces by one of another dtype.
+        norm_weight, norm_eps: RMSNorm per head, or None.
+    """
 
-    def start(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor: ...
+    num_heads: int
+    head_dim: int
+    rotary_dim: int
+    is_neox: bool
+    cos_sin: Callable[[], torch.Tensor]
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 0.0
 
-    def finish(self, started: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
 
+@dataclass(frozen=True)
+class QueryProjector:
+    """A layer's query from any layer's input, in two parts.
 
-class Clock(Protocol):
-    """A timeline: :class:`Tracer`, or :class:`DeviceClock`."""
+    Attributes:
+        norm_weight, norm_eps: of the RMSNorm before the projection.
+        w_q, b_q: ``[HQ * D, hidden]``, and a bias or None.
+        quantized: the layer's own projection, in place of ``w_q``: normed input -> (q, k, v side by side, and a bias
+            that it has not added or None).
+    """
 
-    def slice(self, row: str, name: str, **args: Any) -> AbstractContextManager[None]: ...
+    norm_weight: torch.Tensor
+    norm_eps: float
+    heads: QueryHeads
+    w_q: torch.Tensor | None = None
+    b_q: torch.Tensor | None = None
+    quantized: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    weight_bytes: int = 0
+
+    def start(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """``[B, ...]`` newly allocated, from a layer input ``x`` ``[B, hidden]`` and a residual to add to it or None.
+
+        Runs on the model's stream, as the model overwrites the layer input afterwards. A quantised projection too, K
+        and V included, 1 + 2 H / HQ times the work: such GEMMs may share a workspace.
+        """
+        normed = add_norm(x, residual, self.norm_weight, self.norm_eps)
+        if self.quantized is None:
+            return normed
+        q_size = self.heads.num_heads * self.heads.head_dim
+        qkv, bias = self.quantized(normed)
+        q = qkv[:, :q_size]
+        return q if bias is None else q + bias[:q_size]
+
+    def finish(self, started: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """``[B, HQ, D]`` query after RoPE, of the model's dtype, at ``positions`` ``[B]``. May run on a side stream."""
+        q, of = started, self.heads
+        if self.w_q is not None:
+            q = torch.nn.functional.linear(started, self.w_q, self.b_q)
+        norm = of.norm_weight, of.norm_eps
+        sizes = of.rotary_dim, of.is_neox, of.num_heads, of.head_dim
+        return rotate_heads(q, *norm, of.cos_sin(), positions, *sizes)
 
 
 @dataclass
@@ -115,9 +163,9 @@ class LookAhead(Selector):
         transport: Transport,
         inputs: StepInputs,
         results: StepResults,
-        projectors: Sequence[Projector],
+        projectors: Sequence[QueryProjector],
         verifier: Verifier | None,
-        clock: Clock,
+        clock: Tracer | DeviceClock,
     ) -> None:
         self._rule, self._query = parts.policy.rule, parts.policy.query
         self._shape, self._sizes, self._digests = parts.shape, parts.sizes, parts.digests

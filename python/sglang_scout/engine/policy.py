@@ -18,10 +18,9 @@ from sglang_scout.engine.stores import Sizes
 from sglang_scout.ops.residency import PageUses
 
 if TYPE_CHECKING:
-    from sglang_scout.engine.ahead import Selector
+    from sglang_scout.engine.ahead import QueryProjector, Selector
     from sglang_scout.engine.memory import ServerSize
     from sglang_scout.engine.parts import Parts
-    from sglang_scout.engine.projector import QueryProjector
     from sglang_scout.engine.step_inputs import StepInputs
     from sglang_scout.engine.transport import Transport
 

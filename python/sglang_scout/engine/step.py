@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.ahead import Ahead, LookAhead, Projector, Selector
+from sglang_scout.engine.ahead import Ahead, LookAhead, QueryProjector, Selector
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.pages import Pages
 from sglang_scout.engine.parts import Parts
@@ -63,7 +63,7 @@ class StepEngine:
     def __init__(
         self,
         parts: Parts,
-        projectors: Sequence[Projector],
+        projectors: Sequence[QueryProjector],
         worker: WorkerClient | GraphTransport,
         verify: bool = False,
     ) -> None:

@@ -19,8 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_pool import DigestPool, choose_hint
-from sglang_scout.engine.hints import hint_bytes
+from sglang_scout.engine.digest_pool import DigestPool, choose_hint, hint_bytes
 from sglang_scout.engine.memory import bytes_beside_digests
 from sglang_scout.engine.stores import HostPages, as_words
 from sglang_scout.plugin import status

@@ -1,9 +1,10 @@
 """Tokens that have left the device's window, and which the CPU attends to (Deng et al., Algorithms 1 and 2).
 
 The device attends to a request's recent window and, if the policy requires, to its first pages. Of a page that leaves
-the window each KV head keeps the tokens that the policy finds salient, in the context cache. A joining request has
-older pages without statistics: its first step attends to all of them, and with that step's queries a thread selects
-among their tokens (line 20 of Algorithm 1). Until it is done, the CPU attends to all.
+the window each KV head keeps the salient tokens, in the context cache: those with more than beta / window of its
+attention, by a moving average. A joining request has older pages without statistics: its first step attends to all of
+them, and with that step's queries a thread selects among their tokens (line 20 of Algorithm 1). Until it is done, the
+CPU attends to all.
 
     boundary t-1   a page leaves with step t: what is kept of it, by the averages up to step t-2, is read back
     boundary t     its tokens are added to the lists, and the CPU attends to them from step t on
@@ -30,10 +31,27 @@ from sglang_scout.engine.requests import Batch, Request
 from sglang_scout.engine.step_inputs import StepInputs
 from sglang_scout.engine.transport import Transport
 from sglang_scout.policy.hgca.context_cache import ContextCache, Ids, Kept
-from sglang_scout.policy.hgca.salient_tokens import SalientTokens
+from sglang_scout.policy.hgca.salience import decay_mass, salient_bits, select_salient
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
+
+
+@dataclass(frozen=True)
+class Salience:
+    """What is kept of the window.
+
+    Args:
+        window_tokens: tokens on the device.
+        alpha, beta: of Algorithm 1; the paper gives no alpha, and 1 for beta.
+        cap_tokens: most kept tokens of a request, layer and head; None: no limit, as in the paper. A head at its cap
+            doubles its beta (ours).
+    """
+
+    window_tokens: int
+    alpha: float
+    beta: float
+    cap_tokens: int | None
 
 
 @dataclass(eq=False)
@@ -60,20 +78,21 @@ class OlderTokens(Selector):
     """
 
     def __init__(
-        self, parts: Parts, salient: SalientTokens, transport: Transport, inputs: StepInputs
+        self, parts: Parts, salience: Salience, transport: Transport, inputs: StepInputs
     ) -> None:
-        self._salient, self._transport, self._inputs = salient, transport, inputs
+        self._salience, self._transport, self._inputs = salience, transport, inputs
         self._counters = parts.counters
         rule, device = parts.policy.rule, parts.device
         self._sinks, self._recent = rule.sink_pages, rule.recent_pages
         self._host, self._shape, self._device = parts.host, (shape := parts.shape), device
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, parts.sizes.max_batch
-        self._cache = ContextCache(parts.host, parts.sizes.max_pages, salient.cap_tokens)
-        salient.allocate(layers, rows, heads, shape.page_size, device)
-        lists = layers, rows, heads
-        self._ids = torch.full(
-            (*lists, parts.sizes.max_pages), -1, dtype=torch.int32, device=device
-        )
+        lists, max_pages = (layers, rows, heads), parts.sizes.max_pages
+        self._cache = ContextCache(parts.host, max_pages, salience.cap_tokens)
+        places = layers, rows, self._recent + 1, heads, shape.page_size
+        self._maw = torch.zeros(places, device=device)
+        self._betas = torch.full(lists, salience.beta)
+        self._threshold = torch.zeros(lists, device=device)
+        self._ids = torch.full((*lists, max_pages), -1, dtype=torch.int32, device=device)
         self._counts = torch.zeros(lists, dtype=torch.int32, device=device)
         self._queries = torch.zeros(layers, rows, shape.num_q_heads, shape.head_dim, device=device)
         self._staging = Staging(4 * rows, device)
@@ -119,7 +138,8 @@ class OlderTokens(Selector):
             is_new = older is None
             if older is None:
                 state, pages = self._free_states.pop(), table[row, len(sinks) : begin].tolist()
-                self._salient.joins(state)
+                self._betas[:, state] = self._salience.beta
+                self._threshold[:, state] = self._salience.beta / self._salience.window_tokens
                 older = Older(state, begin, self._cache.empty(), self._queries[:, row], pages)
                 self._older[request] = older
             else:
@@ -173,7 +193,7 @@ class OlderTokens(Selector):
         kept, scale = self._cache.empty(), self._shape.scale
         was_full = np.zeros(kept.tokens.shape, bool)
         for layer, k in enumerate(self._host.k):
-            found = self._salient.select(state, layer, queries[layer], k, pages, scale)
+            found = select_salient(queries[layer], k, pages, self._betas[layer, state], scale)
             heads, tokens = (x.numpy() for x in found)
             was_full |= self._cache.add(kept, np.full_like(heads, layer), heads, tokens)
         return kept, was_full
@@ -199,9 +219,14 @@ class OlderTokens(Selector):
         self._raise(older, self._cache.add(older.kept, *tokens))
 
     def _raise(self, older: Older, was_full: npt.NDArray[np.bool_]) -> None:
+        """Double the beta of lists ``[L, H]`` that had no room for all tokens."""
         if was_full.any():
             self._counters.raised_thresholds += int(was_full.sum())
-            self._salient.raise_threshold(older.state, was_full)
+            betas = self._betas[:, older.state]
+            doubled = torch.where(betas > 0, 2 * betas, 1.0)
+            betas.copy_(torch.where(torch.from_numpy(was_full), doubled, betas))
+            threshold = (betas / self._salience.window_tokens).to(self._threshold)
+            self._threshold[:, older.state] = threshold
 
     def _ask_of_leaving(self, batch: Batch) -> None:
         """Request the kept tokens of pages that leave with the next step. A first step's statistics are too few."""
@@ -211,7 +236,9 @@ class OlderTokens(Selector):
         states = [self._older[requests[row]].state for row in rows]
         places = (full[rows] - self._recent) % (self._recent + 1)
         asked = [upload(np.array(x, np.int32), self._device) for x in (states, places)]
-        found = self._salient.leaving(*asked) if len(rows) else torch.zeros(0)
+        found = torch.zeros(0)
+        if len(rows):
+            found = salient_bits(self._maw, *asked, self._threshold)
         self._leaving = {requests[row]: i for i, row in enumerate(rows)}, Fetching([found])
 
     def _bits(self) -> npt.NDArray[np.int32]:
@@ -257,7 +284,7 @@ class OlderTokens(Selector):
         """The device attended to a window of a layer; arguments as of :func:`decay_mass`, without those known here."""
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, : len(query)]
         window = query, lse, k, pages, recent, *slots, first_at, state, fresh
-        self._salient.attended(layer, *window, scale=self._shape.scale)
+        decay_mass(*window, self._maw[layer], self._salience.alpha, self._shape.scale)
 
     def wait(self) -> None:
         """Wait for all evaluations in progress."""
