@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_scout.engine.policy import RESULT_DELAY_STEPS, StepReport
-from sglang_scout.policy.recall_controller import (
+from sglang_scout.policy.residency import (
     GRACE_STEPS,
     MAX_INTERVAL_STEPS,
     RecallController,
