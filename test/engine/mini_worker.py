@@ -106,6 +106,7 @@ class MiniWorker:
         around_missing=None,
         pool_rule=None,
         verify=True,
+        step_log=None,
         rank=0,
         of_ranks=1,
         ranks=None,
@@ -136,6 +137,7 @@ class MiniWorker:
             [self._ahead(layer, self.policy.query.attends) for layer in range(layers)],
             self._worker(missing),
             verify,
+            step_log,
         )
         self.table = self.engine.parts.table
         self.free_pages = list(range(1, pages))

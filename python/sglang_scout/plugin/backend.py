@@ -100,13 +100,12 @@ class ScoutAttnBackend(AttentionBackend):
         if in_graph:
             attention = self._graph_transport(device, of_worker.wait_timeout_s)
         projectors = self.policy.projectors(own)
-        self.engine = StepEngine(parts, projectors, attention, config.verify)
+        log = status.open_step_log(config, facts, runner.model_config)
+        self.engine = StepEngine(parts, projectors, attention, config.verify, log)
         self._probe = QueryProbe(own)
         self.tables = RequestTables(runner.req_to_token_pool, shape.page_size)
         self._begun = False
         self.dummy_kv = DummyKV(self.pool.host_pages) if config.dummy_kv else None
-        log = status.open_step_log(config, facts, runner.model_config)
-        self.engine.boundary.step_log = log
         self.allocator.listener = self.engine.pages
         self._hook(layers)
         self.worker.start()
