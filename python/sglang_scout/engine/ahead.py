@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_scout.engine.device import ForkedStream
 from sglang_scout.engine.parts import Parts
@@ -39,8 +40,8 @@ class QueryHeads:
     head_dim: int
     rotary_dim: int
     is_neox: bool
-    cos_sin: Callable[[], torch.Tensor]
-    norm_weight: torch.Tensor | None = None
+    cos_sin: Callable[[], Tensor]
+    norm_weight: Tensor | None = None
     norm_eps: float = 0.0
 
 
@@ -55,15 +56,15 @@ class QueryProjector:
             that it has not added or None).
     """
 
-    norm_weight: torch.Tensor
+    norm_weight: Tensor
     norm_eps: float
     heads: QueryHeads
-    w_q: torch.Tensor | None = None
-    b_q: torch.Tensor | None = None
-    quantized: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    w_q: Tensor | None = None
+    b_q: Tensor | None = None
+    quantized: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
     weight_bytes: int = 0
 
-    def start(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def start(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """``[B, ...]`` newly allocated, from a layer input ``x`` ``[B, hidden]`` and a residual to add to it or None.
 
         Runs on the model's stream, as the model overwrites the layer input afterwards. A quantised projection too, K
@@ -77,7 +78,7 @@ class QueryProjector:
         q = qkv[:, :q_size]
         return q if bias is None else q + bias[:q_size]
 
-    def finish(self, started: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def finish(self, started: Tensor, positions: Tensor) -> Tensor:
         """``[B, HQ, D]`` query after RoPE, of the model's dtype, at ``positions`` ``[B]``. May run on a side stream."""
         q, of = started, self.heads
         if self.w_q is not None:
@@ -99,11 +100,11 @@ class Ahead:
         ticket: of the transport.
     """
 
-    query: torch.Tensor
-    pages: torch.Tensor
-    n_pages: torch.Tensor | None
-    missing: torch.Tensor
-    n_missing: torch.Tensor
+    query: Tensor
+    pages: Tensor
+    n_pages: Tensor | None
+    missing: Tensor
+    n_missing: Tensor
     ticket: Any = None
 
 
@@ -127,17 +128,15 @@ class Selector:
         return batch
 
     def layer_input(
-        self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+        self, layer: int, x: Tensor, residual: Tensor | None, positions: Tensor
     ) -> None:
         """As :meth:`StepEngine.layer_input`, of steps that are not dense."""
 
-    def take(self, layer: int, query: torch.Tensor) -> Ahead:
+    def take(self, layer: int, query: Tensor) -> Ahead:
         """What the layer, with this real ``query`` ``[B, HQ, D]``, attends to; posted."""
         raise NotImplementedError
 
-    def attended(
-        self, layer: int, query: torch.Tensor, lse: torch.Tensor, *window: torch.Tensor
-    ) -> None:
+    def attended(self, layer: int, query: Tensor, lse: Tensor, *window: Tensor) -> None:
         """The device attended to the layer's resident pages.
 
         Args:
@@ -173,14 +172,12 @@ class LookAhead(Selector):
         self._projectors, self._verifier, self._clock = projectors, verifier, clock
         # With a list per KV head each selects for itself, even if a rank has only one.
         self._ranks = None if self._rule.by_head else parts.ranks
-        self._beside = ForkedStream(
-            parts.device if self._ranks is None else None
-        )  # collectives need order
+        # Collectives need order.
+        self._beside = ForkedStream(parts.device if self._ranks is None else None)
         self._posts_late = parts.policy.route == "cpu" and not self._query.attends
         self._ahead: list[Ahead | None] = [None] * self._shape.num_layers
-        if (
-            parts.ranks is None
-        ):  # ranks may differ in residency, and would then replay different graphs
+        # Ranks may differ in residency, and would then replay different graphs.
+        if parts.ranks is None:
             predicts = self._query.targets(0, 2)
             read_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
             self.dense_pages = read_bytes // (2 * self._shape.page_bytes)
@@ -191,7 +188,7 @@ class LookAhead(Selector):
         return batch
 
     def layer_input(
-        self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+        self, layer: int, x: Tensor, residual: Tensor | None, positions: Tensor
     ) -> None:
         for target in self._query.targets(layer, len(self._ahead)):
             projector = self._projectors[target]
@@ -201,7 +198,7 @@ class LookAhead(Selector):
                     query = projector.finish(started, positions)
                 self._ahead[target] = self._select(target, query)
 
-    def _select(self, layer: int, query: torch.Tensor) -> Ahead:
+    def _select(self, layer: int, query: Tensor) -> Ahead:
         """Select the pages of a layer, and post the missing ones."""
         rule, candidates = self._rule, self._inputs.candidates.first(len(query))
         by_list = of_lists(query, self._sizes.lists)
@@ -229,7 +226,7 @@ class LookAhead(Selector):
         query = ahead.query.contiguous()
         ahead.ticket = self._transport.post(layer, query, ahead.missing, ahead.n_missing)
 
-    def take(self, layer: int, query: torch.Tensor) -> Ahead:
+    def take(self, layer: int, query: Tensor) -> Ahead:
         ahead, self._ahead[layer] = self._ahead[layer], None
         if ahead is None:  # not computed ahead
             self._beside.join()  # the ring needs posts in single-stream order

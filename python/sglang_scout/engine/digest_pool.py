@@ -18,6 +18,7 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine.device import upload
@@ -80,13 +81,13 @@ def has_hint(address: int, row_bytes: int, page: int) -> bool:
     return ctypes.c_uint16.from_address(address + page * row_bytes).value > 0
 
 
-def _marks(parts: Parts) -> list[torch.Tensor]:
+def _marks(parts: Parts) -> list[Tensor]:
     """``[L, P]`` int16 each: the first word of a page's digest and the last one."""
     first, second = (part.view(torch.int16) for part in parts)
     return [first[:, :, 0, 0], second[:, :, -1, -1]]
 
 
-def unset(parts: Parts, ids: torch.Tensor) -> None:
+def unset(parts: Parts, ids: Tensor) -> None:
     """Mark rows ``ids`` of all layers as not written."""
     for mark in _marks(parts):
         # Not an assignment, which would copy the number from host memory and synchronize the stream.
@@ -128,7 +129,7 @@ class DigestPool:
         self.kind = of_kind.name
         self.trained = [torch.tensor(arrays[name], device=device) for name in of_kind.trained]
         size = (shape.num_layers, num_pages, shape.num_kv_heads)
-        first, second = of_kind.part_bytes(shape.head_dim, shape.dtype.itemsize, weights)
+        first, second = of_kind.part_bytes(shape, weights)
         self.parts = (
             torch.zeros((*size, first), dtype=torch.uint8, device=device),
             torch.zeros((*size, second), dtype=torch.uint8, device=device),
@@ -193,9 +194,7 @@ class DigestPool:
             both = self._ids(np.concatenate([pages[None], slots]))  # one transfer
             self._build(pages, resident, both[0], both[1:])
 
-    def _build(
-        self, pages: Ids, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None
-    ) -> None:
+    def _build(self, pages: Ids, source: LayerPages, ids: Tensor, rows: Tensor | None) -> None:
         self._of_kind.build(source, ids, rows)
         if self._of_kind.mark is not None:
             _marks(self.parts)[1].index_fill_(1, ids, self._of_kind.mark)
@@ -205,12 +204,12 @@ class DigestPool:
         self.valid[pages] = True
         self.computed += len(pages)
 
-    def _ids(self, pages: Ids) -> torch.Tensor:
+    def _ids(self, pages: Ids) -> Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)
 
 
 def choose_hint(
-    digests: DigestPool, queries: torch.Tensor, pages: Ids, rule: SelectionRule, scale: float
+    digests: DigestPool, queries: Tensor, pages: Ids, rule: SelectionRule, scale: float
 ) -> npt.NDArray[np.int32] | None:
     """``[L, k]`` positions of the pages that a decode step with these ``queries`` would select, by this rank's heads.
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.digest_pool import hint_bytes
-from sglang_scout.engine.policy import Policy, SelectionRule
+from sglang_scout.engine.policy import Policy
 from sglang_scout.engine.stores import ModelShape, Sizes
 from sglang_scout.engine.transport import staging_bytes
 from sglang_scout.worker.arena import ArenaSpec
@@ -99,8 +99,7 @@ class ServerSize:
 
     @property
     def digest_bytes(self) -> int:
-        """Of a page, in all layers."""
-        return digest_bytes_of(self.shape, self.policy.rule)
+        return self.policy.rule.digest_bytes(self.shape)
 
     @property
     def budget_pages(self) -> int:
@@ -247,18 +246,6 @@ class ServerSize:
                 return DeviceRoom(pages, slots)
         pages = max(left // (page_bytes + beside), 0)
         return DeviceRoom(pages, pages)
-
-
-def digest_bytes_of(shape: ModelShape, rule: SelectionRule) -> int:
-    """Bytes of one page's digests, over all layers."""
-    parts = rule.digest.part_bytes(shape.head_dim, shape.dtype.itemsize, rule.weights)
-    return shape.num_layers * shape.num_kv_heads * sum(parts)
-
-
-def bytes_beside_digests(shape: ModelShape, rule: SelectionRule, nbytes: int) -> int:
-    """What is left of ``nbytes`` for pages if each needs a digest as well."""
-    page_bytes = 2 * shape.page_bytes * shape.num_layers
-    return nbytes * page_bytes // (page_bytes + digest_bytes_of(shape, rule))
 
 
 def input_bytes(tokens: int) -> int:

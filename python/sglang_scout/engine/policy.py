@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.digest_kinds import DigestKind
-from sglang_scout.engine.stores import Sizes
+from sglang_scout.engine.stores import ModelShape, Sizes
 from sglang_scout.ops.residency import PageUses
 
 if TYPE_CHECKING:
@@ -57,6 +57,11 @@ class SelectionRule:
     mass: float = 1.0
     only_selected: bool = True
     reweigh: bool = True
+
+    def digest_bytes(self, shape: ModelShape) -> int:
+        """Of one page, over all layers."""
+        parts = self.digest.part_bytes(shape, self.weights)
+        return shape.num_layers * shape.num_kv_heads * sum(parts)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.worker.arena import Arena, PageChecksums
@@ -72,7 +73,7 @@ class Ranks(Protocol):
     the same numbers. Residency is local to each rank: it decides where its heads' part is computed, not which.
     """
 
-    def combine(self, x: torch.Tensor, how: str) -> torch.Tensor:
+    def combine(self, x: Tensor, how: str) -> Tensor:
         """Element-wise ``how``, "sum" or "max", of every rank's ``x``: the same bits on every rank.
 
         ``x`` may be written into.
@@ -105,8 +106,8 @@ class HostPages:
     def __init__(
         self,
         shape: ModelShape,
-        k: Sequence[torch.Tensor],
-        v: Sequence[torch.Tensor],
+        k: Sequence[Tensor],
+        v: Sequence[Tensor],
         context: LayerPages | None = None,
         checksums: PageChecksums | None = None,
     ) -> None:
@@ -146,7 +147,7 @@ class HostPages:
         return [as_words(plane) for plane in (*self.k, *self.v)]
 
 
-def as_words(pages: torch.Tensor) -> npt.NDArray[np.signedinteger]:
+def as_words(pages: Tensor) -> npt.NDArray[np.signedinteger]:
     """The same memory as integers of the same size. numpy copies whole pages at memory bandwidth; torch, on the one
     thread that SGLang leaves it, takes ten times as long."""
     return pages.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[pages.element_size()]).numpy()

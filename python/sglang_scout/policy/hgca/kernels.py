@@ -72,17 +72,7 @@ def decay_kernel(
 
 
 @triton.jit
-def salient_kernel(
-    maw,
-    state,
-    at,
-    threshold,
-    out,
-    N,
-    W,
-    H,
-    S: tl.constexpr,
-):
+def salient_kernel(maw, state, at, threshold, out, N, W, H, S: tl.constexpr):
     """One page, head and layer. maw [L, N, W, H, S]; state, at [n]; threshold [L, N, H]; out [L, n, H]."""
     i, h, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = layer * N + tl.load(state + i)

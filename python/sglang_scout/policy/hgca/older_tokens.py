@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from sglang_scout.engine.ahead import Ahead, Selector
 from sglang_scout.engine.device import Fetching, Staging, upload
@@ -61,7 +62,7 @@ class Older:
     state: int  # row of the policy's stores
     begin: int  # pages before the window's start
     kept: Kept
-    queries: torch.Tensor  # [L, HQ, D] on the device, written by its first step
+    queries: Tensor  # [L, HQ, D] on the device, written by its first step
     whole: list[int]  # until it is evaluated, all older pages
     evaluation: Future[tuple[Kept, npt.NDArray[np.bool_]]] | None = (
         None  # and lists without room for all
@@ -187,7 +188,7 @@ class OlderTokens(Selector):
             for tokens in older.since:
                 self._keep(older, tokens)
 
-    def _select(self, sent: Fetching, pages: torch.Tensor, state: int) -> Any:
+    def _select(self, sent: Fetching, pages: Tensor, state: int) -> Any:
         """On the thread, concurrent with steps: select among all tokens of ``pages`` by the ``sent`` queries."""
         [queries] = map(torch.from_numpy, sent.wait())
         kept, scale = self._cache.empty(), self._shape.scale
@@ -263,7 +264,7 @@ class OlderTokens(Selector):
         self._row_pages[:, row] = counts.sum(1)
         self._sent[row] = older, older.version
 
-    def take(self, layer: int, query: torch.Tensor) -> Ahead:
+    def take(self, layer: int, query: Tensor) -> Ahead:
         """The window, and the older tokens: ``[B * H, R]`` ids (:meth:`ContextCache.worker_ids`)."""
         rows = len(query)
         self._queries[layer, :rows] = query
@@ -273,13 +274,7 @@ class OlderTokens(Selector):
         return Ahead(query, window.table, window.n_full, ids, counts, ticket)
 
     def attended(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        lse: torch.Tensor,
-        k: torch.Tensor,
-        pages: torch.Tensor,
-        *slots: torch.Tensor,
+        self, layer: int, query: Tensor, lse: Tensor, k: Tensor, pages: Tensor, *slots: Tensor
     ) -> None:
         """The device attended to a window of a layer; arguments as of :func:`decay_mass`, without those known here."""
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, : len(query)]

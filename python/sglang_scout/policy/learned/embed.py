@@ -29,12 +29,12 @@ TOLERANCES = {
 }
 
 
-def half_means(k: torch.Tensor) -> torch.Tensor:
+def half_means(k: Tensor) -> Tensor:
     """[n, S, H, D] -> [n, H, 2, D] float32: the mean key of each half of a page."""
     return limited(k, k.dtype).unflatten(1, (2, -1)).mean(2).transpose(1, 2)
 
 
-def pooled(k: torch.Tensor) -> torch.Tensor:
+def pooled(k: Tensor) -> Tensor:
     """[n, S, H, D] -> [n, H, 2 D] float32: mean, then each channel's element of largest magnitude (positive if
     tied)."""
     k = limited(k, k.dtype)
