@@ -14,9 +14,8 @@ from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.core.flags import parse_config
 from sglang_scout.engine.digest_kinds import MARK_BYTES
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
+from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes
 from sglang_scout.ops.attend import attend_pages_reference
 from sglang_scout.policy import Context, make_policy, policies
 

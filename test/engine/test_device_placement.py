@@ -19,9 +19,8 @@ from page_weights import identity, pilot_weights
 from sglang_scout.core.flags import parse_config
 from sglang_scout.engine import digest_pool
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
+from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.layers import LayerPages

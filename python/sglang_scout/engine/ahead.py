@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from sglang_scout.engine.device import ForkedStream
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.requests import Batch
 from sglang_scout.engine.step_inputs import StepInputs, of_lists
 from sglang_scout.engine.step_results import StepResults
+from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.trace import DeviceClock, Tracer
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier

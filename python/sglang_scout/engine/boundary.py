@@ -15,20 +15,16 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang_scout.core.step_log import Step, StepLog
 from sglang_scout.engine.ahead import Selector
 from sglang_scout.engine.counters import StepTimes
-from sglang_scout.engine.pages import Pages
-from sglang_scout.engine.parts import Parts
+from sglang_scout.engine.pages import Ids, PageIds, Pages
 from sglang_scout.engine.policy import StepReport
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Batch, Requests
 from sglang_scout.engine.step_results import LaunchedStep, StepResults
-
-Ids = npt.NDArray[np.int64]
-PageIds = npt.NDArray[np.integer]
+from sglang_scout.engine.stores import Parts
 
 
 class StepBoundary:

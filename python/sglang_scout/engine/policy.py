@@ -20,8 +20,8 @@ from sglang_scout.ops.residency import PageUses
 if TYPE_CHECKING:
     from sglang_scout.engine.ahead import QueryProjector, Selector
     from sglang_scout.engine.memory import ServerSize
-    from sglang_scout.engine.parts import Parts
     from sglang_scout.engine.step_inputs import StepInputs
+    from sglang_scout.engine.stores import Parts
     from sglang_scout.engine.transport import Transport
 
 Ids = npt.NDArray[np.int64]

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.device import SideStream, StreamCopy
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.policy import RESULT_DELAY_STEPS
+from sglang_scout.engine.stores import Parts
 from sglang_scout.ops.pages import copy_layer_pages
 from sglang_scout.ops.residency import Reservation
 

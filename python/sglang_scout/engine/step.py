@@ -1,8 +1,7 @@
 """One decode step of GPU-CPU co-attention, on every device (paper Algorithm 1; sections 3.2 to 3.4).
 
-Per layer l: at its input the query of layer l+1 is predicted and its important pages selected; those not resident are
-posted at once. The attention of layer l covers its resident pages and the page being filled; the result of its own
-post, made one layer earlier, is merged in.
+Per layer l: at its input the missing pages of layer l+1 are posted (``ahead.py``). The attention of layer l covers its
+resident pages and the page being filled; the result of its own post, made one layer earlier, is merged in.
 
 Within a step the host makes no decisions and reads nothing back, so that all layers can be one CUDA graph. Inputs fixed
 by the boundary are in buffers with fixed addresses. A step's selections are read back while the next one runs, and the
@@ -12,8 +11,6 @@ host acts on them two boundaries later:
     step t       runs with the inputs of boundary t; the host prepares t+1 meanwhile
 
 A step in which all pages are resident, and few, is dense: no prediction, no selection, full attention.
-
-Selection runs on a side stream (``ForkedStream``). On the CPU device the same code runs on host memory.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ from sglang_scout.core.step_log import StepLog
 from sglang_scout.engine.ahead import Ahead, LookAhead, QueryProjector, Selector
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.pages import Pages
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Requests
 from sglang_scout.engine.step_inputs import StepInputs
 from sglang_scout.engine.step_results import StepResults
+from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.trace import DeviceClock
 from sglang_scout.engine.transport import Fetch, GraphTransport, HostTransport, Transport
 from sglang_scout.engine.verify import Verifier

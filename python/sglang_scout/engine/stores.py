@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.worker.arena import Arena, PageChecksums
+
+if TYPE_CHECKING:
+    from sglang_scout.engine.digest_pool import DigestPool
+    from sglang_scout.engine.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -164,3 +171,49 @@ class ResidentCache:
     def as_layers(self) -> LayerPages:
         """The slots for ops over all layers."""
         return LayerPages.of(self.k.unbind(), self.v.unbind(), self.k.device)
+
+
+class Parts:
+    """What the parts of a step engine share: the stores of one rank, and who decides, counts and records.
+
+    Args:
+        shape: sizes of the model on this rank.
+        host: pages that the attention process maps too; the device can access them.
+        digests: of the host pages, on the device of the steps.
+        ranks: those that share a layer's heads; None: all heads are here.
+
+    Attributes:
+        device: of the steps.
+        resident, table: the resident cache, and which page is in which slot of it.
+    Raises:
+        ValueError: sizes or digests that do not fit the policy.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        shape: ModelShape,
+        sizes: Sizes,
+        host: HostPages,
+        digests: DigestPool,
+        tracer: Tracer | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        rule = policy.rule
+        forced = min(rule.sink_pages + rule.recent_pages, sizes.max_pages - 1)
+        if sizes.num_slots < min(sizes.max_batch * (forced + 1), host.num_pages):
+            raise ValueError(
+                f"resident cache of {sizes.num_slots} slots cannot hold the sink, recent and tail "
+                f"pages of {sizes.max_batch} requests ({forced + 1} each)"
+            )
+        if digests.kind != rule.digest.name:
+            raise ValueError(
+                f"the digests are {digests.kind}, the policy scores {rule.digest.name}"
+            )
+        self.policy, self.shape, self.sizes = policy, shape, policy.step_sizes(sizes)
+        self.host, self.digests, self.ranks = host, digests, ranks
+        self.tracer = tracer or Tracer(None, 0)
+        self.counters = Counters(shape.num_layers)
+        self.resident = ResidentCache(shape, sizes.num_slots, digests.device)
+        self.device: torch.device = self.resident.k.device  # with its index
+        self.table = ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots)

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step_inputs import of_lists
-from sglang_scout.engine.stores import ModelShape
+from sglang_scout.engine.stores import ModelShape, Parts
 from sglang_scout.engine.trace import DeviceClock
 from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.doorbell import DeviceRing

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.requests import Batch
+from sglang_scout.engine.stores import Parts
 from sglang_scout.ops.layers import resident_slots
 
 if TYPE_CHECKING:

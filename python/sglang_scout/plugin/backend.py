@@ -13,9 +13,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import Sizes
+from sglang_scout.engine.stores import Parts, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.plugin import status

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from sglang_scout.engine.ahead import Ahead, Selector
 from sglang_scout.engine.device import Fetching, Staging, upload
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.requests import Batch, Request
 from sglang_scout.engine.step_inputs import StepInputs
+from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.transport import Transport
 from sglang_scout.policy.hgca.context_cache import ContextCache, Ids, Kept
 from sglang_scout.policy.hgca.salience import decay_mass, salient_bits, select_salient
