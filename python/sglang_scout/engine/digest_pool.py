@@ -129,11 +129,11 @@ class DigestPool:
         self.kind = of_kind.name
         self.trained = [torch.tensor(arrays[name], device=device) for name in of_kind.trained]
         size = (shape.num_layers, num_pages, shape.num_kv_heads)
-        first, second = of_kind.part_bytes(shape, weights)
-        self.parts = (
-            torch.zeros((*size, first), dtype=torch.uint8, device=device),
-            torch.zeros((*size, second), dtype=torch.uint8, device=device),
+        first, second = (
+            torch.zeros((*size, nbytes), dtype=torch.uint8, device=device)
+            for nbytes in of_kind.part_bytes(shape, weights)
         )
+        self.parts = first, second
         self._of_kind = of_kind(self.parts, shape, self.trained)
         self.score, self.mass_change = self._of_kind.score, self._of_kind.mass_change
         unset(self.parts, torch.arange(num_pages, device=device))
@@ -230,14 +230,7 @@ def choose_hint(
         for layer in range(layers)
     ]
     places = torch.arange(len(pages), dtype=torch.int32, device=device)
-    chosen = select_pages(
-        torch.cat(scores),
-        places.repeat(layers, 1),
-        n_full,
-        torch.zeros_like(places),
-        HINT_PAGES,
-        rule.sink_pages,
-        rule.recent_pages,
-        rule.mass,
-    )
+    of_layers = torch.cat(scores), places.repeat(layers, 1), n_full, torch.zeros_like(places)
+    forced = rule.sink_pages, rule.recent_pages
+    chosen = select_pages(*of_layers, HINT_PAGES, *forced, rule.mass)
     return chosen.pages.cpu().numpy()

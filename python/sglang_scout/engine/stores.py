@@ -91,14 +91,12 @@ def context_pages(arena: Arena, shape: ModelShape) -> LayerPages | None:
     """An arena's context pages, ``[C, S, D]`` of each layer, if it has any."""
     if not arena.spec.context_pages:
         return None
-    k, v = (
-        [
-            torch.from_numpy(arena.context(i, which)).view(shape.kv_dtype)
-            for i in range(shape.num_layers)
-        ]
-        for which in (0, 1)
-    )
-    return LayerPages.of(k, v, "cpu")
+
+    def of_layers(which: int) -> list[Tensor]:
+        words = (arena.context(layer, which) for layer in range(shape.num_layers))
+        return [torch.from_numpy(x).view(shape.kv_dtype) for x in words]
+
+    return LayerPages.of(of_layers(0), of_layers(1), "cpu")
 
 
 class HostPages:

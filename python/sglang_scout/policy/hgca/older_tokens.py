@@ -64,9 +64,8 @@ class Older:
     kept: Kept
     queries: Tensor  # [L, HQ, D] on the device, written by its first step
     whole: list[int]  # until it is evaluated, all older pages
-    evaluation: Future[tuple[Kept, npt.NDArray[np.bool_]]] | None = (
-        None  # and lists without room for all
-    )
+    # What is kept, and lists without room for all.
+    evaluation: Future[tuple[Kept, npt.NDArray[np.bool_]]] | None = None
     since: list[Tokens] = field(default_factory=list)  # kept of pages that left since it joined
     version: int = 0
 
