@@ -28,11 +28,6 @@ Ids = npt.NDArray[np.int64]
 Route = Literal["cpu", "fetch"]
 """Missing pages are attended to on the CPU in place; or copied to the device ahead of the layer, for the real query."""
 
-_MISSING = {
-    "cpu": "missing pages are attended to on the CPU",
-    "fetch": "missing pages are copied to the device; the CPU computes no attention",
-}
-
 
 @dataclass(frozen=True)
 class SelectionRule:
@@ -188,7 +183,9 @@ class Policy:
 
     def describe_missing(self) -> str:
         """What happens to missing pages, for ``sglang-scout doctor``."""
-        return _MISSING[self.route]
+        if self.route == "cpu":
+            return "missing pages are attended to on the CPU"
+        return "missing pages are copied to the device; the CPU computes no attention"
 
     def projectors(self, own: Sequence[QueryProjector]) -> Sequence[QueryProjector]:
         """What predicts each layer's query, given what does so with the model's ``own`` weights."""

@@ -99,7 +99,8 @@ class OlderTokens(Selector):
         self._older: dict[Request, Older] = {}
         self._free_states = list(range(rows))
         self._sent: list[tuple[Older, int] | None] = [None] * rows  # in the device's rows
-        self._leaving: tuple[dict[Request, int], Fetching] = {}, Fetching([])
+        self._leaving: dict[Request, int] = {}  # pages that leave with this step, and
+        self._bits = Fetching([torch.zeros(1, 0)])  # [L, n, H] of these
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout-evaluate")
         self._row_pages = np.zeros((layers, rows), np.int64)  # of all heads
         self.pause()
@@ -127,7 +128,8 @@ class OlderTokens(Selector):
         self._cache.begin_step()
         full, table = batch.n_full.tolist(), batch.table
         self._forget(batch.requests)
-        bits = dict(zip(self._leaving[0], np.moveaxis(self._bits(), 1, 0), strict=True))
+        [found] = self._bits.wait()
+        bits = dict(zip(self._leaving, np.moveaxis(found, 1, 0), strict=True))
         attended = np.full_like(table, -1)
         words = self._staging.fill().reshape(4, -1)
         words[:] = -1
@@ -236,17 +238,11 @@ class OlderTokens(Selector):
         states = [self._older[requests[row]].state for row in rows]
         places = (full[rows] - self._recent) % (self._recent + 1)
         asked = [upload(np.array(x, np.int32), self._device) for x in (states, places)]
-        found = torch.zeros(0)
+        found = torch.zeros(1, 0)
         if len(rows):
             found = salient_bits(self._maw, *asked, self._threshold)
-        self._leaving = {requests[row]: i for i, row in enumerate(rows)}, Fetching([found])
-
-    def _bits(self) -> npt.NDArray[np.int32]:
-        """``[L, n, H]`` of the pages leaving now."""
-        if not self._leaving[0]:
-            return np.zeros((1, 0), np.int32)
-        [bits] = self._leaving[1].wait()
-        return bits
+        self._leaving = {requests[row]: i for i, row in enumerate(rows)}
+        self._bits = Fetching([found])
 
     def _send(self, row: int, older: Older) -> None:
         """Update the device's row with a request's lists."""
