@@ -29,10 +29,9 @@ from sglang_scout.core.profile import ModelIdentity
 from sglang_scout.engine.device import lock_memory
 from sglang_scout.engine.digest_kinds import KINDS
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
+from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes
 from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker.arena import Arena, ArenaSpec

@@ -35,18 +35,13 @@ class GraphWorker(MiniWorker):
 
     def _make_host(self, pages):
         s = self.shape
-        size = ServerSize(
-            self.config, self.policy, s, self.max_batch, MAX_PAGES * SIZE, node_cpus=[1]
-        )
-        self.arena = Arena.create(size.arena(pages))
-        planes = (self.arena.k_pages, self.arena.v_pages)
-        kv = [
-            [torch.from_numpy(plane(i)).view(s.dtype) for i in range(s.num_layers)]
-            for plane in planes
-        ]
-        for plane in (*kv[0], *kv[1]):
-            plane.copy_(torch.randn(plane.shape))
-        flat = ([t.flatten(0, 1) for t in half] for half in kv)
+        sizes = self.max_batch, MAX_PAGES * SIZE, [1]
+        self.arena = Arena.create(ServerSize(self.config, self.policy, s, *sizes).arena(pages))
+        flat = [], []
+        for half, plane in zip(flat, (self.arena.k_pages, self.arena.v_pages), strict=True):
+            for layer in range(s.num_layers):
+                half.append(torch.from_numpy(plane(layer)).view(s.dtype).flatten(0, 1))
+                half[-1].copy_(torch.randn(half[-1].shape))
         checksums = PageChecksums(self.arena) if self.config.page_checksums else None
         return HostPages(s, *flat, context_pages(self.arena, s), checksums)
 

@@ -14,9 +14,8 @@ from page_weights import digest_weights, identity, pilot_weights
 from sglang_scout.core.flags import parse_config
 from sglang_scout.engine.digest_kinds import MARK_BYTES
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
+from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes
 from sglang_scout.ops.attend import attend_pages_reference
 from sglang_scout.policy import Context, make_policy, policies
 
@@ -52,16 +51,10 @@ class HereInstead:
         return layer, q.copy(), pages.copy()
 
     def wait(self, ticket, out, lse):
-        layer, q, pages = ticket
-        got, got_lse = attend_pages_reference(
-            torch.from_numpy(q),
-            self.host.k[layer],
-            self.host.v[layer],
-            torch.from_numpy(pages),
-            None,
-            None,
-            self.shape.scale,
-        )
+        layer, *asked = ticket
+        q, pages = map(torch.from_numpy, asked)
+        kv = self.host.k[layer], self.host.v[layer]
+        got, got_lse = attend_pages_reference(q, *kv, pages, None, None, self.shape.scale)
         out[:], lse[:] = got.numpy(), got_lse.numpy()
         return SimpleNamespace(waited_us=1.0, fallback_pages=0)
 
@@ -106,6 +99,7 @@ class MiniWorker:
         around_missing=None,
         pool_rule=None,
         verify=True,
+        step_log=None,
         rank=0,
         of_ranks=1,
         ranks=None,
@@ -136,6 +130,7 @@ class MiniWorker:
             [self._ahead(layer, self.policy.query.attends) for layer in range(layers)],
             self._worker(missing),
             verify,
+            step_log,
         )
         self.table = self.engine.parts.table
         self.free_pages = list(range(1, pages))
@@ -149,9 +144,11 @@ class MiniWorker:
         shape = self.shape
         sizes = shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim
         made = {"pilot": pilot_weights, "digest": digest_weights, "forecast": lambda *_: None}
-        with mock.patch(
-            "sglang_scout.policy.load_weights", lambda _, kind: made[kind](identity(*sizes))
-        ):
+
+        def load(_, kind):
+            return made[kind](identity(*sizes))
+
+        with mock.patch("sglang_scout.policy.load_weights", load):
             return make_policy(Context(self.config, shape.num_layers, 2 * shape.page_bytes))
 
     def _randn(self, *size):
@@ -297,9 +294,8 @@ class MiniWorker:
             built, again = (x[:, pages] for x in both)
             if expected.kind in ("mean16", "pilot"):
                 dtype = self.shape.dtype if built.shape[-1] > MARK_BYTES else torch.int32
-                torch.testing.assert_close(
-                    built.view(dtype), again.view(dtype), atol=1e-4, rtol=1e-2
-                )
+                built, again = built.view(dtype), again.view(dtype)
+                torch.testing.assert_close(built, again, atol=1e-4, rtol=1e-2)
                 continue
             # Bits of elements close to a threshold may differ by rounding, and those of a page's last two steps, 2 of
             # its 176 bytes.
@@ -366,6 +362,7 @@ def with_slow_link(worker) -> SlowLink:
     """Give a ``MiniWorker`` a slow link and zero patience."""
     worker.engine.recall.close()
     link = worker.engine.recall._side = SlowLink()
-    if worker.engine.parts.policy.residency.patience_us is not None:
-        worker.engine.parts.policy.residency.patience_us = 0.0
+    residency = worker.engine.parts.policy.residency
+    if residency.patience_us is not None:
+        residency.patience_us = 0.0
     return link

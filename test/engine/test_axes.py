@@ -23,17 +23,11 @@ QUERIES = {
     "forecast": QuerySource(attends=False),
 }
 # Digest, grain and query. Embeddings are per KV head: one is trained for a forecast, one for queries.
-EMBEDDINGS = [kind for kind in digest_kinds() if kind not in KINDS]
+EMBEDDINGS = product([kind for kind in digest_kinds() if kind not in KINDS], ["head"], QUERIES)
 CHOOSERS = [
-    chooser
-    for chooser in product(
-        [*[k for k in KINDS if k != "none"], *EMBEDDINGS], ["layer", "head"], QUERIES
-    )
-    if chooser[:2] != ("calibrated", "head")
-    and (
-        chooser[0] not in EMBEDDINGS
-        or (chooser[1] == "head" and (chooser[0] == "mean16") == (chooser[2] == "forecast"))
-    )
+    *product([kind for kind in KINDS if kind != "none"], ["layer"], QUERIES),
+    *product([kind for kind in KINDS if kind not in ("none", "calibrated")], ["head"], QUERIES),
+    *(x for x in EMBEDDINGS if (x[0] == "mean16") == (x[2] == "forecast")),
 ]
 KEYS = st.fixed_dictionaries(
     {

@@ -19,9 +19,8 @@ from page_weights import identity, pilot_weights
 from sglang_scout.core.flags import parse_config
 from sglang_scout.engine import digest_pool
 from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
+from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.layers import LayerPages
@@ -34,9 +33,8 @@ META = torch.device("meta")
 
 
 def chosen(scores, table, n_full, slot_of, k, *_):
-    return Selection(
-        *(table.new_empty(len(table), k) for _ in range(2)), table.new_empty(len(table))
-    )
+    pages, missing = table.new_empty(2, len(table), k)
+    return Selection(pages, missing, table.new_empty(len(table)))
 
 
 def scored(q, first, second, table, *_):
@@ -46,9 +44,7 @@ def scored(q, first, second, table, *_):
 GIVEN = {
     "score_pages": scored,
     "score_rotated": scored,
-    "score_embeddings": lambda q, embeddings, table, *_: q.new_empty(
-        len(q), table.shape[1]
-    ).float(),
+    "score_embeddings": lambda q, _, table, *more: q.new_empty(len(q), table.shape[1]).float(),
     "salient_bits": lambda maw, state, at, threshold: state.new_empty(LAYERS, len(state), KV_HEADS),
     "mass_change_rotated": lambda q, *_: q.new_empty(q.shape[:2]).float(),
     "select_pages": chosen,
@@ -139,13 +135,10 @@ def ran(monkeypatch):
 )
 def test_every_tensor_of_a_step_is_on_the_device(ran, monkeypatch, policy, settings):
     names, host_memory = ran
-    config = parse_config(
-        policy=policy, policies=policies(), budget_tokens=4 * SIZE, config=json.dumps(settings)
-    )
+    flags = {"policy": policy, "budget_tokens": 4 * SIZE, "config": json.dumps(settings)}
+    config = parse_config(policies=policies(), **flags)
     shape = ModelShape(LAYERS, HEADS, KV_HEADS, DIM, SIZE, torch.bfloat16, 0.125)
-    planes = [
-        torch.zeros(PAGES * SIZE, KV_HEADS, DIM, dtype=shape.dtype) for _ in range(2 * LAYERS)
-    ]
+    planes = torch.zeros(2 * LAYERS, PAGES * SIZE, KV_HEADS, DIM, dtype=shape.dtype).unbind()
     host_memory.update(plane.data_ptr() for plane in planes)
     kept = [torch.zeros(PAGES, SIZE, DIM, dtype=shape.dtype)] * LAYERS
     weights = pilot_weights(identity(LAYERS, HEADS, KV_HEADS, DIM))
@@ -171,9 +164,8 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, monkeypatch, policy, setti
             x = torch.empty(BATCH, HIDDEN, dtype=shape.dtype, device=META)
             engine.layer_input(layer, x, x, positions)
             sizes = ((BATCH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-            engine.attend(
-                layer, *(torch.empty(size, dtype=shape.dtype, device=META) for size in sizes)
-            )
+            qkv = (torch.empty(size, dtype=shape.dtype, device=META) for size in sizes)
+            engine.attend(layer, *qkv)
 
     engine.pause()
     layers()  # as SGLang captures it
@@ -213,14 +205,8 @@ def on_cuda():
 
 def test_the_ring_between_steps(on_cuda):
     spec = ArenaSpec(2, 8, 32, 2, 4, 64, "bfloat16", 0.1, 4, 4)
-    ring = DeviceRing(
-        1 << 46,
-        layout_of(spec),
-        spec,
-        timeout_us=1000,
-        device="cuda",
-        faults=torch.zeros(1, dtype=torch.int64),
-    )
+    of_ring = {"timeout_us": 1000, "device": "cuda", "faults": torch.zeros(1, dtype=torch.int64)}
+    ring = DeviceRing(1 << 46, layout_of(spec), spec, **of_ring)
     with NoCopies():
         ring.set_epoch(3, posts=17)
         ring.begin_step(5)

@@ -62,9 +62,8 @@ def test_a_request_that_fits_is_resident_whole_and_exact_once_the_others_have_le
     for _ in range(10):
         worker.step()
         for layer in range(3):
-            torch.testing.assert_close(
-                worker.outputs[layer][0], worker.dense(0, layer), rtol=2e-5, atol=2e-5
-            )
+            exact = worker.dense(0, layer)
+            torch.testing.assert_close(worker.outputs[layer][0], exact, rtol=2e-5, atol=2e-5)
     assert not worker.missing.asked, "the worker idles"
 
 
@@ -134,9 +133,8 @@ class ElasticMachine(RuleBasedStateMachine):
         request = worker.bring(pages * SIZE + tokens, next(i for i in range(3) if i not in taken))
         full = np.array(request.pages[: request.length // SIZE], np.int64)
         places = [hint.sample(range(len(full)), min(6, len(full))) for _ in range(2)]
-        worker.engine.requests.arrive(
-            request.slot, full, np.array(places, np.int64) if hint.random() < 0.7 else None
-        )
+        sent = np.array(places, np.int64) if hint.random() < 0.7 else None
+        worker.engine.requests.arrive(request.slot, full, sent)
         self.coming.append(request)
         if joins:
             self.join()
@@ -144,8 +142,7 @@ class ElasticMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.coming)
     @rule()
     def join(self):
-        request = self.coming.pop(0)
-        self.worker.join(request)
+        self.worker.join(self.coming.pop(0))
 
     @precondition(lambda self: self.coming)
     @rule(reuse_first=st.booleans())

@@ -9,7 +9,7 @@ import torch
 from graph_worker import GraphWorker  # skips without Triton's interpreter
 from launches import Launches
 from mini_worker import HIDDEN, SIZE
-from sglang_scout.engine.projector import QueryHeads, QueryProjector
+from sglang_scout.engine.ahead import QueryHeads, QueryProjector
 
 ROWS, LAYERS = 2, 3
 PREDICTED = ["norm_kernel", "mm", "rotate_kernel"]
@@ -51,10 +51,8 @@ def test_launches_of_a_layer(make, policy, config, ahead, attends):
     engine.pause()
     x, residual = torch.ones(2, ROWS, HIDDEN, dtype=shape.dtype)
     positions = torch.zeros(ROWS, dtype=torch.int64)
-    new = [
-        torch.ones(ROWS, n, shape.head_dim, dtype=shape.dtype)
-        for n in (shape.num_q_heads, *[shape.num_kv_heads] * 2)
-    ]
+    counts = shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads
+    new = [torch.ones(ROWS, n, shape.head_dim, dtype=shape.dtype) for n in counts]
     for layer in range(LAYERS - 1):
         with Launches() as before:
             engine.layer_input(layer, x, residual, positions)

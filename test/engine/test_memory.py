@@ -66,11 +66,8 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, dtype, of_head):
     policy = dataclasses.replace(make_policy(Context(config(), 3, 1)), rule=rule)
     made = size(policy=policy, shape=shape, max_batch=1, context_tokens=100, node_cpus=[1])
     held = DigestPool(shape, 7, "cpu", rule)
-    assert (
-        made.plan(7).bytes_of("digests")
-        == sum(part.nbytes for part in held.parts)
-        == 7 * 24 * of_head
-    )
+    planned = made.plan(7).bytes_of("digests")
+    assert planned == sum(part.nbytes for part in held.parts) == 7 * 24 * of_head
     if digest != "pilot":
         assert made.step_bytes == sum(x.nbytes for x in held.trained)
 
@@ -135,7 +132,7 @@ RESULT_BYTES = 2 * 40 * 4 * 32 * -(-(40 * 129) // 32)
 
 
 @pytest.mark.parametrize(
-    ("max_batch", "node_cpus", "results"),
+    ("max_batch", "cpus", "results"),
     [
         (8, [1], 0),
         (8, [3, 2], 8 * 4),
@@ -145,10 +142,8 @@ RESULT_BYTES = 2 * 40 * 4 * 32 * -(-(40 * 129) // 32)
         (20, [2, 9], 32 * 2),
     ],
 )
-def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
-    max_batch, node_cpus, results
-):
-    made = size(max_batch=max_batch, node_cpus=node_cpus).plan(4097)
+def test_partial_results_are_of_the_threads_that_may_share_a_sequence(max_batch, cpus, results):
+    made = size(max_batch=max_batch, node_cpus=cpus).plan(4097)
     assert made.bytes_of("partial results") == results * RESULT_BYTES
     assert ("partial results" in [what for what, *_ in made.rows]) == bool(results)
 
@@ -213,11 +208,3 @@ def test_as_many_pages_as_a_device_has_room_for_are_never_refused(device_bytes, 
         assert device_bytes < EACH
     # Where not even the least fits beside the digests, all pages are resident.
     assert planned.room(8 * EACH - 1) == (7, 7)
-
-
-def test_a_device_of_its_own_does_not_take_host_memory():
-    large = size(max_batch=64)
-    host_bytes = 4097 * PAGE_BYTES
-    check_memory(large, 4097, host_bytes + (3 << 29), shared=False)
-    with pytest.raises(ConfigError, match="host pages 20.0"):
-        check_memory(large, 4097, host_bytes, shared=False)

@@ -33,10 +33,8 @@ def flip(worker, layer, page):
 
 def missed(worker):
     """[(layer, page)] that the last step left to the CPU."""
-    missing = worker.engine._results.missing[:, : len(worker.requests)].flatten(1)
-    return [
-        (layer, page) for layer, row in enumerate(missing.tolist()) for page in row if page >= 0
-    ]
+    missing = worker.engine._results.missing[:, : len(worker.requests)].flatten(1).tolist()
+    return [(layer, page) for layer, row in enumerate(missing) for page in row if page >= 0]
 
 
 def test_a_page_is_sealed_when_the_step_that_filled_it_has_ended(make):

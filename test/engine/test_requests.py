@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from mini_worker import SIZE, with_slow_link
-from sglang_scout.engine.digest_pool import choose_hint
-from sglang_scout.engine.hints import HINT_PAGES, PageHints
+from sglang_scout.engine.digest_pool import HINT_PAGES, PageHints, choose_hint
 
 PROMPT = 60 * SIZE + 7
 BUDGET = 8  # pages
@@ -24,10 +23,8 @@ def arrive(worker, request, row):
     """Arrives with the hint of a prefill server for the queries of ``row``."""
     full = np.array(request.pages[: request.length // SIZE], np.int64)
     worker.digests.build(full[~worker.digests.valid[full]], worker.host)
-    layers = range(worker.shape.num_layers)
-    queries = torch.cat(
-        [worker._projector(i)(worker.hidden[i, row : row + 1], None) for i in layers]
-    )
+    hidden = worker.hidden[:, row : row + 1]
+    queries = torch.cat([worker._projector(i)(x, None) for i, x in enumerate(hidden)])
     rule, scale = worker.engine.parts.policy.rule, worker.shape.scale
     hint = choose_hint(worker.digests, queries, full, rule, scale)
     worker.engine.requests.arrive(request.slot, full, hint)

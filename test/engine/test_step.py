@@ -24,22 +24,13 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
+# A list per KV head, and few of the pages resident; the CPU attends with predicted queries after layer 0.
+BY_HEAD = {"budget_tokens": 640, "resident_tokens": 192, "config": '{"grain": "head"}'}
+
+
 @pytest.mark.parametrize(
     ("settings", "layers"),
-    [
-        ({"budget_tokens": 512}, 3),
-        # A list per KV head, and few of the pages resident; the CPU attends with predicted queries after layer 0.
-        ({"budget_tokens": 640, "resident_tokens": 192, "config": '{"grain": "head"}'}, 1),
-        (
-            {
-                "budget_tokens": 640,
-                "resident_tokens": 192,
-                "config": '{"grain": "head"}',
-                "policy": "infinigen",
-            },
-            3,
-        ),
-    ],
+    [({"budget_tokens": 512}, 3), (BY_HEAD, 1), (BY_HEAD | {"policy": "infinigen"}, 3)],
     ids=str,
 )
 def test_a_covering_budget_is_exact_full_attention(make, settings, layers):
@@ -71,9 +62,8 @@ def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, settings):
     worker.run(12, 400, 37, 513, 320)
     counters = worker.engine.parts.counters
     assert counters.verify_checks == 12 * 3
-    assert counters.verify_max_rel_error <= (
-        BF16_TOLERANCE if "dtype" in settings else FP32_TOLERANCE
-    )
+    tolerance = BF16_TOLERANCE if "dtype" in settings else FP32_TOLERANCE
+    assert counters.verify_max_rel_error <= tolerance
     assert counters.cpu_pages > 0 and counters.recalled_pages > 0
 
 
@@ -81,9 +71,8 @@ def test_a_share_of_the_mass_takes_fewer_pages(make):
     """For requests longer than the budget; one that fits is exact."""
     selected = []
     for mass in (1.0, 0.95):
-        worker = make(
-            budget_tokens=512, drift=3.0, config=json.dumps({"mass": mass, "recall": "off"})
-        )
+        keys = json.dumps({"mass": mass, "recall": "off"})
+        worker = make(budget_tokens=512, drift=3.0, config=keys)
         worker.run(4, 1000, 500)
         for layer in range(3):
             close(worker.outputs[layer][1], worker.dense(1, layer))
@@ -105,12 +94,8 @@ def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
             full = torch.tensor([request.pages[: (request.length - 1) // SIZE]], dtype=torch.int32)
             count = torch.tensor([full.shape[1]], dtype=torch.int32)
             for layer in range(3):
-                scores = worker.digests.score(
-                    layer,
-                    worker.queries[layer][row : row + 1].contiguous(),
-                    Candidates.of(full, count, 1),
-                    worker.shape.scale,
-                )
+                query, of = worker.queries[layer][row : row + 1], Candidates.of(full, count, 1)
+                scores = worker.digests.score(layer, query.contiguous(), of, worker.shape.scale)
                 scores[0, [0, -1]] = torch.inf
                 kept = [
                     *(SIZE * p + t for p in scores[0].topk(4).indices for t in range(SIZE)),
@@ -176,9 +161,8 @@ def test_counters(make):
         worker.step()
         asked.append(sum((pages >= 0).sum() for _, pages in worker.missing.asked))
     counters = worker.engine.parts.counters
-    assert (
-        counters.cpu_pages == sum(asked[:-RESULT_DELAY_STEPS]) == counters.cpu_pages_by_layer.sum()
-    )
+    assert counters.cpu_pages == sum(asked[:-RESULT_DELAY_STEPS])
+    assert counters.cpu_pages == counters.cpu_pages_by_layer.sum()
     assert counters.selected_pages == (5 - RESULT_DELAY_STEPS) * 3 * 2 * 4
     assert counters.budget_pages == counters.selected_pages
     assert counters.steps == 5
@@ -284,9 +268,7 @@ def test_what_the_budget_covers_reads_what_full_attention_reads(make, monkeypatc
 
 
 @pytest.mark.parametrize("beyond", [3, 4])
-def test_a_few_pages_beyond_the_budget_are_attended_to_if_a_prediction_would_read_more(
-    make, beyond
-):
+def test_a_few_pages_beyond_the_budget_are_read_if_a_prediction_would_read_more(make, beyond):
     worker = make(budget_tokens=4 * SIZE, max_batch=8)
     worker.engine.parts.policy.residency.patience_us = None
     worker.engine.selector.dense_pages = 3
@@ -294,5 +276,4 @@ def test_a_few_pages_beyond_the_budget_are_attended_to_if_a_prediction_would_rea
     assert worker.engine.is_dense == (beyond == 3)
     assert (worker.engine.parts.counters.dense_steps > 0) == (beyond == 3)
     if beyond == 3:
-        exact = worker.dense(0, 1)
-        close(worker.outputs[1][0], exact)
+        close(worker.outputs[1][0], worker.dense(0, 1))

@@ -18,10 +18,8 @@ def logged(make, tmp_path):
     """``logged(path, ...)``: a worker that writes its steps."""
 
     def build(path=tmp_path / "steps.jsonl", **kwargs):
-        worker = make(verify=False, **kwargs)
         facts = FACTS | {"identity": identity(3, 4, 2, 64)}
-        worker.engine.boundary.step_log = StepLog(str(path), facts)
-        return worker
+        return make(verify=False, step_log=StepLog(str(path), facts), **kwargs)
 
     return build
 

@@ -20,9 +20,8 @@ def error_of(change_out=lambda out: None, change_host=lambda host: None):
     """Of the correct output of page 1 on the device, 3 on the CPU and a tail, after these changes."""
     source = torch.Generator().manual_seed(3)
     shape = ModelShape(1, 2 * HEADS, HEADS, DIM, SIZE, torch.float32, 0.25)
-    host = HostPages(
-        shape, *([torch.randn(PAGES * SIZE, HEADS, DIM, generator=source)] for _ in "kv")
-    )
+    planes = torch.randn(2, 1, PAGES * SIZE, HEADS, DIM, generator=source)
+    host = HostPages(shape, *planes)
     q, q_ahead = (torch.randn(1, 2 * HEADS, DIM, generator=source) for _ in range(2))
     (k,), (v,), change = host.k, host.v, torch.tensor([[0.5, -1.0, 0.0, 2.0]])
     device = (torch.cat([x[1], x[TAIL, :LENGTH]]) for x in (k, v))

@@ -10,8 +10,7 @@ import torch
 from sglang.srt.disaggregation.common import conn
 
 from page_weights import digest_kinds, digest_pool, rule_of
-from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.hints import HINT_PAGES
+from sglang_scout.engine.digest_pool import HINT_PAGES, DigestPool
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin import transfers
 

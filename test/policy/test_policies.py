@@ -37,6 +37,8 @@ def test_exact_layers_are_not_predicted_and_have_no_lead():
     assert targets_of(policy, 6) == [(0,), (2,), (), (4,), (5,), ()]
     aims = policy.residency._target
     assert np.flatnonzero(aims == 0.0).tolist() == [0, 1, 3], "all misses are recalled"
+    without = make(config(config='{"precompute": false}')).residency._target
+    assert without.tolist() == [0.12] * 3, "no layer has a lead"
     with pytest.raises(
         ConfigError, match=r"exact_layers = \[3, 1, 1\]: the model has layers 0 to 2"
     ):
@@ -89,17 +91,7 @@ def test_the_bytes_of_a_step_are_counted_in_pages():
     assert described(recall_step_mib=0.01)["step_pages"] == 1, "never none: recall = off says that"
 
 
-def test_only_adaptive_recall_lets_a_step_begin_before_its_copies_have_ended():
-    for mode, waits in (("off", True), ("fixed", True), ("adaptive", False)):
-        settings = config(config=json.dumps({"recall": mode}))
-        residency = make(settings).residency
-        assert (residency.patience_us is None) == waits
-
-
-def test_the_layer_without_a_lead_recalls_in_every_step():
-    def targets(**keys):
-        settings = config(config=json.dumps(keys))
-        return make(settings).residency._target.tolist()
-
-    assert targets() == [0.0, 0.12, 0.12]
-    assert targets(precompute=False) == [0.12] * 3, "then no layer has one"
+@pytest.mark.parametrize(("mode", "waits"), [("off", True), ("fixed", True), ("adaptive", False)])
+def test_only_adaptive_recall_lets_a_step_begin_before_its_copies_have_ended(mode, waits):
+    residency = make(config(config=json.dumps({"recall": mode}))).residency
+    assert (residency.patience_us is None) == waits

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_scout.engine.policy import RESULT_DELAY_STEPS, StepReport
-from sglang_scout.policy.recall_controller import (
+from sglang_scout.policy.residency import (
     GRACE_STEPS,
     MAX_INTERVAL_STEPS,
     RecallController,
@@ -42,16 +42,14 @@ class World:
         self.link_pages = link_pages
         self.missing = np.zeros(self.layers)  # pages
         # Their values at each step whose results are not known yet.
-        self.measured = deque(
-            np.zeros((RESULT_DELAY_STEPS, self.layers)), maxlen=RESULT_DELAY_STEPS
-        )
+        unknown = np.zeros((RESULT_DELAY_STEPS, self.layers))
+        self.measured = deque(unknown, maxlen=RESULT_DELAY_STEPS)
         self.queued = np.zeros(self.layers)  # pages on the link
-        self.started = np.zeros(self.layers, np.int64)
-        self.landed = np.zeros(self.layers, np.int64)
+        self.started, self.landed = np.zeros((2, self.layers), np.int64)
         self.useful = np.zeros(self.layers)  # landed pages not yet reported
         self.late_pages = 0
         self.steps = 0
-        self.ratios, self.copies, self.late, self.limits = [], [], [], []
+        self.ratios, self.copies, self.late = [], [], []
 
     def step(self, warming_missed=0):
         """One boundary and one step; ``warming_missed`` pages per layer of a request in its 2nd step."""
@@ -90,7 +88,6 @@ class World:
         self.late_pages = int(self.queued.sum())
         self.copies.append(self.started)
         self.late.append(self.late_pages)
-        self.limits.append(self.control.limit_pages)
 
     def _spread(self, table, pages):
         """Distribute ``pages`` [L] over the rows."""
@@ -128,9 +125,7 @@ def test_it_follows_a_workload_that_speeds_up_and_one_that_stops():
     assert np.mean(world.gaps(0, 170)) < slow / 3
     world.drift[:] = 0
     world.run(100)
-    assert np.sum(world.copies[-60:]) <= CAPACITY * BETA * 3, (
-        "nothing moves, nothing is to be copied"
-    )
+    assert np.sum(world.copies[-60:]) <= CAPACITY * BETA * 3, "nothing moves"
 
 
 def test_without_drift_a_layer_waits_for_the_longest_interval_and_with_much_it_never_waits():

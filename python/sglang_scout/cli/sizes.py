@@ -43,7 +43,7 @@ class Server:
         self.max_requests = MAX_BATCH // self.lists
         self.kv_bytes_per_page = self.size(1).page_bytes
         self.kv_bytes_per_token = self.kv_bytes_per_page // config.page_size_tokens
-        self.digest_bytes_per_page = self.size(1).digest_bytes
+        self.digest_bytes_per_page = self.policy.rule.digest_bytes(self.size(1).shape)
         self.pages_per_request = math.ceil(context_tokens / config.page_size_tokens)
         self.kv_bytes_per_request = self.pages_per_request * self.kv_bytes_per_page
 

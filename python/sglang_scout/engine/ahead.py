@@ -1,42 +1,91 @@
 """Look-ahead: which pages the device and the CPU attend to in each layer (Algorithm 1, lines 4 to 7).
 
-At the input of layer l the query of layer l+1 is predicted and its important pages selected; those not resident are
-posted at once. What came of it waits in one :class:`Ahead` until layer l+1 merges it. This runs on a side stream.
+At the input of layer l the query of layer l+1 is predicted: the residual stream changes little from one layer to the
+next, so the next layer's norm, projection, head norm and RoPE of this input approximate it. Its important pages are
+selected, and those not resident posted at once. What came of it waits in one :class:`Ahead` until layer l+1 merges it.
+This runs on a side stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_scout.engine.device import ForkedStream
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.requests import Batch
 from sglang_scout.engine.step_inputs import StepInputs, of_lists
 from sglang_scout.engine.step_results import StepResults
+from sglang_scout.engine.stores import Parts
+from sglang_scout.engine.trace import DeviceClock, Tracer
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier
+from sglang_scout.ops.predict import add_norm, rotate_heads
 from sglang_scout.ops.select import select_pages
 
 
-class Projector(Protocol):
-    """What predicts a query: :class:`QueryProjector`, or a stand-in."""
+@dataclass(frozen=True)
+class QueryHeads:
+    """How a layer makes its query of the projection's output: head norm and RoPE; see :func:`rotate_heads`.
 
-    weight_bytes: int
+    Attributes:
+        cos_sin: returns the table, which SGLang replaces by one of another dtype.
+        norm_weight, norm_eps: RMSNorm per head, or None.
+    """
 
-    def start(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor: ...
+    num_heads: int
+    head_dim: int
+    rotary_dim: int
+    is_neox: bool
+    cos_sin: Callable[[], Tensor]
+    norm_weight: Tensor | None = None
+    norm_eps: float = 0.0
 
-    def finish(self, started: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
 
+@dataclass(frozen=True)
+class QueryProjector:
+    """A layer's query from any layer's input, in two parts.
 
-class Clock(Protocol):
-    """A timeline: :class:`Tracer`, or :class:`DeviceClock`."""
+    Attributes:
+        norm_weight, norm_eps: of the RMSNorm before the projection.
+        w_q, b_q: ``[HQ * D, hidden]``, and a bias or None.
+        quantized: the layer's own projection, in place of ``w_q``: normed input -> (q, k, v side by side, and a bias
+            that it has not added or None).
+    """
 
-    def slice(self, row: str, name: str, **args: Any) -> AbstractContextManager[None]: ...
+    norm_weight: Tensor
+    norm_eps: float
+    heads: QueryHeads
+    w_q: Tensor | None = None
+    b_q: Tensor | None = None
+    quantized: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
+    weight_bytes: int = 0
+
+    def start(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """``[B, ...]`` newly allocated, from a layer input ``x`` ``[B, hidden]`` and a residual to add to it or None.
+
+        Runs on the model's stream, as the model overwrites the layer input afterwards. A quantised projection too, K
+        and V included, 1 + 2 H / HQ times the work: such GEMMs may share a workspace.
+        """
+        normed = add_norm(x, residual, self.norm_weight, self.norm_eps)
+        if self.quantized is None:
+            return normed
+        q_size = self.heads.num_heads * self.heads.head_dim
+        qkv, bias = self.quantized(normed)
+        q = qkv[:, :q_size]
+        return q if bias is None else q + bias[:q_size]
+
+    def finish(self, started: Tensor, positions: Tensor) -> Tensor:
+        """``[B, HQ, D]`` query after RoPE, of the model's dtype, at ``positions`` ``[B]``. May run on a side stream."""
+        q, of = started, self.heads
+        if self.w_q is not None:
+            q = torch.nn.functional.linear(started, self.w_q, self.b_q)
+        norm = of.norm_weight, of.norm_eps
+        sizes = of.rotary_dim, of.is_neox, of.num_heads, of.head_dim
+        return rotate_heads(q, *norm, of.cos_sin(), positions, *sizes)
 
 
 @dataclass
@@ -51,11 +100,11 @@ class Ahead:
         ticket: of the transport.
     """
 
-    query: torch.Tensor
-    pages: torch.Tensor
-    n_pages: torch.Tensor | None
-    missing: torch.Tensor
-    n_missing: torch.Tensor
+    query: Tensor
+    pages: Tensor
+    n_pages: Tensor | None
+    missing: Tensor
+    n_missing: Tensor
     ticket: Any = None
 
 
@@ -79,17 +128,15 @@ class Selector:
         return batch
 
     def layer_input(
-        self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+        self, layer: int, x: Tensor, residual: Tensor | None, positions: Tensor
     ) -> None:
         """As :meth:`StepEngine.layer_input`, of steps that are not dense."""
 
-    def take(self, layer: int, query: torch.Tensor) -> Ahead:
+    def take(self, layer: int, query: Tensor) -> Ahead:
         """What the layer, with this real ``query`` ``[B, HQ, D]``, attends to; posted."""
         raise NotImplementedError
 
-    def attended(
-        self, layer: int, query: torch.Tensor, lse: torch.Tensor, *window: torch.Tensor
-    ) -> None:
+    def attended(self, layer: int, query: Tensor, lse: Tensor, *window: Tensor) -> None:
         """The device attended to the layer's resident pages.
 
         Args:
@@ -115,9 +162,9 @@ class LookAhead(Selector):
         transport: Transport,
         inputs: StepInputs,
         results: StepResults,
-        projectors: Sequence[Projector],
+        projectors: Sequence[QueryProjector],
         verifier: Verifier | None,
-        clock: Clock,
+        clock: Tracer | DeviceClock,
     ) -> None:
         self._rule, self._query = parts.policy.rule, parts.policy.query
         self._shape, self._sizes, self._digests = parts.shape, parts.sizes, parts.digests
@@ -125,14 +172,12 @@ class LookAhead(Selector):
         self._projectors, self._verifier, self._clock = projectors, verifier, clock
         # With a list per KV head each selects for itself, even if a rank has only one.
         self._ranks = None if self._rule.by_head else parts.ranks
-        self._beside = ForkedStream(
-            parts.device if self._ranks is None else None
-        )  # collectives need order
+        # Collectives need order.
+        self._beside = ForkedStream(parts.device if self._ranks is None else None)
         self._posts_late = parts.policy.route == "cpu" and not self._query.attends
         self._ahead: list[Ahead | None] = [None] * self._shape.num_layers
-        if (
-            parts.ranks is None
-        ):  # ranks may differ in residency, and would then replay different graphs
+        # Ranks may differ in residency, and would then replay different graphs.
+        if parts.ranks is None:
             predicts = self._query.targets(0, 2)
             read_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
             self.dense_pages = read_bytes // (2 * self._shape.page_bytes)
@@ -143,7 +188,7 @@ class LookAhead(Selector):
         return batch
 
     def layer_input(
-        self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+        self, layer: int, x: Tensor, residual: Tensor | None, positions: Tensor
     ) -> None:
         for target in self._query.targets(layer, len(self._ahead)):
             projector = self._projectors[target]
@@ -153,7 +198,7 @@ class LookAhead(Selector):
                     query = projector.finish(started, positions)
                 self._ahead[target] = self._select(target, query)
 
-    def _select(self, layer: int, query: torch.Tensor) -> Ahead:
+    def _select(self, layer: int, query: Tensor) -> Ahead:
         """Select the pages of a layer, and post the missing ones."""
         rule, candidates = self._rule, self._inputs.candidates.first(len(query))
         by_list = of_lists(query, self._sizes.lists)
@@ -181,7 +226,7 @@ class LookAhead(Selector):
         query = ahead.query.contiguous()
         ahead.ticket = self._transport.post(layer, query, ahead.missing, ahead.n_missing)
 
-    def take(self, layer: int, query: torch.Tensor) -> Ahead:
+    def take(self, layer: int, query: Tensor) -> Ahead:
         ahead, self._ahead[layer] = self._ahead[layer], None
         if ahead is None:  # not computed ahead
             self._beside.join()  # the ring needs posts in single-stream order

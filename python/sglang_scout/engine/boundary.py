@@ -15,28 +15,20 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang_scout.core.step_log import Step, StepLog
 from sglang_scout.engine.ahead import Selector
 from sglang_scout.engine.counters import StepTimes
-from sglang_scout.engine.pages import Pages
-from sglang_scout.engine.parts import Parts
+from sglang_scout.engine.pages import Ids, PageIds, Pages
 from sglang_scout.engine.policy import StepReport
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Batch, Requests
 from sglang_scout.engine.step_results import LaunchedStep, StepResults
-
-Ids = npt.NDArray[np.int64]
-PageIds = npt.NDArray[np.integer]
+from sglang_scout.engine.stores import Parts
 
 
 class StepBoundary:
-    """Prepares each step.
-
-    Attributes:
-        step_log: if set, gets a line for each step whose results have arrived.
-    """
+    """Prepares each step."""
 
     def __init__(
         self,
@@ -46,14 +38,14 @@ class StepBoundary:
         requests: Requests,
         results: StepResults,
         selector: Selector,
+        step_log: StepLog | None,
     ) -> None:
         self._policy, self._page_size = parts.policy, parts.shape.page_size
         self._budget_pages = parts.sizes.budget_pages
         self._row_pages = parts.sizes.budget_pages * parts.sizes.lists
         self._table, self._counters = (table := parts.table), parts.counters
         self._recall, self._pages, self._requests, self._results = recall, pages, requests, results
-        self._selector = selector
-        self.step_log: StepLog | None = None
+        self._selector, self._step_log = selector, step_log
         self._logged_recalls = np.zeros(3, np.int64)
         self._step_us = 0.0  # smoothed; 0 until known
         self._end_ns = 0  # of the last step whose results have arrived
@@ -137,8 +129,8 @@ class StepBoundary:
         boundary_s = (done.begun_ns - done.start_ns) / 1e9
         self._counters.times.append(StepTimes(took_us / 1e6, boundary_s, waited_s))
         self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
-        if self.step_log is not None:
-            self.step_log.write(self._line(done, missed))
+        if self._step_log is not None:
+            self._step_log.write(self._line(done, missed))
         return done
 
     def _line(self, done: LaunchedStep, missed: Ids) -> Step:
@@ -173,10 +165,8 @@ class StepBoundary:
 
     def _is_dense(self, table: PageIds, full: Ids) -> bool:
         """Whether all pages are resident and so few that selecting among them would read more."""
-        beyond, dense_pages = (
-            np.maximum(full - self._budget_pages, 0).sum(),
-            self._selector.dense_pages,
-        )
+        dense_pages = self._selector.dense_pages
+        beyond = np.maximum(full - self._budget_pages, 0).sum()
         if dense_pages is None or beyond > dense_pages:
             return False
         is_full = np.arange(table.shape[1]) < full[:, None]

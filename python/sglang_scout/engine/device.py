@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from sglang_scout.worker.host_memory import populate_together
 
@@ -74,7 +75,7 @@ def _device_address(address: int) -> int | None:
     return None if failed else there.value
 
 
-def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """``values`` on ``device``, ordered on the current stream."""
     there = torch.from_numpy(values)
     if device.type == "cpu":
@@ -99,7 +100,7 @@ class ForkedStream:
         self._parts: dict[int, tuple[torch.cuda.Event | None, Any]] = {}
 
     @contextlib.contextmanager
-    def fork(self, key: int, *given: torch.Tensor) -> Iterator[None]:
+    def fork(self, key: int, *given: Tensor) -> Iterator[None]:
         """Launches within are part ``key``, ordered after all work of the current stream and of other parts.
 
         It may read ``given``, which is kept alive, and persistent memory; both until :meth:`join`.
@@ -221,7 +222,7 @@ class Fetching:
         into: page-locked host tensors of the same sizes for those of a CUDA device; None: allocated here.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], into: list[torch.Tensor] | None = None) -> None:
+    def __init__(self, tensors: list[Tensor], into: list[Tensor] | None = None) -> None:
         self._end: torch.cuda.Event | None = None
         if not any(t.is_cuda for t in tensors):
             self._there = [t.clone() for t in tensors]

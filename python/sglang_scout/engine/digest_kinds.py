@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
-import torch
+from torch import Tensor
 
 from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.step_inputs import Candidates
@@ -18,7 +18,7 @@ from sglang_scout.ops.minmax import build_layer_digests, score_pages
 from sglang_scout.ops.rotated import STATS_BYTES, Coordinates, build_layer_rotated, planes_shape
 from sglang_scout.ops.rotated_scores import mass_change_rotated, score_rotated
 
-Parts = tuple[torch.Tensor, torch.Tensor]
+Parts = tuple[Tensor, Tensor]
 
 UNSET = 0x7FC0
 """Sentinel: a NaN in bfloat16, and in any kind two bytes that hardly any page has in both marks."""
@@ -44,16 +44,14 @@ class DigestKind:
     name = "none"
     trained: tuple[str, ...] = ()
     mark: int | None = 0
-    mass_change: Callable[..., torch.Tensor] | None = None
+    mass_change: Callable[..., Tensor] | None = None
 
-    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[Tensor]) -> None:
         self.first, self.second = parts
 
     @classmethod
-    def part_bytes(
-        cls, head_dim: int, value_bytes: int, weights: PageWeights | None
-    ) -> tuple[int, int]:
-        """Bytes of the two parts for one page and KV head, of K with ``value_bytes`` a value."""
+    def part_bytes(cls, shape: ModelShape, weights: PageWeights | None) -> tuple[int, int]:
+        """Bytes of the two parts for one page and KV head."""
         return MARK_BYTES, 2 * MARK_BYTES
 
     @classmethod
@@ -61,11 +59,11 @@ class DigestKind:
         """Device memory of what a kind holds besides the pages' digests."""
         return 0
 
-    def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+    def build(self, source: LayerPages, ids: Tensor, rows: Tensor | None) -> None:
         """As :func:`build_layer_digests`."""
         self.first.index_fill_(1, ids, 0)
 
-    def score(self, layer: int, query: torch.Tensor, of: Candidates, scale: float) -> torch.Tensor:
+    def score(self, layer: int, query: Tensor, of: Candidates, scale: float) -> Tensor:
         """``[B * C, N]`` fp32 scores of each list's candidates, for ``query`` ``[B * C, HQ / C, D]``; undefined where
         the budget covers them all."""
         raise NotImplementedError("pages without digests cannot be scored")
@@ -76,25 +74,23 @@ class MinMax(DigestKind):
 
     name = "minmax"
     mark = None
-    score_op: Callable[..., torch.Tensor] = staticmethod(score_pages)
+    score_op: Callable[..., Tensor] = staticmethod(score_pages)
 
-    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[Tensor]) -> None:
         self.first, self.second = (part.view(shape.dtype) for part in parts)
 
     @classmethod
-    def part_bytes(
-        cls, head_dim: int, value_bytes: int, weights: PageWeights | None
-    ) -> tuple[int, int]:
-        return head_dim * value_bytes, head_dim * value_bytes
+    def part_bytes(cls, shape: ModelShape, weights: PageWeights | None) -> tuple[int, int]:
+        return (shape.head_dim * shape.dtype.itemsize,) * 2
 
-    def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+    def build(self, source: LayerPages, ids: Tensor, rows: Tensor | None) -> None:
         build_layer_digests(source, ids, self.first, self.second, rows)
 
     def trained_of(self, layer: int) -> dict[str, Coordinates]:
         """More arguments of the ops of a layer."""
         return {}
 
-    def score(self, layer: int, query: torch.Tensor, of: Candidates, scale: float) -> torch.Tensor:
+    def score(self, layer: int, query: Tensor, of: Candidates, scale: float) -> Tensor:
         parts = self.first[layer], self.second[layer]
         if of.lists > 1:  # each head's digests as separate pages
             parts = tuple(part.flatten(0, 1).unsqueeze(1) for part in parts)
@@ -110,28 +106,26 @@ class Rotated(MinMax):
     score_op = staticmethod(score_rotated)
     coordinates: Coordinates | None = None
 
-    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[Tensor]) -> None:
         first, self.second = parts
         self.first = first.unflatten(-1, planes_shape(self.bits, shape.head_dim))
 
     @classmethod
-    def part_bytes(
-        cls, head_dim: int, value_bytes: int, weights: PageWeights | None
-    ) -> tuple[int, int]:
-        return cls.bits * 4 * head_dim, head_dim + STATS_BYTES
+    def part_bytes(cls, shape: ModelShape, weights: PageWeights | None) -> tuple[int, int]:
+        return cls.bits * 4 * shape.head_dim, shape.head_dim + STATS_BYTES
 
-    def build(self, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
+    def build(self, source: LayerPages, ids: Tensor, rows: Tensor | None) -> None:
         build_layer_rotated(source, ids, self.first, self.second, rows, self.coordinates)
 
     def mass_change(
         self,
         layer: int,
-        query: torch.Tensor,
-        query_ahead: torch.Tensor,
-        pages: torch.Tensor,
-        n_pages: torch.Tensor,
+        query: Tensor,
+        query_ahead: Tensor,
+        pages: Tensor,
+        n_pages: Tensor,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """``[B, HQ]`` estimated increase of the log mass of a list's missing pages under the real query.
 
         The CPU attends to them one layer ahead, weighted by the predicted query. Pages important to the real query
@@ -153,7 +147,7 @@ class Calibrated(Rotated):
     bits = 1
     trained = Coordinates._fields
 
-    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[Tensor]) -> None:
         super().__init__(parts, shape, weights)
         self.coordinates = Coordinates(*weights)
         self._by_layer = [{"coordinates": Coordinates(*x)} for x in zip(*weights, strict=True)]

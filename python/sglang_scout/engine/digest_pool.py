@@ -1,35 +1,93 @@
-"""The digests of all pages, and which of them are valid.
+"""What travels with a page's K and V from the prefill server: its digest, and perhaps a hint.
 
-A page has two parts ``[L, P, H, bytes]``, whose bytes depend on the kind of digest, and which are transferred with K
-and V from the prefill server. Shapes: L layers, P pages, S tokens a page, H KV heads, D head size.
+A digest has two parts ``[L, P, H, bytes]``, whose bytes depend on its kind. A hint has the pages that are important to
+a prompt's last token:
+
+    prefill   the token's real queries  ->  scores of the prompt's digests  ->  the best pages of each layer
+    transfer  their positions in the prompt, in the row of the prompt's last page, after its digests
+    decode    copies them before the request joins (``requests.py``)
+
+It only controls prefetching, never what is attended to: a wrong or missing one costs time, not accuracy.
+Shapes: L layers, P pages, S tokens a page, H KV heads, D head size.
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_kinds import UNSET, Parts
-from sglang_scout.engine.hints import HINT_PAGES, PageHints
 from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.select import select_pages
 
+HINT_PAGES = 64
+"""Pages per layer in a hint, best first. Independent of the budget, which the prefill server need not know."""
+
 _MOST_HINT_PAGES = 2**16 - 2  # of a prompt: a position takes 16 bits
 Ids = npt.NDArray[np.integer]
 
 
-def _marks(parts: Parts) -> list[torch.Tensor]:
+class PageHints:
+    """For every page, the hint of the prompt that ends in it, on the host: 128 bytes per layer. Requests that share a
+    page share the prompt up to it, and so the hint.
+
+    Attributes:
+        parts: ``[L, P, k / 2]`` int16 each, two as the transfer needs: position + 1 in the prompt, 0: none.
+        made: how many hints were stored.
+    """
+
+    def __init__(self, layers: int, num_pages: int) -> None:
+        size = layers, num_pages, HINT_PAGES // 2
+        self._rows = [np.zeros(size, np.uint16) for _ in range(2)]
+        self.made = 0
+        self.parts = tuple(torch.from_numpy(rows.view(np.int16)) for rows in self._rows)
+
+    def clear(self, pages: npt.NDArray[np.integer]) -> None:
+        """``pages`` have new owners."""
+        for rows in self._rows:
+            rows[:, pages, 0] = 0
+
+    def put(self, page: int, places: npt.NDArray[np.integer]) -> None:
+        """Store the hint ``places`` ``[L, k]``, -1 padded, of a prompt whose last page is ``page``."""
+        self.made += 1
+        for rows, part in zip(self._rows, np.split(places + 1, 2, axis=1), strict=True):
+            rows[:, page] = part
+
+    def of(self, page: int, n_full: int) -> npt.NDArray[np.int64] | None:
+        """``[L, k]`` positions among the ``n_full`` full pages of the prompt that ends in ``page``, -1 padded; or
+        None."""
+        places = np.concatenate([rows[:, page] for rows in self._rows], axis=1).astype(np.int64) - 1
+        places[(places[:, :1] < 0) | (places >= n_full)] = -1  # without a first one: none
+        return places if (places >= 0).any() else None
+
+
+def hint_bytes(config: OffloadConfig, num_layers: int) -> int:
+    """Bytes per page, on either server; 0 unless pages are selected for a whole layer, as in hints."""
+    has_hints = config.grain == "layer" and config.digest != "none"
+    return 2 * HINT_PAGES * num_layers * has_hints
+
+
+def has_hint(address: int, row_bytes: int, page: int) -> bool:
+    """Whether ``page`` has a hint, by the first layer of the first part at ``address``."""
+    return ctypes.c_uint16.from_address(address + page * row_bytes).value > 0
+
+
+def _marks(parts: Parts) -> list[Tensor]:
     """``[L, P]`` int16 each: the first word of a page's digest and the last one."""
     first, second = (part.view(torch.int16) for part in parts)
     return [first[:, :, 0, 0], second[:, :, -1, -1]]
 
 
-def unset(parts: Parts, ids: torch.Tensor) -> None:
+def unset(parts: Parts, ids: Tensor) -> None:
     """Mark rows ``ids`` of all layers as not written."""
     for mark in _marks(parts):
         # Not an assignment, which would copy the number from host memory and synchronize the stream.
@@ -71,11 +129,11 @@ class DigestPool:
         self.kind = of_kind.name
         self.trained = [torch.tensor(arrays[name], device=device) for name in of_kind.trained]
         size = (shape.num_layers, num_pages, shape.num_kv_heads)
-        first, second = of_kind.part_bytes(shape.head_dim, shape.dtype.itemsize, weights)
-        self.parts = (
-            torch.zeros((*size, first), dtype=torch.uint8, device=device),
-            torch.zeros((*size, second), dtype=torch.uint8, device=device),
+        first, second = (
+            torch.zeros((*size, nbytes), dtype=torch.uint8, device=device)
+            for nbytes in of_kind.part_bytes(shape, weights)
         )
+        self.parts = first, second
         self._of_kind = of_kind(self.parts, shape, self.trained)
         self.score, self.mass_change = self._of_kind.score, self._of_kind.mass_change
         unset(self.parts, torch.arange(num_pages, device=device))
@@ -136,9 +194,7 @@ class DigestPool:
             both = self._ids(np.concatenate([pages[None], slots]))  # one transfer
             self._build(pages, resident, both[0], both[1:])
 
-    def _build(
-        self, pages: Ids, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None
-    ) -> None:
+    def _build(self, pages: Ids, source: LayerPages, ids: Tensor, rows: Tensor | None) -> None:
         self._of_kind.build(source, ids, rows)
         if self._of_kind.mark is not None:
             _marks(self.parts)[1].index_fill_(1, ids, self._of_kind.mark)
@@ -148,12 +204,12 @@ class DigestPool:
         self.valid[pages] = True
         self.computed += len(pages)
 
-    def _ids(self, pages: Ids) -> torch.Tensor:
+    def _ids(self, pages: Ids) -> Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)
 
 
 def choose_hint(
-    digests: DigestPool, queries: torch.Tensor, pages: Ids, rule: SelectionRule, scale: float
+    digests: DigestPool, queries: Tensor, pages: Ids, rule: SelectionRule, scale: float
 ) -> npt.NDArray[np.int32] | None:
     """``[L, k]`` positions of the pages that a decode step with these ``queries`` would select, by this rank's heads.
 
@@ -174,14 +230,7 @@ def choose_hint(
         for layer in range(layers)
     ]
     places = torch.arange(len(pages), dtype=torch.int32, device=device)
-    chosen = select_pages(
-        torch.cat(scores),
-        places.repeat(layers, 1),
-        n_full,
-        torch.zeros_like(places),
-        HINT_PAGES,
-        rule.sink_pages,
-        rule.recent_pages,
-        rule.mass,
-    )
+    of_layers = torch.cat(scores), places.repeat(layers, 1), n_full, torch.zeros_like(places)
+    forced = rule.sink_pages, rule.recent_pages
+    chosen = select_pages(*of_layers, HINT_PAGES, *forced, rule.mass)
     return chosen.pages.cpu().numpy()

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.hints import hint_bytes
-from sglang_scout.engine.policy import Policy, SelectionRule
+from sglang_scout.engine.digest_pool import hint_bytes
+from sglang_scout.engine.policy import Policy
 from sglang_scout.engine.stores import ModelShape, Sizes
 from sglang_scout.engine.transport import staging_bytes
 from sglang_scout.worker.arena import ArenaSpec
@@ -98,11 +100,6 @@ class ServerSize:
         return 2 * self.shape.page_bytes * self.shape.num_layers
 
     @property
-    def digest_bytes(self) -> int:
-        """Of a page, in all layers."""
-        return digest_bytes_of(self.shape, self.policy.rule)
-
-    @property
     def budget_pages(self) -> int:
         """k, the most pages that a request can select in a layer."""
         config = self.config
@@ -111,7 +108,6 @@ class ServerSize:
 
     @property
     def context_pages(self) -> int:
-        """Pages of the longest request."""
         return math.ceil(self.context_tokens / self.shape.page_size)
 
     @property
@@ -155,7 +151,6 @@ class ServerSize:
     def arena(self, num_pages: int) -> ArenaSpec:
         config, shape = self.config, self.shape
         lists = config.lists(shape.num_kv_heads)
-        dtype = str(shape.dtype).removeprefix("torch.")
         return ArenaSpec(
             num_layers=shape.num_layers,
             num_pages=num_pages,
@@ -167,7 +162,7 @@ class ServerSize:
             scale=shape.scale,
             max_batch=self.max_batch * lists,
             max_pages=self.policy.posted_pages(self),
-            q_dtype="bfloat16" if dtype == "bfloat16" else "float32",
+            q_dtype="bfloat16" if shape.dtype == torch.bfloat16 else "float32",
             lists=lists,
             num_nodes=len(self.node_cpus),
             context_pages=int(num_pages * config.context_share) * shape.num_kv_heads,
@@ -184,7 +179,8 @@ class ServerSize:
             ConfigError: they do not fit; with the numbers.
         """
         config, page_bytes, arena = self.config, self.page_bytes, self.arena(num_pages)
-        beside = num_pages * self.digest_bytes, num_pages * input_bytes(self.shape.page_size)
+        digest_bytes = self.policy.rule.digest_bytes(self.shape)
+        beside = num_pages * digest_bytes, num_pages * input_bytes(self.shape.page_size)
         left = 0 if device_bytes is None else device_bytes - self.step_bytes
         if device_bytes is None or config.resident_tokens is not None:
             num_slots = self.wanted_slots
@@ -192,8 +188,7 @@ class ServerSize:
             num_slots = max(left - sum(beside), 0) // page_bytes
         # With a slot for every page nothing is ever missing; more slots would stay empty.
         num_slots = min(num_slots, num_pages)
-        on_hints = num_pages * hint_bytes(config, self.shape.num_layers)
-        on_checksums = 8 * num_pages * self.shape.num_layers * config.page_checksums
+        layers = self.shape.num_layers
         rows = (
             ("host pages", num_pages, num_pages * page_bytes),
             ("digests", num_pages, beside[0]),
@@ -202,8 +197,8 @@ class ServerSize:
             ("resident slots", num_slots, num_slots * page_bytes),
             ("step buffers", 1, self.step_bytes),
             ("kept tokens", 1, int(num_pages * config.context_share) * page_bytes),
-            ("hints", num_pages, on_hints),
-            ("checksums", num_pages, on_checksums),
+            ("hints", num_pages, num_pages * hint_bytes(config, layers)),
+            ("checksums", num_pages, 8 * num_pages * layers * config.page_checksums),
             *self.worker.rows,
         )
         rows = tuple(row for row in rows if row[2])
@@ -236,7 +231,7 @@ class ServerSize:
         ``resident_tokens`` those. Where even the minimum exceeds the host pages, all pages are resident.
         """
         left, page_bytes = device_bytes - self.step_bytes, self.page_bytes
-        beside = self.digest_bytes + input_bytes(self.shape.page_size)
+        beside = self.policy.rule.digest_bytes(self.shape) + input_bytes(self.shape.page_size)
         tries = [self.wanted_slots]
         if self.config.resident_tokens is None:
             half = min(self.wanted_slots, left // 2 // page_bytes)
@@ -247,18 +242,6 @@ class ServerSize:
                 return DeviceRoom(pages, slots)
         pages = max(left // (page_bytes + beside), 0)
         return DeviceRoom(pages, pages)
-
-
-def digest_bytes_of(shape: ModelShape, rule: SelectionRule) -> int:
-    """Bytes of one page's digests, over all layers."""
-    parts = rule.digest.part_bytes(shape.head_dim, shape.dtype.itemsize, rule.weights)
-    return shape.num_layers * shape.num_kv_heads * sum(parts)
-
-
-def bytes_beside_digests(shape: ModelShape, rule: SelectionRule, nbytes: int) -> int:
-    """What is left of ``nbytes`` for pages if each needs a digest as well."""
-    page_bytes = 2 * shape.page_bytes * shape.num_layers
-    return nbytes * page_bytes // (page_bytes + digest_bytes_of(shape, rule))
 
 
 def input_bytes(tokens: int) -> int:

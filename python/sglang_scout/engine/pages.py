@@ -20,13 +20,10 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.engine.parts import Parts
-from sglang_scout.engine.policy import RESULT_DELAY_STEPS
-from sglang_scout.engine.recall import Recall
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS, Ids
+from sglang_scout.engine.recall import PageIds, Recall
+from sglang_scout.engine.stores import Parts
 from sglang_scout.ops.residency import distinct, rank_within
-
-PageIds = npt.NDArray[np.integer]
-Ids = npt.NDArray[np.int64]
 
 
 class Pages:

@@ -14,25 +14,19 @@ import numpy.typing as npt
 
 from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.digest_kinds import DigestKind
-from sglang_scout.engine.stores import Sizes
+from sglang_scout.engine.stores import ModelShape, Sizes
 from sglang_scout.ops.residency import PageUses
 
 if TYPE_CHECKING:
-    from sglang_scout.engine.ahead import Selector
+    from sglang_scout.engine.ahead import QueryProjector, Selector
     from sglang_scout.engine.memory import ServerSize
-    from sglang_scout.engine.parts import Parts
-    from sglang_scout.engine.projector import QueryProjector
     from sglang_scout.engine.step_inputs import StepInputs
+    from sglang_scout.engine.stores import Parts
     from sglang_scout.engine.transport import Transport
 
 Ids = npt.NDArray[np.int64]
 Route = Literal["cpu", "fetch"]
 """Missing pages are attended to on the CPU in place; or copied to the device ahead of the layer, for the real query."""
-
-_MISSING = {
-    "cpu": "missing pages are attended to on the CPU",
-    "fetch": "missing pages are copied to the device; the CPU computes no attention",
-}
 
 
 @dataclass(frozen=True)
@@ -58,6 +52,11 @@ class SelectionRule:
     mass: float = 1.0
     only_selected: bool = True
     reweigh: bool = True
+
+    def digest_bytes(self, shape: ModelShape) -> int:
+        """Of one page, over all layers."""
+        parts = self.digest.part_bytes(shape, self.weights)
+        return shape.num_layers * shape.num_kv_heads * sum(parts)
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,9 @@ class Policy:
 
     def describe_missing(self) -> str:
         """What happens to missing pages, for ``sglang-scout doctor``."""
-        return _MISSING[self.route]
+        if self.route == "cpu":
+            return "missing pages are attended to on the CPU"
+        return "missing pages are copied to the device; the CPU computes no attention"
 
     def projectors(self, own: Sequence[QueryProjector]) -> Sequence[QueryProjector]:
         """What predicts each layer's query, given what does so with the model's ``own`` weights."""

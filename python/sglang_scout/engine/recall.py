@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.device import SideStream, StreamCopy
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.policy import RESULT_DELAY_STEPS
+from sglang_scout.engine.stores import Parts
 from sglang_scout.ops.pages import copy_layer_pages
 from sglang_scout.ops.residency import Reservation
 
@@ -65,9 +65,7 @@ class Recall:
         self._landed: deque[tuple[int, Reservation]] = deque()  # and since which step
         self._judged_step = -1
         layers = parts.table.num_layers
-        self.started = np.zeros(layers, np.int64)
-        self.landed = np.zeros(layers, np.int64)
-        self.used = np.zeros(layers, np.int64)
+        self.started, self.landed, self.used = np.zeros((3, layers), np.int64)
         self.link_pages_per_us = 0.0
 
     def compile_kernels(self) -> None:
@@ -131,9 +129,8 @@ class Recall:
             self._untimed.popleft()
             self._counters.recall_wait_us += waited_ns // 1000
             speed = pages / max(took_ns / 1e3, 1e-3)
-            self.link_pages_per_us += (speed - self.link_pages_per_us) * (
-                _SMOOTH if self.link_pages_per_us else 1.0
-            )
+            weight = _SMOOTH if self.link_pages_per_us else 1.0
+            self.link_pages_per_us += (speed - self.link_pages_per_us) * weight
 
     def _ended(self, copies: Copies, deadline_ns: int | None) -> bool:
         left_s = None if deadline_ns is None else max(0, deadline_ns - time.monotonic_ns()) / 1e9

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.engine.hints import HINT_PAGES
+from sglang_scout.engine.digest_pool import HINT_PAGES
 from sglang_scout.engine.pages import Ids, PageIds, Pages
 
 Ints = npt.NDArray[np.int32]

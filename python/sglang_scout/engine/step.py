@@ -1,8 +1,7 @@
 """One decode step of GPU-CPU co-attention, on every device (paper Algorithm 1; sections 3.2 to 3.4).
 
-Per layer l: at its input the query of layer l+1 is predicted and its important pages selected; those not resident are
-posted at once. The attention of layer l covers its resident pages and the page being filled; the result of its own
-post, made one layer earlier, is merged in.
+Per layer l: at its input the missing pages of layer l+1 are posted (``ahead.py``). The attention of layer l covers its
+resident pages and the page being filled; the result of its own post, made one layer earlier, is merged in.
 
 Within a step the host makes no decisions and reads nothing back, so that all layers can be one CUDA graph. Inputs fixed
 by the boundary are in buffers with fixed addresses. A step's selections are read back while the next one runs, and the
@@ -12,8 +11,6 @@ host acts on them two boundaries later:
     step t       runs with the inputs of boundary t; the host prepares t+1 meanwhile
 
 A step in which all pages are resident, and few, is dense: no prediction, no selection, full attention.
-
-Selection runs on a side stream (``ForkedStream``). On the CPU device the same code runs on host memory.
 """
 
 from __future__ import annotations
@@ -25,22 +22,19 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from sglang_scout.engine.ahead import Ahead, LookAhead, Projector, Selector
+from sglang_scout.core.step_log import StepLog
+from sglang_scout.engine.ahead import Ahead, LookAhead, QueryProjector, Selector
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.pages import Pages
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Requests
 from sglang_scout.engine.step_inputs import StepInputs
 from sglang_scout.engine.step_results import StepResults
+from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.trace import DeviceClock
-from sglang_scout.engine.transport import (
-    Fetch,
-    GraphTransport,
-    HostTransport,
-    Transport,
-)
+from sglang_scout.engine.transport import Fetch, GraphTransport, HostTransport, Transport
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.pages import Pool, append_tokens
@@ -54,6 +48,7 @@ class StepEngine:
         projectors: per layer, computes its query from a layer input.
         worker: computes missing pages, called from the host or from the device's stream.
         verify: compare every layer with the reference.
+        step_log: gets a line for each step whose results have arrived; closed with the engine.
 
     Attributes:
         is_dense: of the current step, or the one being captured; ``has_dense_steps``: whether any may be.
@@ -63,9 +58,10 @@ class StepEngine:
     def __init__(
         self,
         parts: Parts,
-        projectors: Sequence[Projector],
+        projectors: Sequence[QueryProjector],
         worker: WorkerClient | GraphTransport,
         verify: bool = False,
+        step_log: StepLog | None = None,
     ) -> None:
         self.parts, policy, digests = parts, parts.policy, parts.digests
         self.transport = transport = _transport_to(worker, parts)
@@ -83,8 +79,9 @@ class StepEngine:
             parts, *of_step, projectors, self._verifier, self._clock
         )
         self.has_dense_steps, self.is_dense = self.selector.dense_pages is not None, False
-        before = self.recall, self.pages, self.requests
-        self.boundary = StepBoundary(parts, *before, self._results, self.selector)
+        before = self.recall, self.pages, self.requests, self._results
+        self._boundary = StepBoundary(parts, *before, self.selector, step_log)
+        self._step_log = step_log
         self._step = 0
         self._in_layer = ExitStack()  # a slice of the timeline
         estimates = policy.route == "cpu" and digests.mass_change is not None
@@ -124,7 +121,7 @@ class StepEngine:
         self.parts.counters.steps += 1
         tracer.step(self._step)
         with tracer.slice("boundary", "step boundary", requests=rows):
-            batch = self.boundary.begin(self._step, page_table, request_slots, seq_lens)
+            batch = self._boundary.begin(self._step, page_table, request_slots, seq_lens)
             self.is_dense = batch.is_dense
             self._check_faults()
             self._inputs.send(batch)
@@ -150,7 +147,7 @@ class StepEngine:
             )
 
     def layer_input(
-        self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+        self, layer: int, x: Tensor, residual: Tensor | None, positions: Tensor
     ) -> None:
         """Before layer ``layer``: predict and post for the layers that the policy names, on the side stream.
 
@@ -168,7 +165,7 @@ class StepEngine:
         """The current layer has ended; implied by the next layer's input."""
         self._in_layer.close()
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one layer: append, attend on the device, merge the missing part.
 
         Args:
@@ -202,17 +199,17 @@ class StepEngine:
                 self._verifier.check(layer, out, query, ahead, slot_of, batch, change)
         return out
 
-    def _all_pages(self, query: torch.Tensor) -> Ahead:
+    def _all_pages(self, query: Tensor) -> Ahead:
         """Of a dense step: every page is resident."""
         of = self._inputs.candidates.first(len(query))
         return Ahead(query, of.table, of.n_full, of.list_table[:, :0], of.list_n_full)
 
-    def _mass_change(self, layer: int, query: torch.Tensor, ahead: Ahead) -> torch.Tensor | None:
+    def _mass_change(self, layer: int, query: Tensor, ahead: Ahead) -> Tensor | None:
         """``[B, HQ]`` by how much the log mass of the missing pages grows with the real query; None: is not known, or
         the real query attends to them."""
         if ahead.query is query:
             return None
-        if self.boundary.step_log is not None:
+        if self._step_log is not None:
             live = self._inputs.tail_len[: len(query)] > 0
             self._results.compare(layer, query, ahead.query, live)
         if not self._reweighs:
@@ -229,8 +226,8 @@ class StepEngine:
             torch.cuda.synchronize(self.parts.device)
         self.recall.close()
         self.selector.close()
-        if self.boundary.step_log is not None:
-            self.boundary.step_log.close()
+        if self._step_log is not None:
+            self._step_log.close()
         self.parts.tracer.write()
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sglang_scout.engine.device import Staging, upload
 from sglang_scout.engine.stores import Sizes
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from sglang_scout.engine.requests import Batch
 
 
-def of_lists(x: torch.Tensor, lists: int) -> torch.Tensor:
+def of_lists(x: Tensor, lists: int) -> Tensor:
     """``[B, heads, ...]`` as ``[B * C, heads / C, ...]``: grouped by selection list."""
     return x.contiguous().view(len(x) * lists, -1, *x.shape[2:])
 
@@ -31,22 +32,18 @@ class Candidates(NamedTuple):
         digest_rows: ``[B * C, N]`` rows of digests if each list has its own, page * C + list.
     """
 
-    table: torch.Tensor
-    n_full: torch.Tensor
-    n_scored: torch.Tensor
+    table: Tensor
+    n_full: Tensor
+    n_scored: Tensor
     lists: int
-    list_table: torch.Tensor
-    list_n_full: torch.Tensor
-    list_n_scored: torch.Tensor
-    digest_rows: torch.Tensor
+    list_table: Tensor
+    list_n_full: Tensor
+    list_n_scored: Tensor
+    digest_rows: Tensor
 
     @classmethod
     def of(
-        cls,
-        table: torch.Tensor,
-        n_full: torch.Tensor,
-        lists: int,
-        n_scored: torch.Tensor | None = None,
+        cls, table: Tensor, n_full: Tensor, lists: int, n_scored: Tensor | None = None
     ) -> Candidates:
         """From these (without ``n_scored`` all of ``n_full`` are scored), in fixed buffers; :meth:`fill` before use."""
         n_scored = n_full if n_scored is None else n_scored

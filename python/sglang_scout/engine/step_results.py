@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from sglang_scout.engine.device import Fetching
 from sglang_scout.engine.policy import RESULT_DELAY_STEPS
@@ -54,7 +55,7 @@ class StepResults:
         self,
         layers: int,
         sizes: Sizes,
-        waited_ns: torch.Tensor,
+        waited_ns: Tensor,
         device: torch.device,
         clock: DeviceClock | None = None,
     ) -> None:
@@ -91,13 +92,11 @@ class StepResults:
                 launched.end_ns = end_ns
                 return
 
-    def of(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
         """Buffers for the selected and the missing pages of a layer, each [rows, k]."""
         return self.pages[layer, :rows], self.missing[layer, :rows]
 
-    def compare(
-        self, layer: int, query: torch.Tensor, query_ahead: torch.Tensor, live: torch.Tensor
-    ) -> None:
+    def compare(self, layer: int, query: Tensor, query_ahead: Tensor, live: Tensor) -> None:
         """Record the cosine of a layer's predicted query, for ``live`` ``[B]`` rows: a captured batch may be padded."""
         cosine = torch.cosine_similarity(query.float(), query_ahead.float(), dim=-1).mean(1)
         self.cosine[layer] = cosine.where(live, 0.0).sum() / live.sum()

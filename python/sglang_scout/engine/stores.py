@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.worker.arena import Arena, PageChecksums
+
+if TYPE_CHECKING:
+    from sglang_scout.engine.digest_pool import DigestPool
+    from sglang_scout.engine.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Ranks(Protocol):
     the same numbers. Residency is local to each rank: it decides where its heads' part is computed, not which.
     """
 
-    def combine(self, x: torch.Tensor, how: str) -> torch.Tensor:
+    def combine(self, x: Tensor, how: str) -> Tensor:
         """Element-wise ``how``, "sum" or "max", of every rank's ``x``: the same bits on every rank.
 
         ``x`` may be written into.
@@ -83,14 +91,12 @@ def context_pages(arena: Arena, shape: ModelShape) -> LayerPages | None:
     """An arena's context pages, ``[C, S, D]`` of each layer, if it has any."""
     if not arena.spec.context_pages:
         return None
-    k, v = (
-        [
-            torch.from_numpy(arena.context(i, which)).view(shape.kv_dtype)
-            for i in range(shape.num_layers)
-        ]
-        for which in (0, 1)
-    )
-    return LayerPages.of(k, v, "cpu")
+
+    def of_layers(which: int) -> list[Tensor]:
+        words = (arena.context(layer, which) for layer in range(shape.num_layers))
+        return [torch.from_numpy(x).view(shape.kv_dtype) for x in words]
+
+    return LayerPages.of(of_layers(0), of_layers(1), "cpu")
 
 
 class HostPages:
@@ -105,8 +111,8 @@ class HostPages:
     def __init__(
         self,
         shape: ModelShape,
-        k: Sequence[torch.Tensor],
-        v: Sequence[torch.Tensor],
+        k: Sequence[Tensor],
+        v: Sequence[Tensor],
         context: LayerPages | None = None,
         checksums: PageChecksums | None = None,
     ) -> None:
@@ -146,7 +152,7 @@ class HostPages:
         return [as_words(plane) for plane in (*self.k, *self.v)]
 
 
-def as_words(pages: torch.Tensor) -> npt.NDArray[np.signedinteger]:
+def as_words(pages: Tensor) -> npt.NDArray[np.signedinteger]:
     """The same memory as integers of the same size. numpy copies whole pages at memory bandwidth; torch, on the one
     thread that SGLang leaves it, takes ten times as long."""
     return pages.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[pages.element_size()]).numpy()
@@ -163,3 +169,49 @@ class ResidentCache:
     def as_layers(self) -> LayerPages:
         """The slots for ops over all layers."""
         return LayerPages.of(self.k.unbind(), self.v.unbind(), self.k.device)
+
+
+class Parts:
+    """What the parts of a step engine share: the stores of one rank, and who decides, counts and records.
+
+    Args:
+        shape: sizes of the model on this rank.
+        host: pages that the attention process maps too; the device can access them.
+        digests: of the host pages, on the device of the steps.
+        ranks: those that share a layer's heads; None: all heads are here.
+
+    Attributes:
+        device: of the steps.
+        resident, table: the resident cache, and which page is in which slot of it.
+    Raises:
+        ValueError: sizes or digests that do not fit the policy.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        shape: ModelShape,
+        sizes: Sizes,
+        host: HostPages,
+        digests: DigestPool,
+        tracer: Tracer | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        rule = policy.rule
+        forced = min(rule.sink_pages + rule.recent_pages, sizes.max_pages - 1)
+        if sizes.num_slots < min(sizes.max_batch * (forced + 1), host.num_pages):
+            raise ValueError(
+                f"resident cache of {sizes.num_slots} slots cannot hold the sink, recent and tail "
+                f"pages of {sizes.max_batch} requests ({forced + 1} each)"
+            )
+        if digests.kind != rule.digest.name:
+            raise ValueError(
+                f"the digests are {digests.kind}, the policy scores {rule.digest.name}"
+            )
+        self.policy, self.shape, self.sizes = policy, shape, policy.step_sizes(sizes)
+        self.host, self.digests, self.ranks = host, digests, ranks
+        self.tracer = tracer or Tracer(None, 0)
+        self.counters = Counters(shape.num_layers)
+        self.resident = ResidentCache(shape, sizes.num_slots, digests.device)
+        self.device: torch.device = self.resident.k.device  # with its index
+        self.table = ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots)

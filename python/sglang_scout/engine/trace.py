@@ -219,14 +219,8 @@ def _arrow(s: _Slice) -> dict[str, Any]:
     return {"bind_id": hex(number), "flow_in": ends[0], "flow_out": ends[1]}
 
 
-class Cut(NamedTuple):
-    """A slice between two stamps."""
-
-    row: str
-    name: str
-    start: int
-    end: int
-    args: dict[str, Any]
+Cut = tuple[str, str, int, int, dict[str, Any]]
+"""A slice between two stamps: row, name, start, end and args."""
 
 
 class DeviceClock:
@@ -276,7 +270,7 @@ class DeviceClock:
         start = self._stamp()
         yield
         if start is not None and (end := self._stamp()) is not None:
-            self._cuts.append(Cut(row, name, start, end, args))
+            self._cuts.append((row, name, start, end, args))
 
     def _stamp(self) -> int | None:
         """The index of a new stamp; None where nothing is recorded."""

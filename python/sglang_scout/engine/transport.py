@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step_inputs import of_lists
-from sglang_scout.engine.stores import ModelShape
+from sglang_scout.engine.stores import ModelShape, Parts
 from sglang_scout.engine.trace import DeviceClock
 from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.doorbell import DeviceRing
@@ -32,7 +32,7 @@ from sglang_scout.ops.pages import stage_pages
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import Ticket, WorkerClient
 
-Attended = tuple[torch.Tensor, torch.Tensor]
+Attended = tuple[Tensor, Tensor]
 """Attention ``[B, HQ, D]`` over some pages, and its log-sum-exp ``[B, HQ]``."""
 
 
@@ -42,7 +42,7 @@ class Transport:
     capturable = True
     """Whether post and merge may be captured in a graph."""
 
-    def __init__(self, waited_ns: torch.Tensor) -> None:
+    def __init__(self, waited_ns: Tensor) -> None:
         self.waited_ns = waited_ns
         """``[L]`` int64, total wait time of merges per layer since start."""
         self.stamps: DeviceClock | None = None
@@ -54,9 +54,7 @@ class Transport:
     def begin_step(self, step: int) -> None:
         """Step boundary; ``step`` counts up."""
 
-    def post(
-        self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
-    ) -> Any:
+    def post(self, layer: int, query: Tensor, pages: Tensor, n_pages: Tensor) -> Any:
         """Request attention over the first ``n_pages`` ``[B*C]`` of ``pages`` ``[B*C, k]`` int32, row b * C + c for
         list c of request b, with ``query`` ``[B, HQ, D]``.
 
@@ -66,13 +64,8 @@ class Transport:
         raise NotImplementedError
 
     def merge(
-        self,
-        layer: int,
-        ticket: Any,
-        query: torch.Tensor,
-        here: Attended,
-        change: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, ticket: Any, query: Tensor, here: Attended, change: Tensor | None = None
+    ) -> Tensor:
         """``[B, HQ, D]`` of the dtype of ``query``: the result merged with the device's part.
 
         Args:
@@ -103,9 +96,7 @@ class HostTransport(Transport):
     def begin_step(self, step: int) -> None:
         self._step = step
 
-    def post(
-        self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
-    ) -> Ticket | None:
+    def post(self, layer: int, query: Tensor, pages: Tensor, n_pages: Tensor) -> Ticket | None:
         counts = n_pages.numpy()
         posted = int(counts.sum())
         if not posted:
@@ -118,10 +109,10 @@ class HostTransport(Transport):
         self,
         layer: int,
         ticket: Ticket | None,
-        query: torch.Tensor,
+        query: Tensor,
         here: Attended,
-        change: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        change: Tensor | None = None,
+    ) -> Tensor:
         out, lse = here
         if ticket is None:
             return out.to(query.dtype)
@@ -168,20 +159,13 @@ class GraphTransport(Transport):
         if self.stamps:
             self.stamps.begin_step()
 
-    def post(
-        self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
-    ) -> None:
+    def post(self, layer: int, query: Tensor, pages: Tensor, n_pages: Tensor) -> None:
         with self._slice("ahead", "post", layer):
             self._ring.post(layer, query, pages, n_pages)
 
     def merge(
-        self,
-        layer: int,
-        ticket: None,
-        query: torch.Tensor,
-        here: Attended,
-        change: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, ticket: None, query: Tensor, here: Attended, change: Tensor | None = None
+    ) -> Tensor:
         with self._slice("attention", "merge", layer):
             return self._ring.merge(layer, *here, change, query.dtype)
 
@@ -197,7 +181,7 @@ def device_ring(
     worker: WorkerClient,
     device: torch.device | str,
     timeout_s: float,
-    faults: torch.Tensor | None = None,
+    faults: Tensor | None = None,
     rank: int = 0,
 ) -> DeviceRing:
     """The ring, driven by a device's stream; ``worker``, not yet started, will serve it.
@@ -207,15 +191,10 @@ def device_ring(
         faults, rank: as of :class:`DeviceRing`.
     """
     worker.serve_device()
+    of_arena, timeout_us = (arena.address, arena.layout, arena.spec), int(timeout_s * 1e6)
+    of_ranks = {"faults": faults, "rank": rank}
     return DeviceRing(
-        arena.address,
-        arena.layout,
-        arena.spec,
-        split=worker.split,
-        timeout_us=int(timeout_s * 1e6),
-        device=device,
-        faults=faults,
-        rank=rank,
+        *of_arena, split=worker.split, timeout_us=timeout_us, device=device, **of_ranks
     )
 
 
@@ -244,9 +223,7 @@ class Fetch(Transport):
         self._pages = parts.host.for_copies(device)
         self._slots = torch.arange(staging, dtype=torch.int32, device=device)
 
-    def post(
-        self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
-    ) -> torch.Tensor:
+    def post(self, layer: int, query: Tensor, pages: Tensor, n_pages: Tensor) -> Tensor:
         """Returns ``[B * C, k]`` the slot of each page, -1 for padding."""
         stage_pages(self._pages, layer, pages, *self._staged[:, layer % 2])
         return self._slots[: pages.numel()].view_as(pages).masked_fill(pages < 0, -1)
@@ -254,20 +231,13 @@ class Fetch(Transport):
     def merge(
         self,
         layer: int,
-        ticket: torch.Tensor,
-        query: torch.Tensor,
+        ticket: Tensor,
+        query: Tensor,
         here: Attended,
-        change: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        part, part_lse = attend_pages(
-            of_lists(query, self._lists),
-            *self._staged[:, layer % 2],
-            ticket,
-            None,
-            None,
-            self._shape.scale,
-        )
+        change: Tensor | None = None,
+    ) -> Tensor:
+        by_list, staged = of_lists(query, self._lists), self._staged[:, layer % 2]
+        part, part_lse = attend_pages(by_list, *staged, ticket, None, None, self._shape.scale)
         out, lse = here
-        parts = out.float(), lse, part.view_as(out).float(), part_lse.view_as(lse)
-        merged, _ = merge_states(*parts)
-        return merged.to(query.dtype)
+        of_staged = part.view_as(out).float(), part_lse.view_as(lse)
+        return merge_states(out.float(), lse, *of_staged)[0].to(query.dtype)

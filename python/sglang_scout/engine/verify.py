@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.requests import Batch
+from sglang_scout.engine.stores import Parts
 from sglang_scout.ops.layers import resident_slots
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Verifier:
         self._ranks = None if parts.policy.rule.by_head else parts.ranks
         self._route, self._counters = parts.policy.route, parts.counters
 
-    def check_selection(self, pages: torch.Tensor) -> None:
+    def check_selection(self, pages: Tensor) -> None:
         """Whether all ranks have selected these ``pages`` (any shape)."""
         if self._ranks is not None:
             found = zlib.crc32(pages.cpu().numpy().tobytes())
@@ -39,12 +40,12 @@ class Verifier:
     def check(
         self,
         layer: int,
-        out: torch.Tensor,
-        q: torch.Tensor,
+        out: Tensor,
+        q: Tensor,
         ahead: Ahead,
-        slot_of: torch.Tensor,
+        slot_of: Tensor,
         batch: Batch,
-        mass_change: torch.Tensor | None,
+        mass_change: Tensor | None,
     ) -> None:
         """Compare ``out`` ``[B, HQ, D]`` with the reference over exactly the same pages, relative to its largest value.
 
@@ -56,18 +57,12 @@ class Verifier:
             batch: rows behind its requests are padding.
             mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.
         """
-        pages, missing, n_missing, q_ahead = (
-            ahead.pages,
-            ahead.missing,
-            ahead.n_missing,
-            ahead.query,
-        )
-        is_resident = resident_slots(slot_of, pages) >= 0
-        is_missing = torch.arange(missing.shape[1], device=missing.device) < n_missing[:, None]
-        on_device, on_cpu = (
-            torch.where(found, ids, -1).cpu()
-            for found, ids in ((is_resident, pages), (is_missing, missing))
-        )
+        missing, q_ahead = ahead.missing, ahead.query
+        is_resident = resident_slots(slot_of, ahead.pages) >= 0
+        count = torch.arange(missing.shape[1], device=missing.device)
+        is_missing = count < ahead.n_missing[:, None]
+        on_device = torch.where(is_resident, ahead.pages, -1).cpu()
+        on_cpu = torch.where(is_missing, missing, -1).cpu()
         rows, lists = len(on_cpu), len(on_cpu) // len(out)
         on_device = on_device.repeat_interleave(rows // len(on_device), dim=0)
         if self._route == "fetch":  # attended to with the real query
@@ -90,7 +85,7 @@ class Verifier:
         self._counters.verify_checks += 1
         self._counters.verify_max_rel_error = max(self._counters.verify_max_rel_error, worst)
 
-    def _tokens(self, layer: int, ids: torch.Tensor, heads: slice) -> list[torch.Tensor]:
+    def _tokens(self, layer: int, ids: Tensor, heads: slice) -> list[Tensor]:
         """K and V ``[T, H, D]`` of a list: of host pages, or kept tokens, see :meth:`ContextCache.worker_ids`."""
         host, ids = self._host, ids[ids >= 0].long()
         if host.context is None or not len(ids) or int(ids[0]) < host.num_pages:
@@ -102,15 +97,15 @@ class Verifier:
 
 
 def co_attention_reference(
-    q: torch.Tensor,
-    q_ahead: torch.Tensor,
-    k_device: torch.Tensor,
-    v_device: torch.Tensor,
-    k_cpu: torch.Tensor,
-    v_cpu: torch.Tensor,
+    q: Tensor,
+    q_ahead: Tensor,
+    k_device: Tensor,
+    v_device: Tensor,
+    k_cpu: Tensor,
+    v_cpu: Tensor,
     scale: float,
-    mass_change: torch.Tensor,
-) -> torch.Tensor:
+    mass_change: Tensor,
+) -> Tensor:
     """One softmax over both parts, each with its own query (paper Algorithm 1, lines 7 and 10-12).
 
     Args:

@@ -1,4 +1,4 @@
-"""What makes a query of a layer's input, besides the projection (``engine/projector.py``): norm, head norm and RoPE."""
+"""What makes a query of a layer's input, besides the projection (``engine/ahead.py``): norm, head norm and RoPE."""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import Sizes
+from sglang_scout.engine.stores import Parts, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.plugin import status
@@ -100,13 +99,12 @@ class ScoutAttnBackend(AttentionBackend):
         if in_graph:
             attention = self._graph_transport(device, of_worker.wait_timeout_s)
         projectors = self.policy.projectors(own)
-        self.engine = StepEngine(parts, projectors, attention, config.verify)
+        log = status.open_step_log(config, facts, runner.model_config)
+        self.engine = StepEngine(parts, projectors, attention, config.verify, log)
         self._probe = QueryProbe(own)
         self.tables = RequestTables(runner.req_to_token_pool, shape.page_size)
         self._begun = False
         self.dummy_kv = DummyKV(self.pool.host_pages) if config.dummy_kv else None
-        log = status.open_step_log(config, facts, runner.model_config)
-        self.engine.boundary.step_log = log
         self.allocator.listener = self.engine.pages
         self._hook(layers)
         self.worker.start()

@@ -21,8 +21,8 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest
 from sglang_scout.core.supported import DTYPES, FP8_KV
+from sglang_scout.engine.ahead import QueryHeads, QueryProjector
 from sglang_scout.engine.policy import Policy
-from sglang_scout.engine.projector import QueryHeads, QueryProjector
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin.hooks import adapter
 from sglang_scout.policy import Context, make_policy

@@ -19,9 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_pool import DigestPool, choose_hint
-from sglang_scout.engine.hints import hint_bytes
-from sglang_scout.engine.memory import bytes_beside_digests
+from sglang_scout.engine.digest_pool import DigestPool, choose_hint, hint_bytes
 from sglang_scout.engine.stores import HostPages, as_words
 from sglang_scout.plugin import status
 from sglang_scout.plugin.hooks import adapter, hook
@@ -77,7 +75,9 @@ def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
     if not config.prefill_digests:
         return available
     shape = model_shape(runner)
-    return bytes_beside_digests(shape, rank_policy(config, shape).rule, available)
+    page_bytes = 2 * shape.page_bytes * shape.num_layers
+    digest_bytes = rank_policy(config, shape).rule.digest_bytes(shape)
+    return available * page_bytes // (page_bytes + digest_bytes)
 
 
 @hook(pools_target("_init_pools"), "around")

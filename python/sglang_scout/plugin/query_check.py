@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config
 
-from sglang_scout.engine.projector import QueryProjector
+from sglang_scout.engine.ahead import QueryProjector
 from sglang_scout.plugin.model import before_layer, decoder_layers, make_projectors
 
 MAX_ERROR = 0.1

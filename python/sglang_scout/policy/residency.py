@@ -1,15 +1,38 @@
-"""Residency: important pages stay, recalled asynchronously at fixed per-layer intervals (paper section 3.4)."""
+"""Residency: important pages stay, recalled asynchronously at fixed or at adaptive intervals (paper section 3.4)."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.engine.policy import Ids, Residency, StepReport
+from sglang_scout.engine.policy import RESULT_DELAY_STEPS, Ids, Residency, StepReport
 from sglang_scout.ops.residency import PageUses
+
+Floats = npt.NDArray[np.float64]
+
+GRACE_STEPS = 4
+LINK_SHARE = 0.5
+"""Share of a step's time that copies may take once a copy has been late."""
+MAX_INTERVAL_STEPS = 64
+"""Maximum steps until a layer recalls its missing pages."""
+
+# Gains of an alpha-beta filter for a layer's ratio and its growth. The second is lower, so that a single outlier does
+# not look like a trend.
+_FOLLOW_RATIO, _FOLLOW_DRIFT = 0.5, 0.1
+_SMOOTH = 1 / 8  # of the reported ratios, and of the worth of copies
+_LEAST_WORTH = 0.05
+_FORGET = 1 / 64
+
+# Link back-off. After a late step half of the in-flight pages; constant for _CALM_STEPS on-time steps; then quickly up
+# to _NEAR of the amount that was too much, and slowly from there.
+_CALM_STEPS = 4
+_NEAR = 0.75
+_FAST_GROWTH, _SLOW_GROWTH = 1 / 4, 1 / 64
 
 
 @dataclass
@@ -48,3 +71,176 @@ class ImportantPages(Residency):
 
     def describe(self) -> dict[str, Any]:
         return {"intervals": list(self.intervals)}
+
+
+class RecallController(Residency):
+    """Keeps each layer's CPU compute ratio under a threshold within the link's bandwidth; pages selected most recently
+    stay.
+
+    The paper chooses for each layer, offline, the longest interval that keeps its ratio under β (section 3.4). Here
+    that is only the initial value: the growth of each layer's ratio is tracked step by step, and the layer recalls when
+    its ratio would exceed β one step later.
+
+    A deterministic function of its inputs, it uses measured times only while the link is late: two runs of the same
+    requests recall the same pages as long as every copy ends within its step. If the link is later than
+    ``patience_us``, the pages stay with the CPU for another step and fewer are copied. Attention is correct either way,
+    but may then differ in the last digits, because the CPU's part is computed from the predicted query.
+
+    Args:
+        intervals: per layer, initial steps between two recalls; 0 = no drift.
+        threshold: β, the ratio that no layer should exceed.
+        step_pages: pages that one step may copy, over all layers.
+        eager_layers: not computed ahead. They recall all misses in every step: their β is 0.
+        grace_steps: first steps of a request, in which its misses have priority over others'.
+
+    Attributes:
+        granted: ``[L]`` int64, pages that each layer may copy in this step.
+        is_due: ``[L]`` bool, whether all requests' misses count, or those of requests in their grace steps only.
+        spare_pages: the rest of the step's pages.
+        ratio: ``[L]`` smoothed measured ratio of requests after their grace steps.
+        limit_pages: pages that a step may copy now; ``step_pages`` unless the link was late.
+        backoffs: how often the link was late.
+    """
+
+    def __init__(
+        self,
+        *,
+        intervals: Sequence[int],
+        threshold: float,
+        step_pages: int,
+        eager_layers: Sequence[int] = (),
+        grace_steps: int = GRACE_STEPS,
+    ) -> None:
+        layers = len(intervals)
+        self.patience_us = 1000.0
+        self.threshold = threshold
+        self.grace_steps = grace_steps
+        self.step_pages = step_pages
+        self.granted = np.zeros(layers, np.int64)
+        self.is_due = np.zeros(layers, bool)
+        self.spare_pages = 0
+        self.ratio = np.zeros(layers)
+        self.limit_pages = float(step_pages)
+        self.backoffs = 0
+        self._target = np.full(layers, threshold)
+        self._target[list(eager_layers)] = 0.0
+        self._interval = np.array(intervals, np.int64)
+        starts = np.maximum(self._interval, 1)
+        self._drift = np.where(self._interval > 0, threshold / starts, 0.0)
+        # Expected ratios of the steps whose misses are not known yet, the upcoming one last.
+        self._expected = deque(np.zeros((RESULT_DELAY_STEPS, layers)), maxlen=RESULT_DELAY_STEPS)
+        self._worth = np.ones(layers)  # share of the copied pages that the next step selected
+        self._since = np.zeros(layers, np.int64)  # steps since the last recall
+        self._ceiling = float(step_pages)
+        self._calm_steps = 0
+
+    def plan(self, report: StepReport) -> None:
+        """Step boundary: set ``granted``, ``is_due`` and ``spare_pages`` for the upcoming step."""
+        self._follow_link(report)
+        # Grace steps carry no information on a layer's drift.
+        settled = report.ages >= self.grace_steps
+        missed = report.missed[:, settled].sum(axis=1)
+        capacity = report.budget_pages * int(settled.sum())
+        self._follow_ratio(report, missed, capacity)
+        warming = report.absent[:, ~settled].sum(axis=1)
+
+        self._since += 1
+        absent = report.absent[:, settled].sum(axis=1)
+        growing = self._expected[-1] + self._drift > self._target
+        self.is_due = (absent > 0) & (growing | (self._since >= MAX_INTERVAL_STEPS))
+        self._interval[self.is_due] = self._since[self.is_due]
+        self._since[self.is_due] = 0
+
+        pages = max(0, int(self.limit_pages) - report.late_pages)
+        first = share(pages, warming, np.ones_like(self._worth))
+        wanted = np.where(self.is_due, absent, 0)
+        rest = share(pages - int(first.sum()), wanted, self._worth)
+        self.granted = first + rest
+        self.spare_pages = pages - int(self.granted.sum())
+
+    def pick(
+        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
+    ) -> tuple[Ids, Ids]:
+        warming = ages < self.grace_steps
+        counts = self.is_due[layers][:, None] | warming
+        return uses.most_frequent(layers, missed, counts, warming, self.granted[layers])
+
+    def fill_pages(self) -> int:
+        return self.spare_pages
+
+    def _follow_ratio(self, report: StepReport, missed: Ids, capacity: int) -> None:
+        """Update the filter with the last known step, and predict the upcoming one."""
+        tried = report.landed > 0
+        use = report.used / np.maximum(report.landed, 1)
+        # A layer that has not recalled for long is worth another try.
+        self._worth += np.where(tried, _SMOOTH * (use - self._worth), _FORGET * (1 - self._worth))
+        np.maximum(self._worth, _LEAST_WORTH, out=self._worth)
+        if capacity == 0:
+            return
+        measured = missed / capacity
+        self.ratio += _SMOOTH * (measured - self.ratio)
+        surprise = measured - self._expected[0]
+        for expected in self._expected:
+            expected += _FOLLOW_RATIO * surprise
+        self._drift = np.clip(self._drift + _FOLLOW_DRIFT * surprise, 0.0, 1.0)
+        # Pages recalled in the last step are no longer missing in the upcoming one.
+        recalled = np.where(self.is_due, np.minimum(report.started, missed), 0) / capacity
+        level = self._expected[-1] + self._drift - self._worth * recalled
+        self._expected.append(np.maximum(level, 0.0))
+
+    def _follow_link(self, report: StepReport) -> None:
+        """Copy less after a late step, and gradually more again once the link keeps up."""
+        if not report.late_pages:
+            self._calm_steps += 1
+            if self._calm_steps > _CALM_STEPS and self.limit_pages < self.step_pages:
+                # Well above the amount that was too much: the link has changed.
+                is_near = _NEAR <= self.limit_pages / self._ceiling <= 1 / _NEAR
+                growth = (
+                    self._ceiling * _SLOW_GROWTH if is_near else self.limit_pages * _FAST_GROWTH
+                )
+                self.limit_pages = min(self.limit_pages + max(growth, 0.25), self.step_pages)
+            return
+        self._calm_steps = 0
+        # Back off once per overload, however many steps it takes to drain.
+        started = int(report.started.sum())
+        if not started:
+            return
+        self.backoffs += 1
+        self._ceiling = float(max(report.late_pages, started))
+        self.limit_pages = min(self.limit_pages, self._ceiling) / 2
+        fits = LINK_SHARE * report.step_us * report.link_pages_per_us
+        if fits > 0:
+            self.limit_pages = min(self.limit_pages, fits)
+        self.limit_pages = max(self.limit_pages, 1.0)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "threshold": self.threshold,
+            "ratios": [round(float(r), 4) for r in self.ratio],
+            "intervals": self._interval.tolist(),
+            "worth": [round(float(w), 2) for w in self._worth],
+            "step_pages": int(self.limit_pages),
+            "backoffs": self.backoffs,
+        }
+
+
+def share(pages: int, wanted: Ids, worth: Floats) -> Ids:
+    """Divide ``pages`` among layers by greatest benefit: level the largest worth x excess, so that none starves.
+
+    Args:
+        wanted: ``[L]`` pages that each layer would take; ``worth``: ``[L]`` what one is worth, > 0.
+    Returns:
+        ``[L]`` int64, at most ``wanted``, with a sum of at most ``pages``.
+    """
+    if int(wanted.sum()) <= pages:
+        return wanted.copy()
+    # If only the n layers with the largest excess are above the level, it is their excess over `pages`, divided by its
+    # cost per unit. Layers below it would only lower it.
+    order = np.argsort(-wanted * worth, kind="stable")
+    alone = (wanted[order].cumsum() - pages) / (1 / worth[order]).cumsum()
+    level = np.clip(wanted - alone.max() / worth, 0, wanted)
+    given = np.floor(level).astype(np.int64)
+    # The remainder of rounding down goes to the largest fractions; ties in layer order.
+    order = np.argsort(-(level - given) * worth, kind="stable")
+    given[order[: pages - int(given.sum())]] += 1
+    return np.minimum(given, wanted)

@@ -11,8 +11,7 @@ from typing import Any
 from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD
 from sglang_scout.engine.policy import Policy, QuerySource, Residency
 from sglang_scout.policy import Context, query_source, selection_rule
-from sglang_scout.policy.recall_controller import RecallController
-from sglang_scout.policy.residency import ImportantPages
+from sglang_scout.policy.residency import ImportantPages, RecallController
 
 DEFAULTS: dict[str, Any] = {
     "paper": {"digest": "minmax", "reweigh": False, "recall": "fixed"},

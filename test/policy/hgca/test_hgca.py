@@ -143,8 +143,8 @@ def test_pages_of_a_request_that_ended_are_used_again_when_no_step_may_read_them
 
 def test_bytes_of_a_window_s_step_are_those_of_its_buffers(make):
     made = make(HgcaWorker)
-    older, salient = made.engine.selector, made.policy.salient
-    held = sum(x.nbytes for x in (older._ids, older._queries, salient._maw))
+    older = made.engine.selector
+    held = sum(x.nbytes for x in (older._ids, older._queries, older._maw))
     settings = dataclasses.replace(made.config, context_share=0.3)
     context = 32 * made.engine.parts.sizes.max_pages
     planned = ServerSize(settings, made.policy, made.shape, made.max_batch, context, [1])

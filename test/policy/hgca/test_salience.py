@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import far_pages
 from attend_cases import FP8
+from far_pages import COUNT, KV_AT, QUERY, TABLE, ZERO, D, H, N, S, equal, pool, random
 from implementations import implementations
 from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_pages
@@ -19,7 +19,7 @@ from sglang_scout.policy.hgca.salience import (
     select_salient,
 )
 
-S, ALPHA = 32, 0.1
+ALPHA = 0.1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
 
 
@@ -109,26 +109,10 @@ def test_salient_tokens_have_more_than_their_share_for_some_query_head(dtype):
 @pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
 def test_reads_of_pages_beyond_32_bits():
     """As test/ops/test_far_pages.py."""
-    S, H, D = far_pages.S, far_pages.H, far_pages.D
-    k = far_pages.pool(far_pages.KV_AT, S, H, D)
+    k, lse = pool(KV_AT, S, H, D), ZERO + random(1, 2)
     far, near = (torch.zeros(1, 4, H, S) for _ in range(2))
-    for pages, at, maw in ((k, far_pages.KV_AT, far), (k[far_pages.KV_AT :], 0, near)):
-        window = (
-            far_pages.TABLE[:, :2],
-            far_pages.COUNT - 1,
-            torch.arange(far_pages.N, dtype=torch.int32) + at,
-            far_pages.ZERO + 1 + at,
-        )
-        arguments = (
-            far_pages.QUERY,
-            far_pages.ZERO + far_pages.random(1, 2),
-            pages,
-            *window,
-            far_pages.COUNT,
-            far_pages.ZERO,
-            far_pages.ZERO,
-            far_pages.ZERO,
-            maw,
-        )
-        kernels.decay_mass(*arguments, 0.1, 0.25)
-    far_pages.equal(far, near)
+    for pages, at, maw in ((k, KV_AT, far), (k[KV_AT:], 0, near)):
+        slot_of = torch.arange(N, dtype=torch.int32) + at
+        window = TABLE[:, :2], COUNT - 1, slot_of, ZERO + 1 + at, COUNT
+        kernels.decay_mass(QUERY, lse, pages, *window, ZERO, ZERO, ZERO, maw, 0.1, 0.25)
+    equal(far, near)

@@ -13,14 +13,12 @@ import torch
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.memory import ServerSize
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.policy import Policy, QuerySource, Residency
 from sglang_scout.engine.step_inputs import StepInputs
-from sglang_scout.engine.stores import Sizes
+from sglang_scout.engine.stores import Parts, Sizes
 from sglang_scout.engine.transport import Transport
 from sglang_scout.policy import Context, selection_rule
-from sglang_scout.policy.hgca.older_tokens import OlderTokens
-from sglang_scout.policy.hgca.salient_tokens import SalientTokens
+from sglang_scout.policy.hgca.older_tokens import OlderTokens, Salience
 
 DEFAULTS: dict[str, Any] = {
     "budget_tokens": 4096,
@@ -39,13 +37,13 @@ DEFAULTS: dict[str, Any] = {
 class HGCA(Policy):
     """Nothing is selected: the device attends to a recent window, the CPU to older tokens that were salient in it."""
 
-    salient: SalientTokens
+    salience: Salience
 
     def describe_missing(self) -> str:
         return "the CPU attends to the tokens kept from outside the window"
 
     def selector(self, parts: Parts, transport: Transport, inputs: StepInputs) -> OlderTokens:
-        return OlderTokens(parts, self.salient, transport, inputs)
+        return OlderTokens(parts, self.salience, transport, inputs)
 
     def step_sizes(self, sizes: Sizes) -> Sizes:
         return replace(sizes, budget_pages=0, lists=1)
@@ -78,9 +76,8 @@ def make(context: Context) -> Policy:
         query=QuerySource(is_ahead=False),
         route="cpu",
         residency=Residency(),
-        salient=SalientTokens(
+        salience=Salience(
             window_tokens=config.budget_tokens,
-            window_pages=recent_pages + 1,
             alpha=config.hgca_alpha,
             beta=torch.tensor(config.hgca_beta).item(),  # infinite if too large for float32
             cap_tokens=config.context_cap_tokens,

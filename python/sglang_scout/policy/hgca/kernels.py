@@ -72,17 +72,7 @@ def decay_kernel(
 
 
 @triton.jit
-def salient_kernel(
-    maw,
-    state,
-    at,
-    threshold,
-    out,
-    N,
-    W,
-    H,
-    S: tl.constexpr,
-):
+def salient_kernel(maw, state, at, threshold, out, N, W, H, S: tl.constexpr):
     """One page, head and layer. maw [L, N, W, H, S]; state, at [n]; threshold [L, N, H]; out [L, n, H]."""
     i, h, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = layer * N + tl.load(state + i)
@@ -110,31 +100,10 @@ def decay_mass(
     scale,
 ):
     (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
-    decay_kernel[(W, H, B)](
-        q,
-        lse,
-        as_loaded(k),
-        pages,
-        n_pages,
-        slot_of,
-        last_page,
-        last_len,
-        first_at,
-        state,
-        fresh,
-        maw,
-        alpha,
-        scale,
-        N,
-        W,
-        slot_of.numel(),
-        S,
-        H,
-        q.shape[1] // H,
-        D,
-        stored_as(k.dtype)[1],
-        num_warps=4,
-    )
+    of_rows = pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh
+    sizes = N, W, slot_of.numel(), S, H, q.shape[1] // H, D
+    tensors, fp8 = (q, lse, as_loaded(k), *of_rows, maw), stored_as(k.dtype)[1]
+    decay_kernel[(W, H, B)](*tensors, alpha, scale, *sizes, fp8, num_warps=4)
 
 
 def salient_bits(maw, state, at, threshold):

@@ -1,9 +1,10 @@
 """Tokens that have left the device's window, and which the CPU attends to (Deng et al., Algorithms 1 and 2).
 
 The device attends to a request's recent window and, if the policy requires, to its first pages. Of a page that leaves
-the window each KV head keeps the tokens that the policy finds salient, in the context cache. A joining request has
-older pages without statistics: its first step attends to all of them, and with that step's queries a thread selects
-among their tokens (line 20 of Algorithm 1). Until it is done, the CPU attends to all.
+the window each KV head keeps the salient tokens, in the context cache: those with more than beta / window of its
+attention, by a moving average. A joining request has older pages without statistics: its first step attends to all of
+them, and with that step's queries a thread selects among their tokens (line 20 of Algorithm 1). Until it is done, the
+CPU attends to all.
 
     boundary t-1   a page leaves with step t: what is kept of it, by the averages up to step t-2, is read back
     boundary t     its tokens are added to the lists, and the CPU attends to them from step t on
@@ -22,18 +23,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from sglang_scout.engine.ahead import Ahead, Selector
 from sglang_scout.engine.device import Fetching, Staging, upload
-from sglang_scout.engine.parts import Parts
 from sglang_scout.engine.requests import Batch, Request
 from sglang_scout.engine.step_inputs import StepInputs
+from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.transport import Transport
 from sglang_scout.policy.hgca.context_cache import ContextCache, Ids, Kept
-from sglang_scout.policy.hgca.salient_tokens import SalientTokens
+from sglang_scout.policy.hgca.salience import decay_mass, salient_bits, select_salient
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
+
+
+@dataclass(frozen=True)
+class Salience:
+    """What is kept of the window.
+
+    Args:
+        window_tokens: tokens on the device.
+        alpha, beta: of Algorithm 1; the paper gives no alpha, and 1 for beta.
+        cap_tokens: most kept tokens of a request, layer and head; None: no limit, as in the paper. A head at its cap
+            doubles its beta (ours).
+    """
+
+    window_tokens: int
+    alpha: float
+    beta: float
+    cap_tokens: int | None
 
 
 @dataclass(eq=False)
@@ -43,11 +62,10 @@ class Older:
     state: int  # row of the policy's stores
     begin: int  # pages before the window's start
     kept: Kept
-    queries: torch.Tensor  # [L, HQ, D] on the device, written by its first step
+    queries: Tensor  # [L, HQ, D] on the device, written by its first step
     whole: list[int]  # until it is evaluated, all older pages
-    evaluation: Future[tuple[Kept, npt.NDArray[np.bool_]]] | None = (
-        None  # and lists without room for all
-    )
+    # What is kept, and lists without room for all.
+    evaluation: Future[tuple[Kept, npt.NDArray[np.bool_]]] | None = None
     since: list[Tokens] = field(default_factory=list)  # kept of pages that left since it joined
     version: int = 0
 
@@ -60,27 +78,29 @@ class OlderTokens(Selector):
     """
 
     def __init__(
-        self, parts: Parts, salient: SalientTokens, transport: Transport, inputs: StepInputs
+        self, parts: Parts, salience: Salience, transport: Transport, inputs: StepInputs
     ) -> None:
-        self._salient, self._transport, self._inputs = salient, transport, inputs
+        self._salience, self._transport, self._inputs = salience, transport, inputs
         self._counters = parts.counters
         rule, device = parts.policy.rule, parts.device
         self._sinks, self._recent = rule.sink_pages, rule.recent_pages
         self._host, self._shape, self._device = parts.host, (shape := parts.shape), device
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, parts.sizes.max_batch
-        self._cache = ContextCache(parts.host, parts.sizes.max_pages, salient.cap_tokens)
-        salient.allocate(layers, rows, heads, shape.page_size, device)
-        lists = layers, rows, heads
-        self._ids = torch.full(
-            (*lists, parts.sizes.max_pages), -1, dtype=torch.int32, device=device
-        )
+        lists, max_pages = (layers, rows, heads), parts.sizes.max_pages
+        self._cache = ContextCache(parts.host, max_pages, salience.cap_tokens)
+        places = layers, rows, self._recent + 1, heads, shape.page_size
+        self._maw = torch.zeros(places, device=device)
+        self._betas = torch.full(lists, salience.beta)
+        self._threshold = torch.zeros(lists, device=device)
+        self._ids = torch.full((*lists, max_pages), -1, dtype=torch.int32, device=device)
         self._counts = torch.zeros(lists, dtype=torch.int32, device=device)
         self._queries = torch.zeros(layers, rows, shape.num_q_heads, shape.head_dim, device=device)
         self._staging = Staging(4 * rows, device)
         self._older: dict[Request, Older] = {}
         self._free_states = list(range(rows))
         self._sent: list[tuple[Older, int] | None] = [None] * rows  # in the device's rows
-        self._leaving: tuple[dict[Request, int], Fetching] = {}, Fetching([])
+        self._leaving: dict[Request, int] = {}  # pages that leave with this step, and
+        self._bits = Fetching([torch.zeros(1, 0)])  # [L, n, H] of these
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout-evaluate")
         self._row_pages = np.zeros((layers, rows), np.int64)  # of all heads
         self.pause()
@@ -108,7 +128,8 @@ class OlderTokens(Selector):
         self._cache.begin_step()
         full, table = batch.n_full.tolist(), batch.table
         self._forget(batch.requests)
-        bits = dict(zip(self._leaving[0], np.moveaxis(self._bits(), 1, 0), strict=True))
+        [found] = self._bits.wait()
+        bits = dict(zip(self._leaving, np.moveaxis(found, 1, 0), strict=True))
         attended = np.full_like(table, -1)
         words = self._staging.fill().reshape(4, -1)
         words[:] = -1
@@ -119,7 +140,8 @@ class OlderTokens(Selector):
             is_new = older is None
             if older is None:
                 state, pages = self._free_states.pop(), table[row, len(sinks) : begin].tolist()
-                self._salient.joins(state)
+                self._betas[:, state] = self._salience.beta
+                self._threshold[:, state] = self._salience.beta / self._salience.window_tokens
                 older = Older(state, begin, self._cache.empty(), self._queries[:, row], pages)
                 self._older[request] = older
             else:
@@ -167,13 +189,13 @@ class OlderTokens(Selector):
             for tokens in older.since:
                 self._keep(older, tokens)
 
-    def _select(self, sent: Fetching, pages: torch.Tensor, state: int) -> Any:
+    def _select(self, sent: Fetching, pages: Tensor, state: int) -> Any:
         """On the thread, concurrent with steps: select among all tokens of ``pages`` by the ``sent`` queries."""
         [queries] = map(torch.from_numpy, sent.wait())
         kept, scale = self._cache.empty(), self._shape.scale
         was_full = np.zeros(kept.tokens.shape, bool)
         for layer, k in enumerate(self._host.k):
-            found = self._salient.select(state, layer, queries[layer], k, pages, scale)
+            found = select_salient(queries[layer], k, pages, self._betas[layer, state], scale)
             heads, tokens = (x.numpy() for x in found)
             was_full |= self._cache.add(kept, np.full_like(heads, layer), heads, tokens)
         return kept, was_full
@@ -199,9 +221,14 @@ class OlderTokens(Selector):
         self._raise(older, self._cache.add(older.kept, *tokens))
 
     def _raise(self, older: Older, was_full: npt.NDArray[np.bool_]) -> None:
+        """Double the beta of lists ``[L, H]`` that had no room for all tokens."""
         if was_full.any():
             self._counters.raised_thresholds += int(was_full.sum())
-            self._salient.raise_threshold(older.state, was_full)
+            betas = self._betas[:, older.state]
+            doubled = torch.where(betas > 0, 2 * betas, 1.0)
+            betas.copy_(torch.where(torch.from_numpy(was_full), doubled, betas))
+            threshold = (betas / self._salience.window_tokens).to(self._threshold)
+            self._threshold[:, older.state] = threshold
 
     def _ask_of_leaving(self, batch: Batch) -> None:
         """Request the kept tokens of pages that leave with the next step. A first step's statistics are too few."""
@@ -211,15 +238,11 @@ class OlderTokens(Selector):
         states = [self._older[requests[row]].state for row in rows]
         places = (full[rows] - self._recent) % (self._recent + 1)
         asked = [upload(np.array(x, np.int32), self._device) for x in (states, places)]
-        found = self._salient.leaving(*asked) if len(rows) else torch.zeros(0)
-        self._leaving = {requests[row]: i for i, row in enumerate(rows)}, Fetching([found])
-
-    def _bits(self) -> npt.NDArray[np.int32]:
-        """``[L, n, H]`` of the pages leaving now."""
-        if not self._leaving[0]:
-            return np.zeros((1, 0), np.int32)
-        [bits] = self._leaving[1].wait()
-        return bits
+        found = torch.zeros(1, 0)
+        if len(rows):
+            found = salient_bits(self._maw, *asked, self._threshold)
+        self._leaving = {requests[row]: i for i, row in enumerate(rows)}
+        self._bits = Fetching([found])
 
     def _send(self, row: int, older: Older) -> None:
         """Update the device's row with a request's lists."""
@@ -236,7 +259,7 @@ class OlderTokens(Selector):
         self._row_pages[:, row] = counts.sum(1)
         self._sent[row] = older, older.version
 
-    def take(self, layer: int, query: torch.Tensor) -> Ahead:
+    def take(self, layer: int, query: Tensor) -> Ahead:
         """The window, and the older tokens: ``[B * H, R]`` ids (:meth:`ContextCache.worker_ids`)."""
         rows = len(query)
         self._queries[layer, :rows] = query
@@ -246,18 +269,12 @@ class OlderTokens(Selector):
         return Ahead(query, window.table, window.n_full, ids, counts, ticket)
 
     def attended(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        lse: torch.Tensor,
-        k: torch.Tensor,
-        pages: torch.Tensor,
-        *slots: torch.Tensor,
+        self, layer: int, query: Tensor, lse: Tensor, k: Tensor, pages: Tensor, *slots: Tensor
     ) -> None:
         """The device attended to a window of a layer; arguments as of :func:`decay_mass`, without those known here."""
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, : len(query)]
         window = query, lse, k, pages, recent, *slots, first_at, state, fresh
-        self._salient.attended(layer, *window, scale=self._shape.scale)
+        decay_mass(*window, self._maw[layer], self._salience.alpha, self._shape.scale)
 
     def wait(self) -> None:
         """Wait for all evaluations in progress."""

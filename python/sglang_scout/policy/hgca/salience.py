@@ -122,12 +122,8 @@ def salient_bits_reference(maw, state, at, threshold):
 
 
 def select_salient(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    pages: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, pages: Tensor, beta: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Tokens of host pages whose softmax weight over all of these tokens exceeds beta / their number; on the host.
 
     Args:

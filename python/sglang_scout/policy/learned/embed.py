@@ -1,4 +1,5 @@
-"""Page embeddings: a few vectors per page and KV head, scored by dot products with one query per KV head.
+"""Page embeddings: a few vectors per page and KV head, scored by dot products with one query per KV head. Digests that
+hold them are SparDA's and RheoServe's.
 
 means   K~ of arXiv 2606.04511, equation 5, pooled with kernel size one page and stride half a page. Stored are the
         means of the page's two halves, so a digest depends on that page alone; a window averages adjacent halves.
@@ -10,10 +11,16 @@ NaN elements of K count as 0, and large ones are clamped to LARGEST or the dtype
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
+from sglang_scout.core.forecast import PageWeights
+from sglang_scout.engine.digest_kinds import MARK_BYTES, DigestKind, Parts
+from sglang_scout.engine.step_inputs import Candidates
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.layers import LayerPages, limited, source_rows
 from sglang_scout.ops.tolerances import of_every_dtype, once_rounded
 from sglang_scout.ops.triton import Lazy
@@ -29,12 +36,12 @@ TOLERANCES = {
 }
 
 
-def half_means(k: torch.Tensor) -> torch.Tensor:
+def half_means(k: Tensor) -> Tensor:
     """[n, S, H, D] -> [n, H, 2, D] float32: the mean key of each half of a page."""
     return limited(k, k.dtype).unflatten(1, (2, -1)).mean(2).transpose(1, 2)
 
 
-def pooled(k: torch.Tensor) -> torch.Tensor:
+def pooled(k: Tensor) -> Tensor:
     """[n, S, H, D] -> [n, H, 2 D] float32: mean, then each channel's element of largest magnitude (positive if
     tied)."""
     k = limited(k, k.dtype)
@@ -130,3 +137,49 @@ def score_embeddings_reference(q, embeddings, table, n_full):
         following = torch.nn.functional.pad(score, (0, 1), value=-torch.inf)[..., 1:]
         score = (dots[:, :, 1] + torch.maximum(score, following)) / 2
     return score.masked_fill(void[:, None], -torch.inf).flatten(0, 1)
+
+
+class Means(DigestKind):
+    """SparDA's: mean keys of a page's halves; each KV head selects with one query vector."""
+
+    name = "mean16"
+    vectors = 2
+
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[Tensor]) -> None:
+        self.first = parts[0].view(shape.dtype).unflatten(-1, (self.vectors, -1))
+
+    @classmethod
+    def part_bytes(cls, shape: ModelShape, weights: PageWeights | None) -> tuple[int, int]:
+        return 2 * shape.head_dim * shape.dtype.itemsize, MARK_BYTES
+
+    def build(self, source: LayerPages, ids: Tensor, rows: Tensor | None) -> None:
+        build_layer_means(source, ids, self.first, rows)
+
+    def score(self, layer: int, query: Tensor, of: Candidates, scale: float) -> Tensor:
+        vectors = query.reshape(len(of.table) * self.first.shape[2], -1).contiguous()
+        return score_embeddings(vectors, self.first[layer], of.table, of.n_scored)
+
+
+class Pilots(Means):
+    """RheoServe's: learned embeddings of pages, and of the real queries of each KV head."""
+
+    name = "pilot"
+    trained = ("w_k", "w_q")
+    vectors = 1
+
+    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[Tensor]) -> None:
+        super().__init__(parts, shape, weights)
+        self._w_k, self._w_q = weights
+
+    @classmethod
+    def part_bytes(cls, shape: ModelShape, weights: PageWeights | None) -> tuple[int, int]:
+        assert weights is not None
+        return weights.rank * shape.dtype.itemsize, MARK_BYTES
+
+    def build(self, source: LayerPages, ids: Tensor, rows: Tensor | None) -> None:
+        build_layer_pilots(source, ids, self.first, self._w_k, rows)
+
+    def score(self, layer: int, query: Tensor, of: Candidates, scale: float) -> Tensor:
+        by_head = query.reshape(len(of.table), self.first.shape[2], -1).float()
+        vectors = torch.einsum("bhx,hrx->bhr", by_head, self._w_q[layer])
+        return super().score(layer, vectors, of, scale)

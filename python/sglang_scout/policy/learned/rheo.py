@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sglang_scout.engine.policy import RESULT_DELAY_STEPS, Ids, Policy, Residency, StepReport
 from sglang_scout.ops.residency import PageUses
 from sglang_scout.policy import Context, query_source, selection_rule, trained_weights
-from sglang_scout.policy.learned.digests import Pilots
+from sglang_scout.policy.learned.embed import Pilots
 
 DEFAULTS: dict[str, Any] = {
     "digest": Pilots.name,

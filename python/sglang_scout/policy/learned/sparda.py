@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from sglang_scout.engine.ahead import QueryProjector
 from sglang_scout.engine.policy import Policy, QuerySource
-from sglang_scout.engine.projector import QueryProjector
 from sglang_scout.policy import Context, selection_rule, trained_weights
-from sglang_scout.policy.learned.digests import Means
+from sglang_scout.policy.learned.embed import Means
 from sglang_scout.policy.residency import ImportantPages
 
 DEFAULTS: dict[str, Any] = {
