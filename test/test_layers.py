@@ -55,10 +55,12 @@ def test_no_line_has(what, pattern, folders):
     [
         ("worker.main", "torch sglang triton transformers pickle5 cloudpickle"),
         ("ops.attend", "sglang triton"),
+        ("policy", "sglang triton"),
     ],
 )
 def test_importing_a_module_loads_nothing_that_it_can_do_without(module, costly):
-    code = f"import sglang_scout.{module}, json, sys; print(json.dumps(list(sys.modules)))"
+    code = f"import json, sys, sglang_scout.{module} as module; getattr(module, 'policies', int)()"
+    code += "; print(json.dumps(list(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60

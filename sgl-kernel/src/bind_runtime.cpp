@@ -251,14 +251,16 @@ void bind_runtime(nb::module_& m) {
       .def("next_event",
            [](const Producer& self, uint32_t line) { return scout::next_event(self.ring(), line); })
       // Into bytes, as structured dtypes are unknown to DLPack.
-      .def("read_events", [](const Producer& self, uint32_t line, uint64_t from,
-                             const Array<uint8_t, 1>& to) {
-        const int64_t room = int64_t{self.ring().header().event_entries} * sizeof(scout::Event);
-        expect_shape("read_events", "to", to, {room});
-        const auto read = scout::read_events(self.ring(), line, from, self.last_epoch(),
-                                             reinterpret_cast<scout::Event*>(to.data()));
-        return nb::make_tuple(read.next, read.count, read.lost);
-      });
+      .def(
+          "read_events",
+          [](const Producer& self, uint32_t line, uint64_t from, const Array<uint8_t, 1>& to) {
+            const int64_t room = int64_t{self.ring().header().event_entries} * sizeof(scout::Event);
+            expect_shape("read_events", "to", to, {room});
+            const auto read = scout::read_events(self.ring(), line, from, self.last_epoch(),
+                                                 reinterpret_cast<scout::Event*>(to.data()));
+            return nb::make_tuple(read.next, read.count, read.lost);
+          },
+          nb::arg("line"), nb::arg("start"), nb::arg("to").noconvert());
 
   nb::class_<Attendant>(m, "RingAttendant",
                         "Stands by a ring whose producer is a CUDA stream, until stop().")

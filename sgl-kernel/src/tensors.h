@@ -109,9 +109,15 @@ struct type_caster<scout::Tensor<N, Of...>> {
   using Base = make_caster<typename Argument::Base>;
   NB_TYPE_CASTER(Argument, Base::Name)
 
+  static PyObject* imported() noexcept try {
+    return object(module_::import_("torch.utils.dlpack").attr("to_dlpack")).release().ptr();
+  } catch (const python_error&) {  // no torch, so no tensor
+    return nullptr;
+  }
+
   bool from_python(handle source, uint32_t flags, cleanup_list* cleanup) noexcept {
-    static PyObject* const to_dlpack =
-        object(module_::import_("torch.utils.dlpack").attr("to_dlpack")).release().ptr();
+    static PyObject* const to_dlpack = imported();
+    if (to_dlpack == nullptr) return false;
     const object capsule = steal(PyObject_CallOneArg(to_dlpack, source.ptr()));
     Base base;
     if (!capsule.is_valid() || !base.from_python(capsule, flags, cleanup)) {

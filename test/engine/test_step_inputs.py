@@ -1,5 +1,7 @@
 """A boundary's single transfer to the device."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -56,3 +58,17 @@ def test_the_device_has_what_was_sent_and_nothing_of_before(changes):
             expected = sent.table[row, :count] if count else []
             assert np.array_equal(candidates.table[row, :count], expected)
             assert (candidates.table[row, count:] == -1).all(), "full pages alone"
+
+
+def test_a_change_keeps_its_64_bits_among_the_words_of_a_step():
+    """In a table of more than 2^32 entries, as 80 layers of a large host's pages have."""
+    heard, residency = [], Changes()
+    sizes = Sizes(budget_pages=2, num_slots=9, max_batch=ROWS, max_pages=COLUMNS)
+    inputs = StepInputs(residency, sizes, torch.device("cpu"))
+    flat = SimpleNamespace(index_copy_=lambda _, *change: heard.extend(x.tolist() for x in change))
+    inputs.slot_of = SimpleNamespace(view=lambda _: flat)
+    residency.changes = np.array([2**33 + 5]), np.array([3], np.int32)
+    one = np.ones(1, np.int32)
+    table, slots = np.array([[4, 5]], np.int32), np.ones((LAYERS, 1), np.int32)
+    inputs.send(Batch([Request()], table, one, slots, one, one, np.zeros(1)))
+    assert heard == [[2**33 + 5], [3]]

@@ -6,6 +6,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,21 @@ def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):
     supported = " and ".join(map(re.escape, ADAPTERS))
     with pytest.raises(SystemExit, match=f"cannot serve with --kv-offload: .* {supported};"):
         plugins.load_plugins()
+
+
+@pytest.mark.parametrize("missing", ["sglang_scout._native", "triton", "jaxtyping"])
+def test_what_cannot_be_imported_is_refused_and_not_just_logged(missing):
+    """In a process of its own, as SGLang loads its plugins."""
+    code = """
+import sys
+sys.modules[sys.argv[1]] = None
+sys.argv += ["--kv-offload", "scout"]
+from sglang.srt import plugins
+plugins.load_plugins()
+"""
+    done = subprocess.run([sys.executable, "-c", code, missing], capture_output=True, text=True)
+    assert done.returncode == 1 and "cannot serve with --kv-offload: " in done.stderr
+    assert missing.rpartition(".")[2] in done.stderr
 
 
 def test_adapters_have_the_names_that_the_plugin_uses():

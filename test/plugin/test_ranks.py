@@ -209,11 +209,11 @@ def test_the_default_is_no_more_than_a_device_has_digests_of(default, caplog, ra
     [
         (
             {"on_device": 3 * PAGE_BYTES},
-            "hold 2 of the 3 pages that .* raise --mem-fraction-static$",
+            "device memory left.* hold 2 of the 3 pages that each rank needs; raise --mem-fraction-static$",
         ),
         (
             {"available": {None: 1 << 30}, "ranks": 4},
-            "need 1.46 GiB, 0.46 more .* fewer CPUs in --kv",
+            "requests 64: .* need 1.46 GiB, 0.46 more .* fewer CPUs in --kv-offload-cpus",
         ),
     ],
 )

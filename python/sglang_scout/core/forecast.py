@@ -62,7 +62,7 @@ class PageWeights:
         first, count = rank * heads // size, max(1, heads // size)
         rows = dim if self.header.kind == "forecast" else 1  # of a KV head
         own = slice(first * rows, (first + count) * rows)
-        arrays = {name: x[:, own] for name, x in self.arrays.items()}
+        arrays = {name: x[:, own].copy() for name, x in self.arrays.items()}
         if self.header.kind == "pilot":
             group, queries = model.num_q_heads // heads, model.num_q_heads // size
             query = rank * model.num_q_heads // size - first * group

@@ -70,6 +70,8 @@ class QueryProjector:
         Runs on the model's stream, as the model overwrites the layer input afterwards. A quantised projection too, K
         and V included, 1 + 2 H / HQ times the work: such GEMMs may share a workspace.
         """
+        x = x.contiguous()  # kernels assume it, as SGLang passes it
+        residual = None if residual is None else residual.contiguous()
         normed = add_norm(x, residual, self.norm_weight, self.norm_eps)
         if self.quantized is None:
             return normed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,10 @@ class ScoutAttnBackend(AttentionBackend):
         shape, cpus = self.pool.shape, self.cpu_plan.threads
         path = config.recall_profile
         profile = None if path is None else load_profile(path)  # validated by the launcher
-        self.policy = rank_policy(config, shape, profile)
+        policy, own = rank_policy(config, shape, profile), make_projectors(layers)
+        projectors = policy.projectors(own)
+        # Not needed from here on, and up to gigabytes.
+        self.policy = replace(policy, rule=replace(policy.rule, weights=None))
         in_graph = uses_graph_transport(config, device)
         self.transport = "graph" if in_graph else "host"
         of_worker = WorkerConfig(
@@ -95,10 +99,9 @@ class ScoutAttnBackend(AttentionBackend):
             Tracer(self.config.trace, self.config.trace_steps, self.worker, facts),
             self.ranks if self.ranks.size > 1 else None,
         )
-        own, attention = make_projectors(layers), self.worker
+        attention = self.worker
         if in_graph:
             attention = self._graph_transport(device, of_worker.wait_timeout_s)
-        projectors = self.policy.projectors(own)
         log = status.open_step_log(config, facts, runner.model_config)
         self.engine = StepEngine(parts, projectors, attention, config.verify, log)
         self._probe = QueryProbe(own)

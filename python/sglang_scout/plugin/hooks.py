@@ -26,7 +26,7 @@ ROLES = {
     "decode": ("decode", "requests", "transfers"),
     "prefill": ("prefill", "requests", "transfers"),
 }
-"""The modules of each role's hooks. A process imports only those of its own."""
+"""The modules of each role's hooks. A process applies only those of its own."""
 
 _INSTALL = f"install sglang=={VERSION} unmodified, and no other plugin"
 

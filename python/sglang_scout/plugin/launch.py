@@ -17,7 +17,8 @@ from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
-from sglang_scout.plugin import FIELDS, limits
+from sglang_scout.plugin import limits
+from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import adapter, apply, hook, hooks_of
 from sglang_scout.policy import policies
 

@@ -132,6 +132,7 @@ def _projector(index: int, layer: Any) -> QueryProjector:
         "input_layernorm": type(norm) is RMSNorm,
         "rotary_emb": isinstance(rope, RotaryEmbedding) and not isinstance(rope, MRotaryEmbedding),
         "qkv_proj": callable(projection),
+        "rotary_dim": rope.rotary_dim % 2 == 0 and rope.rotary_dim <= attention.head_dim,
     }
     if wrong := [what for what, is_known in parts.items() if not is_known]:
         raise ConfigError(

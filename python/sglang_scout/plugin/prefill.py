@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,10 +89,11 @@ def around_init_pools(original, runner, **given):
         return build_pools(build, runner)[0]
     result, pool, allocator = build_pools(build, runner, DigestKVPool)
     pool.shape = shape = model_shape(runner)
-    pool.rule = rank_policy(config, shape).rule
+    rule = rank_policy(config, shape).rule
     pool.host_pages = host = HostPages(shape, pool.k_buffer, pool.v_buffer)
     hints = bool(hint_bytes(config, shape.num_layers))
-    pool.digests = DigestPool(shape, host.num_pages, pool.device, pool.rule, hints)
+    pool.digests = DigestPool(shape, host.num_pages, pool.device, rule, hints)
+    pool.rule = replace(rule, weights=None)
     # Only digests depend on the pages, which change owner in stream order.
     allocator.listener = SimpleNamespace(
         allocate_pages=pool.digests.unset,

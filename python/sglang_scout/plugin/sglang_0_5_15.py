@@ -13,7 +13,7 @@ from sglang.srt.model_executor import model_runner_kv_cache_mixin
 from sglang.srt.server_args import ServerArgs
 
 from sglang_scout.core.supported import FP8_KV
-from sglang_scout.plugin import FIELDS
+from sglang_scout.plugin.fields import FIELDS
 
 POOLS_MODULE = model_runner_kv_cache_mixin
 """Module from which SGLang takes its pool classes."""

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.plugin import FIELDS
+from sglang_scout.plugin.fields import FIELDS
 
 POOLS_MODULE = kv_cache_configurator
 FP8_ON_CPU = ()  # e4m3 only with AMX and its own backend

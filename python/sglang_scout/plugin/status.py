@@ -43,10 +43,14 @@ METRICS = {
     "host_pages_total": gauge("pages", "Capacity of host memory for KV"),
     "host_pages_used": gauge("pages", "In host memory for requests or the radix cache"),
     "resident_pages": gauge("pages", "In the device's cache, summed over layers"),
-    "cpu_compute_ratio": gauge("ratio", "Pages computed on the CPU over the budget, since start"),
+    "cpu_compute_ratio": gauge(
+        "ratio", "Pages computed on the CPU divided by the budget, since start"
+    ),
     **{x.name: x.metadata["stat"] for x in fields(Counters) if x.metadata},
     "recall_wait_seconds": counter("seconds", "Time that steps waited for recalls"),
-    "fallback_pages": counter("pages", "Computed by the server for the CPU attention process"),
+    "fallback_pages": counter(
+        "pages", "Computed by the server in place of the CPU attention process"
+    ),
     "checksum_failures": counter("pages", "Of a layer, found changed in host memory"),
     "context_pages_total": gauge("pages", "Capacity for tokens that heads keep, over all layers"),
     "context_pages_used": gauge("pages", "In use for tokens that heads keep, over all layers"),

@@ -39,6 +39,8 @@ class Context:
 def _modules(package: ModuleType) -> dict[str, ModuleType]:
     found = {}
     for info in pkgutil.iter_modules(package.__path__):
+        if info.name == "kernels":  # they import triton
+            continue
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         if hasattr(module, "make"):
             found[info.name] = module
