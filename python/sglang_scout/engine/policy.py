@@ -14,14 +14,13 @@ import numpy.typing as npt
 
 from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.digest_kinds import DigestKind
-from sglang_scout.engine.stores import ModelShape, Sizes
+from sglang_scout.engine.stores import ModelShape, Parts, Sizes
 from sglang_scout.ops.residency import PageUses
 
 if TYPE_CHECKING:
     from sglang_scout.engine.ahead import QueryProjector, Selector
     from sglang_scout.engine.memory import ServerSize
     from sglang_scout.engine.step_inputs import StepInputs
-    from sglang_scout.engine.stores import Parts
     from sglang_scout.engine.transport import Transport
 
 Ids = npt.NDArray[np.int64]

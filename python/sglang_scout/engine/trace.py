@@ -27,9 +27,9 @@ from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from sglang_scout.engine.counters import Ids
 from sglang_scout.ops.doorbell import write_stamp
 from sglang_scout.worker.client import WorkerClient
 
@@ -41,7 +41,6 @@ _WORKER_PID = 100
 _LANES = 1000
 _NOTHING = contextlib.nullcontext()
 
-Times = npt.NDArray[np.int64]
 STAMPS_PER_LAYER = 24
 _CALIBRATIONS = 8
 
@@ -285,7 +284,7 @@ class DeviceClock:
         """Of the step that was launched last: its own, or those of the graph that was replayed."""
         return self._cuts or self._captured
 
-    def write(self, step: int, cuts: list[Cut], stamps: Times, waited_ns: Times) -> None:
+    def write(self, step: int, cuts: list[Cut], stamps: Ids, waited_ns: Ids) -> None:
         """The slices of a step whose stamps have arrived, with ``[L]`` wait times of its merges."""
         at = stamps - self._ahead_ns
         for row, what, first, last, args in cuts:
