@@ -48,7 +48,7 @@ def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):
         plugins.load_plugins()
 
 
-@pytest.mark.parametrize("missing", ["sglang_scout._native", "triton", "jaxtyping"])
+@pytest.mark.parametrize("missing", ["sglang_scout._native", "jaxtyping"])
 def test_what_cannot_be_imported_is_refused_and_not_just_logged(missing):
     """In a process of its own, as SGLang loads its plugins."""
     code = """
