@@ -66,8 +66,7 @@ class ScoutAttnBackend(AttentionBackend):
         layers = decoder_layers(runner.model)
         self.max_batch = num_requests = runner.max_running_requests
         shape, cpus = self.pool.shape, self.cpu_plan.threads
-        path = config.recall_profile
-        profile = None if path is None else load_profile(path)  # validated by the launcher
+        profile = load_profile(path) if (path := config.recall_profile) else None
         policy, own = rank_policy(config, shape, profile), make_projectors(layers)
         projectors = policy.projectors(own)
         # Not needed from here on, and up to gigabytes.
@@ -99,9 +98,8 @@ class ScoutAttnBackend(AttentionBackend):
             Tracer(self.config.trace, self.config.trace_steps, self.worker, facts),
             self.ranks if self.ranks.size > 1 else None,
         )
-        attention = self.worker
-        if in_graph:
-            attention = self._graph_transport(device, of_worker.wait_timeout_s)
+        wait_s = of_worker.wait_timeout_s
+        attention = self._graph_transport(device, wait_s) if in_graph else self.worker
         log = status.open_step_log(config, facts, runner.model_config)
         self.engine = StepEngine(parts, projectors, attention, config.verify, log)
         self._probe = QueryProbe(own)
