@@ -59,12 +59,12 @@ def meminfo() -> dict[str, float]:
     return {name: round(value, 2) for name, value in found.items()}
 
 
-def grow(most_gb: float, most_s: float) -> None:
+def grow(max_gb: float, max_s: float) -> None:
     """Touch memory in steps, and print GiB and seconds after each. In a process of its own: it may be killed."""
     Path("/proc/self/oom_score_adj").write_text("1000")
     kept: list[mmap.mmap] = []
     begin = time.monotonic()
-    while (len(kept) + 1) * STEP_BYTES <= most_gb * GIB and time.monotonic() - begin < most_s:
+    while (len(kept) + 1) * STEP_BYTES <= max_gb * GIB and time.monotonic() - begin < max_s:
         end = time.monotonic() + GROW_S
         while meminfo()["MemAvailable"] * GIB < LEFT_BYTES and time.monotonic() < end:
             time.sleep(0.1)
@@ -76,14 +76,14 @@ def grow(most_gb: float, most_s: float) -> None:
         print(len(kept) * STEP_BYTES / GIB, round(time.monotonic() - begin, 2), flush=True)
 
 
-def host_pages_gb(writer: rows.Writer, most_gb: float, most_s: float) -> float:
+def host_pages_gb(writer: rows.Writer, max_gb: float, max_s: float) -> float:
     """GiB to ask for, by what :func:`grow` got; with a row."""
     before = meminfo()
-    code = f"from benchmark.host_probe import grow; grow({most_gb}, {most_s})"
+    code = f"from benchmark.host_probe import grow; grow({max_gb}, {max_s})"
     command = [sys.executable, "-c", code]
     said = subprocess.run(command, capture_output=True, text=True).stdout.split()
     reached, took_s = map(float, said[-2:]) if said else (0.0, 1.0)
-    ended_s = took_s >= most_s or reached + STEP_BYTES / GIB > most_gb  # not for want of memory
+    ended_s = took_s >= max_s or reached + STEP_BYTES / GIB > max_gb  # not for want of memory
     most = TYPICAL_GB if ended_s else reached - BESIDE_GB
     asked = max(1.0, min(most, TYPICAL_GB, TAKE_S * reached / took_s) // 1)
     about = {"reached_gb": reached, "seconds": took_s, "refused": not ended_s, "host_gb": asked}

@@ -20,12 +20,12 @@ def mapped_bytes(pid: int) -> int:
     return sum(1024 * int(number) for number in found)
 
 
-def wait_mapped(pid: int | None, nbytes: int, most_s: float) -> float:
-    """Wait until the process has mapped ``nbytes``, at most ``most_s``. Returns the mapped share, 0..1.
+def wait_mapped(pid: int | None, nbytes: int, max_s: float) -> float:
+    """Wait until the process has mapped ``nbytes``, at most ``max_s``. Returns the mapped share, 0..1.
 
     Until then its threads are slowed by page faults and by contention with the populating thread.
     """
-    end = time.monotonic() + most_s
+    end = time.monotonic() + max_s
     while True:
         share = min(1.0, mapped_bytes(pid) / nbytes) if pid is not None else 0.0
         if share >= _ENOUGH or time.monotonic() >= end:

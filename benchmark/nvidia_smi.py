@@ -35,10 +35,10 @@ def used_mib() -> int | None:
     return int(said[0]) if said and said[0].isdecimal() else None
 
 
-def wait_free(before_mib: int | None, most_s: float = 60.0) -> None:
+def wait_free(before_mib: int | None, max_s: float = 60.0) -> None:
     """Wait until memory use is back to about ``before_mib``: the driver frees memory some time after the process is
     gone."""
-    end = time.monotonic() + most_s
+    end = time.monotonic() + max_s
     while before_mib is not None and (now := used_mib()) is not None and now > before_mib + 512:
         if time.monotonic() >= end:
             print("memory of the device is still taken", flush=True)

@@ -141,10 +141,10 @@ class Store:
         pool.build(np.arange(pages, dtype=np.int64), self.host)
         return pool
 
-    def wait_mapped(self, most_s: float) -> float:
+    def wait_mapped(self, max_s: float) -> float:
         """Wait until the attention process has mapped the arena's pages; returns the mapped share."""
         of_pages = self.arena.nbytes - self.arena.layout.kv_offset
-        return wait_mapped(self.worker.snapshot().pid, of_pages, most_s)
+        return wait_mapped(self.worker.snapshot().pid, of_pages, max_s)
 
     def close(self) -> None:
         if self.device == "cuda":

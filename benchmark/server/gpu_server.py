@@ -73,18 +73,18 @@ SIZES = {
 }
 
 
-def parting(left: Answer, right: Answer, most_gap: float) -> tuple[int, float] | None:
+def parting(left: Answer, right: Answer, max_gap: float) -> tuple[int, float] | None:
     """Where two answers first have another token or log-probability, and by how much the latter differs. What follows
     is not comparable."""
     for at, ((token, score), (other, other_score)) in enumerate(zip(left, right, strict=True)):
         gap = abs(score - other_score)
-        if token != other or not gap <= most_gap:
+        if token != other or not gap <= max_gap:
             return at, gap
     return None
 
 
 def token_problems(
-    eager: dict[int, Answers], graph: dict[int, Answers], device: str, most_gap: float
+    eager: dict[int, Answers], graph: dict[int, Answers], device: str, max_gap: float
 ) -> tuple[list[str], dict[str, int]]:
     """Problems with the answers of captured steps, by batch size, and how many requests part for which reason.
 
@@ -98,10 +98,10 @@ def token_problems(
             if len(left) != len(right):
                 wrong.append(f"{where}: {len(left)} and {len(right)} tokens")
                 continue
-            at, gap = parting(left, right, most_gap) or (len(left), 0.0)
+            at, gap = parting(left, right, max_gap) or (len(left), 0.0)
             if size > 1 and device != "cpu":  # sums depend on the batch
                 together, apart = together + 1, apart + (at <= 1)  # the first is a placeholder
-            elif not gap <= most_gap:
+            elif not gap <= max_gap:
                 wrong.append(f"{where}, token {at}: log-probabilities differ by {gap:.3g}")
             else:
                 ties += at < len(left)

@@ -28,7 +28,7 @@ from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
 PAGE = 32
 NUM_RESERVED_DECODE_TOKENS = 512
 """SGLang's default of ``--num-reserved-decode-tokens``."""
-MOST_REQUESTS = 64
+MAX_REQUESTS = 64
 SKIPPED_STEPS = 50
 """At the start of the window, while the cache fills and recall settles."""
 START_S, MAPPED_S, RUN_S = 90.0, 45.0, 90.0
@@ -99,9 +99,9 @@ def steady(times: list[list[float]], skip: int = SKIPPED_STEPS) -> tuple[list[fl
     return gaps, tokens / (last - first)
 
 
-def most_requests(model: str, nbytes: float, tokens: int) -> int:
-    """Number of requests of ``tokens`` tokens whose bfloat16 KV fits in ``nbytes``, at most ``MOST_REQUESTS``."""
-    return max(1, min(MOST_REQUESTS, int(nbytes // (2 * SIZES[model].token_values * tokens))))
+def max_requests(model: str, nbytes: float, tokens: int) -> int:
+    """Number of requests of ``tokens`` tokens whose bfloat16 KV fits in ``nbytes``, at most ``MAX_REQUESTS``."""
+    return max(1, min(MAX_REQUESTS, int(nbytes // (2 * SIZES[model].token_values * tokens))))
 
 
 @contextlib.contextmanager
@@ -135,10 +135,10 @@ def flags_of(name: str, options: argparse.Namespace, device_bytes: int) -> dict[
     if "attention_backend" in SERVERS[name]:
         # A decode server never runs a prefill.
         stock = SERVERS[name] | {"page_size": PAGE, "disable_prefill_cuda_graph": True}
-        batch = 2 if options.rehearse else most_requests(options.model, device_bytes, tokens)
+        batch = 2 if options.rehearse else max_requests(options.model, device_bytes, tokens)
         return common | stock | {"max_running_requests": batch}
     ours = offload_flags("cuda", budget=DEFAULT_BUDGET_TOKENS, host_gb=options.host_gb)
-    batch = most_requests(options.model, options.host_gb * 2**30, tokens)
+    batch = max_requests(options.model, options.host_gb * 2**30, tokens)
     return common | ours | {"max_running_requests": batch}
 
 
@@ -215,7 +215,7 @@ def pointless(found: Sequence[rows.Row], options: argparse.Namespace) -> str:
     """Why ours has nothing to gain beside the stock server of these rows; "" if it has, or if there is none."""
     for row in (r for r in found if r["impl"] == "stock" and r["status"] == "ok"):
         tokens = row["context"] + reserved_tokens(options)
-        ours = most_requests(options.model, options.host_gb * 2**30, tokens)
+        ours = max_requests(options.model, options.host_gb * 2**30, tokens)
         sizes = row["context"], ours, row["batch"], options.host_gb
         if why := device.pointless(*sizes, "stock SGLang on this device"):
             return why
@@ -245,9 +245,9 @@ def measure_speed(
                 print(f"ABORTED: {why}", flush=True)
                 return failed + 1
         try:
-            log, most_s = logs / f"server-{name}.log", start_s(impl, options.host_gb)
+            log, max_s = logs / f"server-{name}.log", start_s(impl, options.host_gb)
             with DecodeServer(
-                model, flags, device="cuda", log=log, ready_timeout_s=most_s
+                model, flags, device="cuda", log=log, ready_timeout_s=max_s
             ) as server:
                 run_server(writer, server, about, options)
         except FAILURES as error:

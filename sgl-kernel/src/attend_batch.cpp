@@ -59,7 +59,7 @@ void attend_batch(const KvPages& kv, const AttendParams& params, const AttendBat
       largest = std::max(largest, counts[r]);
     }
     const int64_t page_bytes = 2 * kv.page_size * (kv.kv_heads / lists) * head_bytes(kv);
-    runs = Split{threads, kMostRuns, least_run_pages(page_bytes)}.runs(sequences, total, largest);
+    runs = Split{threads, kMostRuns, min_run_pages(page_bytes)}.runs(sequences, total, largest);
   }
   if (runs == 1) {
     parallel_for(rows, threads, [&](int r) {

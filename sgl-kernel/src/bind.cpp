@@ -197,9 +197,9 @@ NB_MODULE(_native, m) {
   m.attr("RUNS_PER_THREAD") = scout::kRunsPerThread;
   m.def(
       "split_runs",
-      [](int32_t threads, int32_t most, int32_t least_pages, int64_t sequences, int64_t total,
+      [](int32_t threads, int32_t most, int32_t min_pages, int64_t sequences, int64_t total,
          int64_t largest) {
-        return scout::Split{threads, most, least_pages}.runs(sequences, total, largest);
+        return scout::Split{threads, most, min_pages}.runs(sequences, total, largest);
       },
       "Runs that each of so many sequences with pages is split into; see split.h.");
   m.def(

@@ -224,7 +224,7 @@ void bind_checksums(nb::module_& m) {
 void bind_runtime(nb::module_& m) {
   bind_layout(m);
   bind_checksums(m);
-  m.def("least_run_pages", &scout::least_run_pages,
+  m.def("min_run_pages", &scout::min_run_pages,
         "Pages of K and V of so many bytes in the shortest run that is worth a thread of its own.");
   m.def("partial_bytes", &scout::partial_bytes,
         "What a RingRuntime reserves for the results of sequences that are split into parts.");
@@ -236,7 +236,7 @@ void bind_runtime(nb::module_& m) {
       .def("set_live_epoch", &Producer::set_live_epoch)
       .def("live_epoch", &Producer::live_epoch)
       .def("set_split", [](Producer& self, int32_t threads, int32_t most,
-                           int32_t least_pages) { self.set_split({threads, most, least_pages}); })
+                           int32_t min_pages) { self.set_split({threads, most, min_pages}); })
       // No implicit conversion: a result would be written into the converted copy.
       .def("post", &post, nb::arg("layer"), nb::arg("step"), nb::arg("q").noconvert(),
            nb::arg("pages").noconvert(), nb::arg("n_pages").noconvert(), nb::arg("parts"))

@@ -39,14 +39,14 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
   if (options_.cpus.size() > h.stat_lines)
     throw std::runtime_error("CPU attention: " + std::to_string(options_.cpus.size()) +
                              " CPUs, the arena has room for " + std::to_string(h.stat_lines));
-  most_parts_ = options_.max_parts * h.num_nodes;
+  max_parts_ = options_.max_parts * h.num_nodes;
   const uint64_t slots = ring_.num_slots();
   partial_floats_ = partial_floats(h.row_heads, h.head_dim);
-  if (most_parts_ > 1) {
+  if (max_parts_ > 1) {
     // calloc maps fresh zero pages, which take no memory until written: only by runs with pages, of
     // rows that are split.
     const uint64_t bytes =
-        partial_bytes(h.num_layers, h.max_batch, h.row_heads, h.head_dim, most_parts_);
+        partial_bytes(h.num_layers, h.max_batch, h.row_heads, h.head_dim, max_parts_);
     partials_.reset(static_cast<float*>(std::calloc(bytes, 1)));
     if (!partials_)
       throw std::runtime_error("CPU attention: no memory for " + std::to_string(bytes) +

@@ -89,7 +89,7 @@ class Runtime {
   // Packed densely per record, so that records with few rows in many parts and with many rows in
   // few parts reuse the same memory.
   float* partial(uint32_t slot, uint32_t place, uint32_t part, uint32_t parts) const {
-    const uint64_t first = uint64_t{slot} * ring_.header().max_batch * most_parts_;
+    const uint64_t first = uint64_t{slot} * ring_.header().max_batch * max_parts_;
     return partials_.get() + (first + uint64_t{place} * parts + part) * partial_floats_;
   }
 
@@ -97,10 +97,10 @@ class Runtime {
   RuntimeOptions options_;
   uint64_t first_post_ = 0;  // posts up to this one belong to earlier epochs
   uint64_t partial_floats_ = 0;
-  uint32_t most_parts_ = 0;  // of a row, over all nodes
+  uint32_t max_parts_ = 0;  // of a row, over all nodes
   uint32_t node_threads_[kMaxNodes] = {};
   std::unique_ptr<float[], void (*)(void*)> partials_{nullptr,
-                                                      std::free};  // only with most_parts_ > 1
+                                                      std::free};  // only with max_parts_ > 1
   // Each tagged with its record, see count_one.
   std::unique_ptr<std::atomic<uint64_t>[]> parts_done_;  // [slots * max_batch]
   std::unique_ptr<std::atomic<uint64_t>[]> rows_done_;   // [slots]

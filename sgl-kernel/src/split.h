@@ -16,18 +16,18 @@ constexpr int64_t kRunsPerThread = 16;
 //
 // Threads take runs one at a time, so N sequences in R runs each take ceil(N R / threads) rounds.
 // With P pages in total and L in the longest sequence, a round takes P / (N R) pages and the last
-// one up to L / R, and each run has an overhead of least_pages / 16. The R with the shortest time
+// one up to L / R, and each run has an overhead of min_pages / 16. The R with the shortest time
 // is taken, for all sequences. `runs_of` in python/sglang_scout/ops/triton/doorbell.py is the same
 // rule on the device.
 struct Split {
   int32_t threads = 1;
   int32_t most = 1;
-  int32_t least_pages = 1;
+  int32_t min_pages = 1;
 
   // sequences: number with pages; total: pages of all; largest: pages of the longest.
   uint32_t runs(int64_t sequences, int64_t total, int64_t largest) const {
     if (sequences < 1) return 1;
-    const int64_t useful = std::min(largest / least_pages, kRunsPerThread * threads / sequences);
+    const int64_t useful = std::min(largest / min_pages, kRunsPerThread * threads / sequences);
     const int64_t end = std::min<int64_t>(most, useful);
     uint32_t best = 1;
     int64_t shortest = INT64_MAX;
@@ -35,7 +35,7 @@ struct Split {
       const int64_t every = sequences * r;
       const int64_t rounds = (every + threads - 1) / threads;
       const int64_t time =
-          (rounds - 1) * 16 * total / every + 16 * largest / r + rounds * least_pages;
+          (rounds - 1) * 16 * total / every + 16 * largest / r + rounds * min_pages;
       if (time < shortest) {
         shortest = time;
         best = static_cast<uint32_t>(r);
@@ -51,7 +51,7 @@ struct Split {
 constexpr int64_t kRunBytes = 512 << 10;
 
 // Minimum pages (K and V, page_bytes each) in a run of the longest sequence.
-inline int32_t least_run_pages(int64_t page_bytes) {
+inline int32_t min_run_pages(int64_t page_bytes) {
   return page_bytes >= kRunBytes ? 1
                                  : static_cast<int32_t>((kRunBytes + page_bytes - 1) / page_bytes);
 }

@@ -32,7 +32,7 @@ from sglang_scout import _native
 from sglang_scout.ops.triton.doorbell import runs_of
 from sglang_scout.worker.ring import Split
 
-SPLIT = Split(threads=6, most=3, least_pages=2)  # gives requests here different numbers of runs
+SPLIT = Split(threads=6, most=3, min_pages=2)  # gives requests here different numbers of runs
 
 pytestmark = ring_cases.NEEDS_KERNELS
 
@@ -89,8 +89,8 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena):
 def rule_kernel(cases, out):
     at = cases + 6 * tl.program_id(0)
     sequences, total, largest = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    threads, most, least_pages = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
-    runs = runs_of(sequences, total, largest, threads, most, least_pages)
+    threads, most, min_pages = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+    runs = runs_of(sequences, total, largest, threads, most, min_pages)
     tl.store(out + tl.program_id(0), runs)
 
 

@@ -54,7 +54,7 @@ def heard(channel: Channel, count: int, timeout_s: float = 5.0) -> list[m.Messag
 def test_the_largest_messages_are_below_the_cap():
     assert m.encode(m.Failed(error="ü" * m.MAX_TEXT_CHARS))
     cpus = dict.fromkeys(("cpus", "cpu_nodes", "background_cpus"), [*range(4096)])
-    assert m.encode(m.Configure(most_threads=8, config=m.WorkerConfig(), **cpus))
+    assert m.encode(m.Configure(max_threads=8, config=m.WorkerConfig(), **cpus))
 
 
 def test_bad_messages_are_refused_and_counted(process):

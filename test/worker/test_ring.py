@@ -90,7 +90,7 @@ def test_the_producer_splits_by_the_rule(make_arena, make_ring, counts, split):
 )
 def test_what_keeps_36_threads_busy(pages, runs):
     assert runs_of(Split(), pages) == 1, "one thread splits nothing"
-    assert runs_of(Split(threads=36, most=8, least_pages=2), pages) == runs
+    assert runs_of(Split(threads=36, most=8, min_pages=2), pages) == runs
 
 
 @given(
@@ -101,7 +101,7 @@ def test_runs_are_within_bounds_and_no_shorter_than_worth_it(pages, split):
     runs = runs_of(split, pages)
     assert 1 <= runs <= split.most
     if runs > 1:
-        assert max(pages) >= runs * split.least_pages
+        assert max(pages) >= runs * split.min_pages
         assert runs * sum(n > 0 for n in pages) <= _native.RUNS_PER_THREAD * split.threads
 
 

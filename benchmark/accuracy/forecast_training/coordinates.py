@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmark.accuracy.forecast_training.loss import PAGE_TOKENS
 from benchmark.accuracy.study.model import Model
 
-MOST_BITS = 4
+MAX_BITS = 4
 STEPS = torch.tensor([0.0, 1.5958, 0.9957, 0.5860, 0.3352])
 """Of the best equidistant quantizer of a normal variable with so many bits (Max 1960)."""
 ERRORS = torch.tensor([1.0, 0.3634, 0.1188, 0.03744, 0.01154])
@@ -53,7 +53,7 @@ def bits_of(variance: Tensor) -> Tensor:
     bits = torch.zeros_like(flat, dtype=torch.long)
     rows = torch.arange(len(flat))
     for _ in range(flat.shape[-1]):
-        more = (bits + 1).clamp(max=MOST_BITS)
+        more = (bits + 1).clamp(max=MAX_BITS)
         bits[rows, (flat * (ERRORS[bits] - ERRORS[more])).argmax(-1)] += 1
     return bits.view(variance.shape)
 

@@ -27,7 +27,7 @@ from benchmark.accuracy.forecast_training.loss import (
 )
 from benchmark.accuracy.study.model import Model
 from benchmark.progress import Progress
-from sglang_scout.core.forecast import LEAST_RANK, VERSION, Header, PageWeights, save_weights
+from sglang_scout.core.forecast import MIN_RANK, VERSION, Header, PageWeights, save_weights
 from sglang_scout.core.profile import ModelIdentity
 
 QUERIES = 256  # per text, at random positions
@@ -141,7 +141,7 @@ class Trainer:
         self, model: Model, identity: ModelIdentity, plan: Plan, text: Callable[[int], Tensor]
     ) -> None:
         self.model, self.identity, self.plan, self._text = model, identity, plan, text
-        least, most = LEAST_RANK, model.config.head_dim
+        least, most = MIN_RANK, model.config.head_dim
         if plan.kind == "pilot" and not least <= plan.rank <= most:
             expected = f"expected one from {least} to the head size, {most}"
             raise ValueError(f"a rank of {plan.rank}: {expected}")

@@ -22,8 +22,8 @@ DESCRIPTION = (
     "longest interval at which the share of pages that the CPU computes stays within the threshold. Give the result to "
     'the decode server with --kv-offload-recall-profile, and set "recall": "fixed".'
 )
-LEAST_STEPS = 8
-LEAST_COSINE = 0.8
+MIN_STEPS = 8
+MIN_COSINE = 0.8
 """Layers whose predicted queries have a lower cosine with the real ones are listed."""
 
 
@@ -73,10 +73,10 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
     steps = int(np.argmin(np.append(samples[COLD_STEPS:], 0)))
     after = slice(COLD_STEPS, COLD_STEPS + steps)
     curves, samples = curves[:, after], samples[after]
-    if steps < LEAST_STEPS:
+    if steps < MIN_STEPS:
         raise ConfigError(
             f"profile: the step log has {steps} steps of requests longer than the budget of "
-            f"{facts.budget_tokens} tokens, but at least {LEAST_STEPS} are needed; send longer prompts, or "
+            f"{facts.budget_tokens} tokens, but at least {MIN_STEPS} are needed; send longer prompts, or "
             "generate more tokens"
         )
     requests = (pair for step in log.steps for pair in zip(step.ages, step.full_pages, strict=True))
@@ -123,9 +123,9 @@ def as_text(profile: RecallProfile) -> str:
             "suffice; record more steps to find out."
         )
     cosines = ((i, x) for i, x in enumerate(profile.query_cosine) if x is not None)
-    if poor := [f"{i} ({x:.2f})" for i, x in cosines if x < LEAST_COSINE]:
+    if poor := [f"{i} ({x:.2f})" for i, x in cosines if x < MIN_COSINE]:
         notes.append(
-            f"Layers whose query is hard to predict (cosine below {LEAST_COSINE:g}): {', '.join(poor)}. "
+            f"Layers whose query is hard to predict (cosine below {MIN_COSINE:g}): {', '.join(poor)}. "
             'If answers suffer, list them in "exact_layers": they then wait for CPU attention.'
         )
     head = f"{profile.model}: {profile.workload}"

@@ -20,7 +20,7 @@ from sglang_scout.engine.memory import MemoryPlan, ServerSize
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, available_bytes, free_pool_bytes
-from sglang_scout.worker.ring import MAX_BATCH, MOST_THREADS_PER_GROUP
+from sglang_scout.worker.ring import MAX_BATCH, MAX_THREADS_PER_GROUP
 
 MAX_TOKENS, MAX_GIB = 2**40, 2**30
 
@@ -53,7 +53,7 @@ class Server:
         dtype, fp8 = getattr(torch, model.dtype), None if kv == model.dtype else getattr(torch, kv)
         page_size = self.config.page_size_tokens
         shape = ModelShape(model.num_layers, *heads, page_size, dtype, scale=1.0, fp8=fp8)
-        node_cpus = [max(requests * self.lists, MOST_THREADS_PER_GROUP)]
+        node_cpus = [max(requests * self.lists, MAX_THREADS_PER_GROUP)]
         sizes = requests, self.context_tokens, node_cpus
         return ServerSize(self.config, self.policy, shape, *sizes)
 

@@ -26,7 +26,7 @@ from sglang_scout.core.profile import ModelIdentity
 
 Kind = Literal["forecast", "pilot", "digest"]
 VERSION = 1
-LEAST_RANK = 8
+MIN_RANK = 8
 Floats = npt.NDArray[np.float32]
 
 
@@ -144,8 +144,8 @@ def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
             )
     if header.kind == "pilot":
         ranks, most = [x.shape[2] for x in arrays.values()], 2 * header.identity.head_dim - 1
-        if ranks[0] != ranks[1] or not LEAST_RANK <= ranks[0] <= most:
-            return f"w_k and w_q have the ranks {ranks}, expected equal ranks from {LEAST_RANK} to {most}"
+        if ranks[0] != ranks[1] or not MIN_RANK <= ranks[0] <= most:
+            return f"w_k and w_q have the ranks {ranks}, expected equal ranks from {MIN_RANK} to {most}"
     return ""
 
 

@@ -20,7 +20,7 @@ class StepTimes(NamedTuple):
     gpu_wait_seconds: float
 
 
-MOST_TIMES = 4096
+MAX_TIMES = 4096
 """Most step times kept until they are read."""
 
 
@@ -71,7 +71,7 @@ class Counters:
     def __post_init__(self, num_layers: int) -> None:
         by_layer = np.zeros((3, num_layers), np.int64)
         self.cpu_pages_by_layer, self.budget_pages_by_layer, self.gpu_wait_us_by_layer = by_layer
-        self.times = deque(maxlen=MOST_TIMES)
+        self.times = deque(maxlen=MAX_TIMES)
 
     def totals(self) -> dict[str, float]:
         return {x.name: getattr(self, x.name) for x in fields(self) if x.init}

@@ -32,7 +32,7 @@ from sglang_scout.ops.select import select_pages
 HINT_PAGES = 64
 """Pages per layer in a hint, best first. Independent of the budget, which the prefill server need not know."""
 
-_MOST_HINT_PAGES = 2**16 - 2  # of a prompt: a position takes 16 bits
+_MAX_HINT_PAGES = 2**16 - 2  # of a prompt: a position takes 16 bits
 Ids = npt.NDArray[np.integer]
 
 
@@ -219,7 +219,7 @@ def choose_hint(
     Returns:
         None for a prompt without a full page, or too long for 16 bits.
     """
-    if not 0 < len(pages) <= _MOST_HINT_PAGES:
+    if not 0 < len(pages) <= _MAX_HINT_PAGES:
         return None
     layers, device = len(queries), digests.device
     table = upload(np.ascontiguousarray(pages[None], np.int32), device)

@@ -25,7 +25,7 @@ from sglang_scout.worker.ring import WorkerMemory, layout_of, worker_memory
 HEADROOM_BYTES = 256 * 2**20
 """Reserve for step buffers and the interpreters."""
 
-LEAST_PAGES = 2
+MIN_PAGES = 2
 """SGLang's padding page, and one page for a request."""
 
 _ON_DEVICE = "digests", "input buffers", "resident slots", "step buffers"
@@ -280,11 +280,11 @@ def check_memory(
     if wanted <= available_bytes:
         return plan
     fitting = bisect_right(range(1, num_pages), available_bytes, key=needed)
-    if fitting > LEAST_PAGES:
+    if fitting > MIN_PAGES:
         of_pages = ranks * (fitting - 1) * size.page_bytes
         fix = f"--kv-offload-host-gb {flag_gib(of_pages)} fits"
     else:
-        least = size.plan(LEAST_PAGES + 1, device_bytes)
+        least = size.plan(MIN_PAGES + 1, device_bytes)
         what, _, nbytes = max(least.rows, key=lambda row: row[2])
         fix = (
             f"no --kv-offload-host-gb fits: {nbytes / 2**30:.2f} GiB are needed for the {what} alone; lower "

@@ -96,10 +96,10 @@ class StepInputs:
         self._sizes, self._budget_pages = (layers, max_batch, max_pages), sizes.budget_pages
         self._head = (4 + layers) * max_batch
         self._device = device
-        self._most_changes = max(1024, 4 * layers * max_batch)
+        self._max_changes = max(1024, 4 * layers * max_batch)
         # 8-byte values start at even words. The table is last: only its rows in use are sent.
         self._changes = self._head + self._head % 2
-        self._table = self._changes + 3 * self._most_changes
+        self._table = self._changes + 3 * self._max_changes
         self._staging = Staging(self._table + max_batch * max_pages, device)
         self._rows = 0  # in use in the device's table
         words = self._staging.device
@@ -139,7 +139,7 @@ class StepInputs:
         table[count:sent] = -1
         self._rows = count
         n = len(changed)
-        if n > self._most_changes:
+        if n > self._max_changes:
             there = upload(changed, self._device), upload(slots, self._device)
         else:
             middle = self._changes + 2 * n

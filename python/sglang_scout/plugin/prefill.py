@@ -27,7 +27,7 @@ from sglang_scout.plugin.hooks import adapter, hook
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.model import model_shape, rank_policy
 from sglang_scout.plugin.pools import DigestKVPool, build_pools, pools_target
-from sglang_scout.worker.host_memory import MOST_THREADS
+from sglang_scout.worker.host_memory import MAX_THREADS
 
 KEPT_BATCHES = 3  # more than one, as SGLang sends a batch's KV while the next one runs
 NOISE_PAGES = 1021  # a prime: no period of a prompt's pages aligns with that of the noise
@@ -209,6 +209,6 @@ class DummyKV:
             for position, page in enumerate(where):
                 plane[page] = self._noise[(first + position * 7) % NOISE_PAGES]
 
-        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_THREADS)) as pool:
+        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:
             # numpy copies a page without the GIL
             list(pool.map(fill_plane, itertools.count(seed), self._planes))

@@ -20,7 +20,7 @@ from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.numa import CpuPlan, deal_cpus, parse_cpu_list, plan_cpus
 from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
-from sglang_scout.engine.memory import LEAST_PAGES, ServerSize
+from sglang_scout.engine.memory import MIN_PAGES, ServerSize
 from sglang_scout.plugin.hooks import adapter
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
 from sglang_scout.plugin.model import model_shape, rank_policy
@@ -150,11 +150,11 @@ def host_bytes(
         total = default_bytes(size, nodes, ranks, device_bytes)
         logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", total / 2**30)
     of_pages = total // ranks.size
-    if of_pages < LEAST_PAGES * page_bytes:
+    if of_pages < MIN_PAGES * page_bytes:
         given = "not given" if host_gb is None else format(host_gb, "g")
         raise ConfigError(
             f"--kv-offload-host-gb ({given}): {total / 2**30:.6f} GiB hold {of_pages // page_bytes} of the "
-            f"{LEAST_PAGES} pages of {page_bytes} bytes that each rank needs; raise it, or free memory"
+            f"{MIN_PAGES} pages of {page_bytes} bytes that each rank needs; raise it, or free memory"
         )
     return of_pages
 
@@ -166,7 +166,7 @@ def default_bytes(
     at most the pages whose digests fit on the devices."""
     # The most pages with which every rank's arena is in the pool.
     place = pool(nodes, ranks.size)
-    in_pool = place.most_pages(size.arena(place.free_bytes(None) // size.page_bytes + 2))
+    in_pool = place.max_pages(size.arena(place.free_bytes(None) // size.page_bytes + 2))
     of_pool = ranks.least(_bytes_of(size, ranks, in_pool))
     worker = ranks.size * size.worker.total_bytes
     left = ranks.least(_available_bytes(nodes, ranks) - worker)
@@ -191,10 +191,10 @@ def _with_digests(size: ServerSize, ranks: AttentionRanks, device_bytes: int, to
     """``total``, or less: the KV of the pages whose digests fit on the devices beside resident pages."""
     room = size.room(device_bytes)
     least = ranks.least(room.num_pages)
-    if least < LEAST_PAGES + 1:
+    if least < MIN_PAGES + 1:
         raise ConfigError(
             f"--kv-offload {size.config.policy}: the {(device_bytes - size.step_bytes) / 2**30:.2f} GiB of device "
-            f"memory left for digests and resident pages hold {least} of the {LEAST_PAGES + 1} pages that each rank "
+            f"memory left for digests and resident pages hold {least} of the {MIN_PAGES + 1} pages that each rank "
             "needs; raise --mem-fraction-static"
         )
     of_digests = _bytes_of(size, ranks, least)

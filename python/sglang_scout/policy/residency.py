@@ -25,7 +25,7 @@ MAX_INTERVAL_STEPS = 64
 # not look like a trend.
 _FOLLOW_RATIO, _FOLLOW_DRIFT = 0.5, 0.1
 _SMOOTH = 1 / 8  # of the reported ratios, and of the worth of copies
-_LEAST_WORTH = 0.05
+_MIN_WORTH = 0.05
 _FORGET = 1 / 64
 
 # Link back-off. After a late step half of the in-flight pages; constant for _CALM_STEPS on-time steps; then quickly up
@@ -174,7 +174,7 @@ class RecallController(Residency):
         use = report.used / np.maximum(report.landed, 1)
         # A layer that has not recalled for long is worth another try.
         self._worth += np.where(tried, _SMOOTH * (use - self._worth), _FORGET * (1 - self._worth))
-        np.maximum(self._worth, _LEAST_WORTH, out=self._worth)
+        np.maximum(self._worth, _MIN_WORTH, out=self._worth)
         if capacity == 0:
             return
         measured = missed / capacity

@@ -42,7 +42,7 @@ class Place:
         _, needed, free = self.shortest(spec)
         return free >= needed
 
-    def most_pages(self, spec: ArenaSpec) -> int:
+    def max_pages(self, spec: ArenaSpec) -> int:
         """The most pages, less than in ``spec``, with which such arenas fit; 0 if none do."""
 
         def too_many(pages: int) -> bool:
@@ -66,7 +66,7 @@ def check_fits(spec: ArenaSpec, nodes: Sequence[int]) -> None:
         return
     if node is None:
         what = f"{describe(spec)} does not fit: {gib(free)} of host memory are available"
-        fix = f"lower num_pages={spec.num_pages} to at most {place.most_pages(spec)}"
+        fix = f"lower num_pages={spec.num_pages} to at most {place.max_pages(spec)}"
     else:
         what = (
             f"{describe(spec)} is bound to NUMA nodes {list(nodes)}: node {node} would hold {gib(needed)} and has "
@@ -97,7 +97,7 @@ def pool_lacks(spec: ArenaSpec, nodes: Sequence[int] = (), arenas: int = 1) -> s
     fix = f"run sysctl vm.nr_hugepages={wanted}"
     if node is not None:
         fix = f"write {wanted} to {host_memory.pool_folder(node)}/nr_hugepages"
-    kv_bytes = arenas * max(place.most_pages(spec) - 1, 0) * 2 * spec.num_layers * spec.page_bytes
+    kv_bytes = arenas * max(place.max_pages(spec) - 1, 0) * 2 * spec.num_layers * spec.page_bytes
     raise ArenaError(f"{short}; {fix}, or set --kv-offload-host-gb {flag_gib(kv_bytes)}")
 
 

@@ -92,7 +92,7 @@ class Configure(Message, kw_only=True):
     cpus: list[int]  # one thread is pinned to each
     cpu_nodes: list[int]  # the arena's node of each, from 0
     background_cpus: list[int]  # for mapping pages; empty: any but `cpus`
-    most_threads: int  # of a NUMA node that may share a sequence
+    max_threads: int  # of a NUMA node that may share a sequence
     config: WorkerConfig
 
 

@@ -100,7 +100,7 @@ class WorkerClient:
             cpus=list(self._cpus),
             background_cpus=list(background_cpus),
             cpu_nodes=list(self._cpu_nodes),
-            most_threads=self.split.most,
+            max_threads=self.split.most,
             config=self._config,
         )
         self._supervisor = Supervisor(self._producer, arena, configure)

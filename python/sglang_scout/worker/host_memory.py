@@ -32,7 +32,7 @@ STEP_BYTES = 2 * 2**30  # of growth that is touched at once
 KEPT_BYTES = 2**29  # left to everything else meanwhile
 GROWTH_WAIT_S = 10.0
 HUGE_PAGE_BYTES = 2 * 2**20
-MOST_THREADS = 16  # enough to saturate memory bandwidth
+MAX_THREADS = 16  # enough to saturate memory bandwidth
 PIECE_BYTES = 32 * 2**20
 SMALL_PIECE_BYTES = 256 * 2**10  # other threads may block on the mmap lock meanwhile
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # since Linux 5.14, not in the mmap module
@@ -161,14 +161,14 @@ def populate(address: int, nbytes: int, *, write: bool = True) -> int:
 
 
 def populate_together(address: int, nbytes: int) -> int:
-    """:func:`populate` by a thread for each CPU of the affinity, up to MOST_THREADS. Returns 0 or the first error."""
+    """:func:`populate` by a thread for each CPU of the affinity, up to MAX_THREADS. Returns 0 or the first error."""
     errors: list[int] = []
 
     def work(done: int) -> None:
         if not errors and (error := populate(address + done, min(PIECE_BYTES, nbytes - done))):
             errors.append(error)
 
-    threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
     with ThreadPoolExecutor(threads, "scout-populate") as executor:
         list(executor.map(work, range(0, nbytes, PIECE_BYTES)))  # raises what they raise
     return errors[0] if errors else 0

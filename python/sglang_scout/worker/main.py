@@ -110,7 +110,7 @@ class Worker:
 def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.RingRuntime:
     """Pins this thread and starts those that compute. Raises WorkerError naming a CPU that it cannot use."""
     cpus, config = configure.cpus, configure.config
-    settings = config.spin_us, configure.most_threads, configure.cpu_nodes
+    settings = config.spin_us, configure.max_threads, configure.cpu_nodes
     try:
         os.sched_setaffinity(0, cpus)
         return _native.RingRuntime(arena.address, arena.nbytes, epoch, cpus, *settings)

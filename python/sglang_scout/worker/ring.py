@@ -25,7 +25,7 @@ KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 QUERY_DTYPES = KV_DTYPES[:2]
 MAX_BATCH = 1 << 16
 MAX_NODES = _native.RING_MAX_NODES
-MOST_THREADS_PER_GROUP = 8  # of a NUMA node that may share a sequence
+MAX_THREADS_PER_GROUP = 8  # of a NUMA node that may share a sequence
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _STORAGE = dict(zip(KV_DTYPES, (np.float32, np.uint16, np.uint16, np.uint8, np.uint8), strict=True))
 _LIMITS = {
@@ -210,16 +210,15 @@ class Split(NamedTuple):
 
     threads: int = 1  # that serve the batch; with several NUMA nodes those of one of them
     most: int = 1  # runs of a sequence, each for one thread
-    least_pages: int = (
-        1  # of a run of the longest sequence; with several nodes of all runs together
-    )
+    # Of a run of the longest sequence; with several nodes of all runs together.
+    min_pages: int = 1
 
 
 def split_of(spec: ArenaSpec, node_cpus: int) -> Split:
     """The rule for an arena; ``node_cpus``: of the NUMA node that has the fewest."""
     list_bytes = 2 * spec.page_bytes // spec.lists  # of a page
-    least_pages = _native.least_run_pages(list_bytes) * spec.num_nodes
-    return Split(node_cpus, min(node_cpus, MOST_THREADS_PER_GROUP), least_pages)
+    min_pages = _native.min_run_pages(list_bytes) * spec.num_nodes
+    return Split(node_cpus, min(node_cpus, MAX_THREADS_PER_GROUP), min_pages)
 
 
 def worker_memory(spec: ArenaSpec, node_cpus: Sequence[int]) -> WorkerMemory:
@@ -230,8 +229,8 @@ def worker_memory(spec: ArenaSpec, node_cpus: Sequence[int]) -> WorkerMemory:
     # Partial results of threads that share a sequence, allocated lazily: for each record that may be in flight one
     # result per sequence, node and run of the largest record, unless there is only one.
     result_bytes = _native.partial_bytes(spec.num_layers, 1, spec.row_heads, spec.head_dim, 2) // 2
-    most_runs = min(spec.max_batch * threads, _native.RUNS_PER_THREAD * min(node_cpus))
-    shared = most_runs if threads > 1 else 0
+    max_runs = min(spec.max_batch * threads, _native.RUNS_PER_THREAD * min(node_cpus))
+    shared = max_runs if threads > 1 else 0
     if results := nodes * max(shared, spec.max_batch if nodes > 1 else 0):
         rows.append(("partial results", threads, results * result_bytes))
     return WorkerMemory(rows)

@@ -77,16 +77,16 @@ RUNS_PER_THREAD = tl.constexpr(_native.RUNS_PER_THREAD)
 
 
 @triton.jit
-def runs_of(sequences, total, largest, threads, most, least_pages):
+def runs_of(sequences, total, largest, threads, most, min_pages):
     """`Split::runs` of sgl-kernel/src/split.h: evaluates all run counts at once; ties go to the smallest.
 
     32 bits are enough for 8 million pages: where more than one run is allowed, rounds are 16 or fewer.
     """
     runs = 1 + tl.arange(0, MAX_RUNS)
-    useful = tl.minimum(largest // least_pages, threads * RUNS_PER_THREAD // sequences)
+    useful = tl.minimum(largest // min_pages, threads * RUNS_PER_THREAD // sequences)
     every = sequences * runs
     rounds = tl.cdiv(every, threads)
-    time = (rounds - 1) * 16 * total // every + 16 * largest // runs + rounds * least_pages
+    time = (rounds - 1) * 16 * total // every + 16 * largest // runs + rounds * min_pages
     allowed = (runs == 1) | (runs <= tl.minimum(most, useful))
     return 1 + tl.argmin(tl.where(allowed, time, 0x7FFFFFFF), axis=0, tie_break_left=True)
 
@@ -95,7 +95,7 @@ def runs_of(sequences, total, largest, threads, most, least_pages):
 @triton.jit(do_not_specialize=["layer"])
 def post_kernel(
     q, pages, n_pages, state, open_seq, awaited, asked, arrivals, control, log, records,
-    replies, record_stride, reply_stride, pages_offset, n_pages_offset, layer, rows, threads, most, least_pages,
+    replies, record_stride, reply_stride, pages_offset, n_pages_offset, layer, rows, threads, most, min_pages,
     nodes, k, max_pages, max_batch, log_entries,
     L: tl.constexpr, WIDTH: tl.constexpr, Q: tl.constexpr, Q_AT: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -145,7 +145,7 @@ def post_kernel(
         if wanted & (blocked == 0):
             largest = tl.max(counts, axis=0)
             sequences = tl.sum((counts > 0).to(tl.int32), axis=0)
-            runs = runs_of(sequences, total, largest, threads, most, least_pages)
+            runs = runs_of(sequences, total, largest, threads, most, min_pages)
             seq = (epoch << 40) | post
             tl.store(at_half(record + RECORD_LAYER), layer)
             tl.store(at_half(record + RECORD_ROWS), rows)
