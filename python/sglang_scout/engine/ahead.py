@@ -98,7 +98,8 @@ class Ahead:
         query: ``[B, HQ, D]``, attends to the missing pages: the predicted one, or the real one.
         pages: ``[B * C, N]``, or ``[B, N]`` for all lists: the device attends to those that are resident.
         n_pages: how many each row of ``pages`` has; None: -1 padded.
-        missing: ``[B * C, k]``, of which each row has the first ``n_missing``: the others, which are posted.
+        missing, n_missing: ``[B * C, k]``, and ``[B * C]`` how many of each row: the selected pages that are not
+            resident, for the CPU.
         ticket: of the transport.
     """
 

@@ -172,7 +172,7 @@ class ResidentCache:
 
 
 class Parts:
-    """What the parts of a step engine share: the stores of one rank, and who decides, counts and records.
+    """What the parts of a step engine share: the stores of one rank, its policy, counters and timeline.
 
     Args:
         shape: sizes of the model on this rank.

@@ -97,9 +97,8 @@ def rank_cpus(runner: Any, config: OffloadConfig, ranks: AttentionRanks) -> Rank
     allowed = set(PROCESS_CPUS)
     if ranks.size > 1:
         home = near
-        if (
-            home is None
-        ):  # SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on
+        # Without a GPU SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on.
+        if home is None:
             home = sorted(parse_cpu_list(str(adapter.omp_cpus(runner)), set(range(1 << 16))))
         found = ranks.gather([sorted(PROCESS_CPUS), home])
         allowed = {cpu for cpus, _ in found for cpu in cpus}

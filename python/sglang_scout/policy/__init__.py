@@ -1,6 +1,7 @@
-"""The policies. Each is a module or a folder here, or one in a folder that several share, named after it.
+"""The policies: each a module or a folder with its name, here or in a folder that several share.
 
-``make(context)`` returns its :class:`Policy`; ``DEFAULTS`` override keys' defaults. Removing it removes the policy.
+``make(context)`` returns its :class:`Policy`; ``DEFAULTS`` override keys' defaults. Without its folder a policy does not
+exist, and the others are as before.
 """
 
 from __future__ import annotations
