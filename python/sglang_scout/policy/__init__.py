@@ -90,7 +90,11 @@ def trained_weights(config: OffloadConfig, kind: Kind) -> PageWeights:
 def selection_rule(
     config: OffloadConfig, *own_kinds: type[DigestKind], **choices: Any
 ) -> SelectionRule:
-    """As the keys of ``--kv-offload-config`` say, but for the policy's own kinds of digest and ``choices``.
+    """The rule that the keys of ``--kv-offload-config`` describe.
+
+    Args:
+        own_kinds: of digest, that the policy has besides the common ones.
+        choices: of the policy, whatever the keys say.
 
     Raises:
         ConfigError: calibrated digests without their file, or with a policy or a grain that has no use for them.
