@@ -48,19 +48,18 @@ def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):
         plugins.load_plugins()
 
 
-@pytest.mark.parametrize("missing", ["sglang_scout._native", "jaxtyping"])
-def test_what_cannot_be_imported_is_refused_and_not_just_logged(missing):
+def test_what_cannot_be_imported_is_refused_and_not_just_logged():
     """In a process of its own, as SGLang loads its plugins."""
     code = """
 import sys
-sys.modules[sys.argv[1]] = None
+sys.modules["sglang_scout._native"] = None  # as on a CPU without AVX2
 sys.argv += ["--kv-offload", "scout"]
 from sglang.srt import plugins
 plugins.load_plugins()
 """
-    done = subprocess.run([sys.executable, "-c", code, missing], capture_output=True, text=True)
-    assert done.returncode == 1 and "cannot serve with --kv-offload: " in done.stderr
-    assert missing.rpartition(".")[2] in done.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "cannot serve with --kv-offload: " in done.stderr and "_native" in done.stderr
 
 
 def test_adapters_have_the_names_that_the_plugin_uses():

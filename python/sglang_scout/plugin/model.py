@@ -130,9 +130,10 @@ def _projector(index: int, layer: Any) -> QueryProjector:
     rope, projection = attention.rotary_emb, getattr(attention, "qkv_proj", None)
     parts = {
         "input_layernorm": type(norm) is RMSNorm,
-        "rotary_emb": isinstance(rope, RotaryEmbedding) and not isinstance(rope, MRotaryEmbedding),
+        "rotary_emb": isinstance(rope, RotaryEmbedding)
+        and not isinstance(rope, MRotaryEmbedding)
+        and rope.rotary_dim in range(2, attention.head_dim + 1, 2),
         "qkv_proj": callable(projection),
-        "rotary_dim": rope.rotary_dim % 2 == 0 and rope.rotary_dim <= attention.head_dim,
     }
     if wrong := [what for what, is_known in parts.items() if not is_known]:
         raise ConfigError(
