@@ -38,7 +38,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report_of(log: StepLogFile) -> dict[str, Any]:
-    """Means over the steps of a log that are followed by another of the same requests; a ConfigError without such steps."""
+    """Means over the steps of a log that are followed by another of the same requests.
+
+    Raises:
+        ConfigError: there are none.
+    """
     # If all requests of the next step are new, the server may have been idle in between.
     pairs = [(step, after) for step, after in pairwise(log.steps) if any(after.ages)]
     if not pairs:

@@ -1,7 +1,7 @@
 """The policies: each a module or a folder with its name, here or in a folder that several share.
 
-``make(context)`` returns its :class:`Policy`; ``DEFAULTS`` override keys' defaults. Without its folder a policy does not
-exist, and the others are as before.
+``make(context)`` returns its :class:`Policy`; ``DEFAULTS`` override keys' defaults. Without its file or folder a policy
+does not exist, and the others are as before.
 """
 
 from __future__ import annotations
