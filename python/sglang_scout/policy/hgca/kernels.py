@@ -10,28 +10,9 @@ from sglang_scout.ops.triton.pages import listed_slots
 
 @triton.jit
 def decay_kernel(
-    q,
-    lse,
-    k,
-    pages,
-    n_pages,
-    slot_of,
-    last_page,
-    last_len,
-    first_at,
-    state,
-    fresh,
-    maw,
-    alpha,
-    scale,
-    N,
-    W,
-    ids,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    FP8: tl.constexpr,
+    q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw,
+    alpha, scale, N, W, ids,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr,
 ):
     """One page of a row's window and one KV head. q [B, HQ, D]; lse [B, HQ]; k [P, S, H, D]; pages [B, N]; maw
     [M, W, H, S]; the others [B]."""
@@ -72,7 +53,11 @@ def decay_kernel(
 
 
 @triton.jit
-def salient_kernel(maw, state, at, threshold, out, N, W, H, S: tl.constexpr):
+def salient_kernel(
+    maw, state, at, threshold, out,
+    N, W, H,
+    S: tl.constexpr,
+):
     """One page, head and layer. maw [L, N, W, H, S]; state, at [n]; threshold [L, N, H]; out [L, n, H]."""
     i, h, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = layer * N + tl.load(state + i)
@@ -84,26 +69,13 @@ def salient_kernel(maw, state, at, threshold, out, N, W, H, S: tl.constexpr):
 
 
 def decay_mass(
-    q,
-    lse,
-    k,
-    pages,
-    n_pages,
-    slot_of,
-    last_page,
-    last_len,
-    first_at,
-    state,
-    fresh,
-    maw,
-    alpha,
-    scale,
+    q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha, scale
 ):
     (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
-    of_rows = pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh
-    sizes = N, W, slot_of.numel(), S, H, q.shape[1] // H, D
-    tensors, fp8 = (q, lse, as_loaded(k), *of_rows, maw), stored_as(k.dtype)[1]
-    decay_kernel[(W, H, B)](*tensors, alpha, scale, *sizes, fp8, num_warps=4)
+    decay_kernel[(W, H, B)](
+        q, lse, as_loaded(k), pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha,
+        scale, N, W, slot_of.numel(), S, H, q.shape[1] // H, D, stored_as(k.dtype)[1], num_warps=4,
+    )
 
 
 def salient_bits(maw, state, at, threshold):

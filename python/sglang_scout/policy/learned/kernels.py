@@ -16,18 +16,9 @@ _BLOCK_VALUES, _BLOCK_PAGES = 4096, 64
 
 @triton.jit
 def means_kernel(
-    addresses,
-    ids,
-    rows,
-    embeddings,
-    P,
-    R,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    LARGEST: tl.constexpr,
-    KV: tl.constexpr,
-    FP8: tl.constexpr,
+    addresses, ids, rows, embeddings,
+    P, R,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """One page, head and layer, as `pages.digest_kernel`. embeddings [L, P, H, 2, D]."""
@@ -43,21 +34,10 @@ def means_kernel(
 
 @triton.jit
 def pilots_kernel(
-    addresses,
-    ids,
-    rows,
-    embeddings,
-    w_k,
-    P,
-    R,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    LARGEST: tl.constexpr,
-    KV: tl.constexpr,
-    FP8: tl.constexpr,
-    ALIGN: tl.constexpr,
+    addresses, ids, rows, embeddings, w_k,
+    P, R,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LARGEST: tl.constexpr, KV: tl.constexpr,
+    FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """One page, head and layer, as `pages.digest_kernel`. embeddings [L, P, H, E]; w_k [L, H, E, 2 D]."""
     k, source, row = source_of(addresses, ids, rows, P, R, KV, ALIGN)
@@ -91,17 +71,9 @@ def dots(embeddings, page, query, h, which, H: tl.constexpr, W: tl.constexpr, E:
 
 @triton.jit
 def embedding_scores_kernel(
-    q,
-    embeddings,
-    table,
-    n_full,
-    out,
+    q, embeddings, table, n_full, out,
     N,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):
     """One block of pages for one KV head of a request. q [B * H, E]; embeddings [P, H, W, E]; out [B * H, N]."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
