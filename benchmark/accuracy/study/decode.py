@@ -79,9 +79,10 @@ def decode_window(
     if start % setting.page_tokens:
         raise ValueError(f"start = {start}: expected a multiple of {setting.page_tokens}")
     position = torch.arange(start, start + len(tokens))
-    layers = model.config.layers
-    sparse = setting.budget_tokens is not None
-    digests = text.digests(setting.digest, setting.page_tokens) if sparse else []
+    layers, group = model.config.layers, model.config.q_heads // model.config.kv_heads
+    digests: list[Digest | None] = [None] * layers
+    if setting.budget_tokens is not None:
+        digests = [*text.digests(setting.digest, setting.page_tokens)]
     x, before = model.embed(tokens), None
     nothing = torch.full((layers,), torch.nan)
     window = Window(torch.empty(0), torch.ones(layers), torch.zeros(layers), nothing)
@@ -92,13 +93,11 @@ def decode_window(
         predicted = q if before is None else model.query(layer, before, position)
         if setting.query == "forecast":
             predicted = model.forecast(layer, x if before is None else before, position)
-        digest = digests[layer] if sparse and layer not in setting.dense_layers else None
-        is_real = setting.query == "real" or layer in setting.exact_layers
-        ahead = q if is_real else predicted
-        scaled = q * model.scale, ahead * model.scale
-        out, mass, chosen = attend(setting, digest, *scaled, keys, values, start, prefilled)
-        window.mass[layer] = mass
-        if digest is not None:
+        ahead = q if setting.query == "real" else predicted
+        sizes = group, start, prefilled
+        attention = Attention(setting, digests[layer], keys, values, *sizes)
+        out, window.mass[layer], chosen = attention(q * model.scale, ahead * model.scale)
+        if chosen.numel():
             window.pages[layer] = chosen[:, prefilled:].sum(-1).float().mean()
         if before is not None:
             window.cosine[layer] = torch.cosine_similarity(q, predicted, dim=-1).mean()
@@ -109,92 +108,125 @@ def decode_window(
     return window
 
 
-def attend(
-    setting: Setting,
-    digest: Digest | None,
-    q: Tensor,
-    ahead: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    start: int,
-    prefilled: int,
-) -> tuple[Tensor, float, Tensor]:
+@dataclass(frozen=True)
+class Attention:
     """One layer's attention of the tokens from position ``start`` on.
 
-    Args:
+    Attributes:
         digest: None attends to everything.
-        q, ahead: [W, HQ, D], scaled: the real query, and the one that selects.
         keys, values: [H, T, D] from position 0 on.
+        group: query heads of each of H.
         prefilled: number of leading tokens that attend to everything.
-    Returns:
-        out [W, HQ, D], the share of attention mass covered, and the selection, bool [H or 1, W, N].
     """
-    (W, HQ, _), (H, T, _) = q.shape, keys.shape
-    G, S = HQ // H, setting.page_tokens
-    old, N = start // S, T // S
-    new_pages = keys[:, start : N * S].unflatten(1, (N - old, S))
-    out, mass, kept = torch.empty_like(q), 0.0, []
-    previous: Tensor | None = None  # selection of the token before a block
-    for rows in _blocks(W):
-        at = torch.arange(start, T)[rows]
-        of_prompt = (at < start + prefilled)[:, None]
-        real = _grouped(q[rows], H)  # [H, w * G, D]
-        logits = (real @ keys.mT).view(H, -1, G, T)
-        later = torch.arange(start, T) > at[:, None]  # [w, W]
-        logits[..., start:].masked_fill_(later[:, None], -torch.inf)
-        if digest is None:
+
+    setting: Setting
+    digest: Digest | None
+    keys: Tensor
+    values: Tensor
+    group: int
+    start: int
+    prefilled: int
+
+    @property
+    def full_tokens(self) -> int:
+        """Those in full pages."""
+        size = self.setting.page_tokens
+        return self.keys.shape[1] // size * size
+
+    def __call__(self, q: Tensor, ahead: Tensor) -> tuple[Tensor, float, Tensor]:
+        """Attention by blocks of tokens.
+
+        Args:
+            q, ahead: [W, HQ, D], scaled: the real query, and the one that selects.
+        Returns:
+            out [W, HQ, D], the share of attention mass covered, and the selection, bool [H or 1, W, N].
+        """
+        (W, HQ, _), (H, T, _) = q.shape, self.keys.shape
+        S = self.setting.page_tokens
+        out, mass, kept = torch.empty_like(q), 0.0, []
+        previous: Tensor | None = None  # selection of the token before a block
+        for rows in _blocks(W):
+            at = torch.arange(self.start, T)[rows]
+            of_prompt = (at < self.start + self.prefilled)[:, None]
+            real = _grouped(q[rows], H)  # [H, w * G, D]
+            logits = (real @ self.keys.mT).view(H, -1, self.group, T)
+            later = torch.arange(self.start, T) > at[:, None]  # [w, W]
+            logits[..., self.start :].masked_fill_(later[:, None], -torch.inf)
             weights = logits.softmax(-1)
-            caught = weights.sum(-1, keepdim=True)
-        else:
-            full = at // S
-            chooser = _grouped(ahead[rows], H)
-            estimate = digest.scores(chooser, old, new_pages).view(H, -1, G, N)
-            of_values = None
-            if setting.reduce == "value":
-                norms = digest.log_norms(values[:, : N * S].unflatten(1, (N, S)))
-                of_values = digest.scores(chooser, old, new_pages, norms).view(H, -1, G, N)
-            score = page_scores(setting, estimate, full, of_values)
-            chosen = choose(setting, score, full)  # [H or 1, w, N]
-            # The partially filled page always counts, and is not one of the full ones.
-            in_full = torch.arange(T) < (full * S)[:, None]
-            counts = torch.ones(len(chosen), *in_full.shape, dtype=torch.bool)
-            counts[..., : N * S] = chosen.repeat_interleave(S, -1)
-            counts = (counts | ~in_full | of_prompt)[:, :, None]  # [H or 1, w, 1, T]
-            weights = logits.softmax(-1).mul_(counts)
-            caught = weights.sum(-1, keepdim=True)
-            kept.append(chosen)
-            if setting.attends != "real":
-                remote = _remote(setting, chosen, full, previous) & ~of_prompt
-                previous = chosen[:, -1:]
-                theirs = (chooser @ keys[:, : N * S].mT).view(H, -1, G, N * S)
-                if setting.attends.startswith("reweighed"):
-                    exact = digest.scores(real, old, new_pages).view(H, -1, G, N)
-                    of_remote = [
-                        u.masked_fill(~remote[:, :, None], -torch.inf).logsumexp(-1, keepdim=True)
-                        for u in (exact, estimate)
-                    ]
-                    theirs += (of_remote[0] - of_remote[1]).nan_to_num(nan=0.0)
-                far = remote.repeat_interleave(S, -1)[:, :, None]
-                logits[..., : N * S] = torch.where(far, theirs, logits[..., : N * S])
-                weights = logits.masked_fill_(~counts, -torch.inf).softmax(-1)
+            if self.digest is None:
+                caught = weights.sum(-1, keepdim=True)
             else:
-                weights /= caught
-        mass += float((caught * ~of_prompt[:, None]).sum())
-        part = weights.flatten(1, 2) @ values
-        out[rows] = part.unflatten(1, (-1, G)).transpose(0, 1).flatten(1, 2)
-    return out, mass / max(1, (W - prefilled) * HQ), torch.cat(kept, 1) if kept else torch.empty(0)
+                chooser = _grouped(ahead[rows], H)
+                chosen, estimate = self._choose(chooser, at // S)
+                counts = self._counted(chosen, at) | of_prompt[:, None]
+                caught = weights.mul_(counts).sum(-1, keepdim=True)
+                kept.append(chosen)
+                if self.setting.attends == "real":
+                    weights /= caught
+                else:
+                    remote = _remote(chosen, at // S, previous) & ~of_prompt
+                    previous = chosen[:, -1:]
+                    self._replace(logits, real, chooser, estimate, remote)
+                    weights = logits.masked_fill_(~counts, -torch.inf).softmax(-1)
+            mass += float((caught * ~of_prompt[:, None]).sum())
+            part = weights.flatten(1, 2) @ self.values
+            out[rows] = part.unflatten(1, (-1, self.group)).transpose(0, 1).flatten(1, 2)
+        chosen = torch.cat(kept, 1) if kept else torch.empty(0)
+        return out, mass / max(1, (W - self.prefilled) * HQ), chosen
+
+    def _scores(self, q: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Of pages by queries [H, w * G, D]: [H, w, G, N]; ``tokens``: see Digest.scores."""
+        assert self.digest is not None
+        size = self.setting.page_tokens
+        of_window = self.keys[:, self.start : self.full_tokens]
+        new = of_window.unflatten(1, (of_window.shape[1] // size, size))
+        found = self.digest.scores(q, self.start // size, new, tokens)
+        return found.unflatten(1, (-1, self.group))
+
+    def _choose(self, chooser: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+        """The selection [H or 1, w, N] of tokens with so many full pages [w], and the scores [H, w, G, N]."""
+        assert self.digest is not None
+        estimate, of_values = self._scores(chooser), None
+        if self.setting.reduce == "value":
+            pages = self.values[:, : self.full_tokens]
+            norms = self.digest.log_norms(pages.unflatten(1, (-1, self.setting.page_tokens)))
+            of_values = self._scores(chooser, norms)
+        score = page_scores(self.setting, estimate, full, of_values)
+        return choose(self.setting, score, full), estimate
+
+    def _counted(self, chosen: Tensor, at: Tensor) -> Tensor:
+        """[H or 1, w, 1, T] tokens of selected pages, and of the partially filled one at positions ``at`` [w]."""
+        S, T = self.setting.page_tokens, self.keys.shape[1]
+        in_full = torch.arange(T) < (at // S * S)[:, None]
+        counts = torch.ones(len(chosen), *in_full.shape, dtype=torch.bool)
+        counts[..., : self.full_tokens] = chosen.repeat_interleave(S, -1)
+        return (counts | ~in_full)[:, :, None]
+
+    def _replace(
+        self, logits: Tensor, real: Tensor, chooser: Tensor, estimate: Tensor, remote: Tensor
+    ) -> None:
+        """The logits of the pages ``remote`` become those of the query that selects."""
+        theirs = (chooser @ self.keys[:, : self.full_tokens].mT).unflatten(1, (-1, self.group))
+        if self.setting.attends.startswith("reweighed"):
+            exact, expected = (
+                u.masked_fill(~remote[:, :, None], -torch.inf).logsumexp(-1, keepdim=True)
+                for u in (self._scores(real), estimate)
+            )
+            theirs += (exact - expected).nan_to_num(nan=0.0)
+        far = remote.repeat_interleave(self.setting.page_tokens, -1)[:, :, None]
+        of_full = logits[..., : self.full_tokens]
+        of_full.copy_(torch.where(far, theirs, of_full))
 
 
-def _remote(setting: Setting, chosen: Tensor, full: Tensor, previous: Tensor | None) -> Tensor:
-    """Those of the selected pages [H or 1, w, N] that another query attends to."""
+def _remote(chosen: Tensor, full: Tensor, previous: Tensor | None) -> Tensor:
+    """Those of the selected pages [H or 1, w, N] that the predicted query attends to: which the previous token had not
+    selected, without the first and the newest."""
     remote = chosen.clone()
     remote[..., 0] = False
     newest = (full - 1).clamp(min=0).expand(len(chosen), -1)[..., None]
     remote.scatter_(-1, newest, False)
-    if setting.attends.endswith("missing"):
-        first = chosen[:, :1] if previous is None else previous
-        remote &= ~torch.cat([first, chosen[:, :-1]], 1)
-    return remote
+    first = chosen[:, :1] if previous is None else previous
+    return remote & ~torch.cat([first, chosen[:, :-1]], 1)
 
 
 def _blocks(rows: int) -> Iterator[slice]:

@@ -9,7 +9,7 @@ compared with full attention. Documents are processed one at a time with all set
 complete pairs; rerunning the command resumes where it stopped.
 
 A row is one setting on one part of one document; every list has an entry for each window:
-    setting, and its fields: budget_tokens, digest, reduce, grain, page_tokens, query, exact_layers, ...
+    setting, and its fields: budget_tokens, digest, reduce, grain, page_tokens, query, ...
     document, source
     part    "text"; "facts": the question is decoded too; "prompt": it is part of the prompt, which is prefilled
     text:   cut, tokens; nats, full_nats, kl, agree, mass    means over the window's tokens; agree: same top-1 token

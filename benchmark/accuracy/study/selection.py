@@ -40,7 +40,7 @@ CHOICES = {
     "reduce": ("mass", "value"),
     "grain": ("layer", "head"),
     "query": ("real", "predicted", "forecast"),
-    "attends": ("real", "predicted-missing", "reweighed", "reweighed-missing"),
+    "attends": ("real", "predicted-missing", "reweighed-missing"),
 }
 
 
@@ -54,14 +54,11 @@ class Setting:
         grain: "layer": one selection for all heads; "head": one per key-value head.
         query: which query selects: the layer's own, the next layer's projection of this layer's input, or one trained
             vector per key-value head.
-        exact_layers: layers that select and attend with the real query.
-        dense_layers: layers that attend to everything.
         stop_mass: if the budget does not cover all pages, select only until they hold this share of the mass estimated
             by the digest.
         attends: whose query attends to the selected pages, except the first and the newest, which are always on the
-            device: the real one; the predicted one for all of them, or for those that the previous token had not
-            selected ("-missing"); "reweighed": with their joint log mass corrected by the digest, + est(q) -
-            est(predicted q).
+            device: the real one; the predicted one for those that the previous token had not selected ("-missing");
+            "reweighed": with their joint log mass corrected by the digest, + est(q) - est(predicted q).
     """
 
     budget_tokens: int | None = None
@@ -70,8 +67,6 @@ class Setting:
     grain: str = "layer"
     page_tokens: int = 32
     query: str = "real"
-    exact_layers: tuple[int, ...] = ()
-    dense_layers: tuple[int, ...] = ()
     stop_mass: float = 1.0
     attends: str = "real"
 
@@ -94,7 +89,7 @@ class Setting:
         return " ".join([self.digest, str(self.budget_tokens), *said])
 
     def fields(self) -> dict[str, Any]:
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        return asdict(self)
 
 
 def in_two_bits(x: Tensor) -> Tensor:
