@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from benchmark.decode.harness import PAGE, Harness, Store
-from benchmark.decode.model import SIZES, DummyModel, QueryDrift
+from benchmark.decode.harness import Harness, Store
+from benchmark.decode.model import PAGE, SIZES, DummyModel, QueryDrift, Requests
+
+MODES: Any = {"verified": "verify", "replayed": "graph", "off": "strict", "fp8": "verify"}
+"""Of the harness, by kind of step."""
 
 
 def check(device: str) -> list[str]:
@@ -31,7 +35,7 @@ def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[st
     """Each kind of step of a batch, with its problems."""
     size = SIZES["tiny"]
     expected: list[torch.Tensor] = []
-    for kind in ("verified", "replayed", "off", "fp8"):
+    for kind in MODES:
         if (kind == "replayed" and device == "cpu") or (kind == "fp8" and batch == 1):
             continue
         outputs, wrong = [], []
@@ -51,13 +55,9 @@ def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[st
                 store,
                 DummyModel(size, torch.float32, device),
                 QueryDrift(size, batch, 0.9, device),
-                batch=batch,
-                context=20 * PAGE - 3,
-                budget_tokens=4 * PAGE,
+                Requests(batch, 20 * PAGE - 3, 4 * PAGE),
                 settings='{"recall": "%s"}' % ("off" if kind == "off" else "fixed"),
-                graph=kind == "replayed",
-                verify=kind in ("verified", "fp8"),
-                strict=kind == "off",
+                mode=MODES[kind],
             )
             for _ in range(steps):
                 harness.step()  # with "off" it must not synchronize

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 
 from benchmark import device
-from benchmark.decode.harness import PAGE
-from benchmark.decode.model import DummyModel, ModelSize
+from benchmark.decode.model import PAGE, DummyModel, ModelSize
 from sglang_scout.ops.attend import attend_pages
 
 KINDS = ("flashinfer", "ours")

@@ -44,8 +44,16 @@ import torch
 from benchmark import device, rows
 from benchmark.decode.check import check
 from benchmark.decode.full_attention import KINDS, DeviceKV, FullAttention
-from benchmark.decode.harness import PAGE, Harness, Store
-from benchmark.decode.model import FIGURE_6_SHARE, SIZES, DummyModel, QueryDrift, calibrated_rho
+from benchmark.decode.harness import Harness, Store
+from benchmark.decode.model import (
+    FIGURE_6_SHARE,
+    PAGE,
+    SIZES,
+    DummyModel,
+    QueryDrift,
+    Requests,
+    calibrated_rho,
+)
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.numa import plan_cpus
@@ -223,19 +231,15 @@ class Measurement:
         if about.get("digest") == "calibrated":
             digests = store.built("calibrated")
         slots = None if about["cache"] == "budget" else self.slots_of_device(about["batch"])
+        sizes = about["batch"], about["context"], self.options.budget, self.room, shared
         harness = Harness(
             store,
             self.model,
             drift,
-            batch=about["batch"],
-            context=about["context"],
-            budget_tokens=self.options.budget,
-            room=self.room,
+            Requests(*sizes),
             settings=json.dumps(settings),
             slots=slots,
-            shared_pages=shared,
             digests=digests,
-            graph=True,
         )
         try:
             yield harness

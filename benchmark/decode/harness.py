@@ -13,12 +13,12 @@ import functools
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from benchmark.decode.model import DummyModel, ModelSize, QueryDrift
+from benchmark.decode.model import PAGE, DummyModel, ModelSize, QueryDrift, Requests
 from benchmark.device import captured, times_us
 from benchmark.kernels.gpu_pools import signs
 from benchmark.mapped import wait_mapped
@@ -37,7 +37,6 @@ from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
-PAGE = 32
 SPIN_US = 20_000
 PIECE_BYTES = 2**28  # divides the chunks of lock_memory
 
@@ -156,19 +155,15 @@ class Store:
 
 
 class Harness:
-    """One engine on a store, with requests of equal length that decode indefinitely.
+    """One engine on a store, with requests that decode indefinitely.
 
     Args:
-        context: tokens of each request at the start, or up to a page more; each gets ``room`` more pages.
         settings: of ``--kv-offload-config``.
         slots: resident pages per layer, in addition to tails and in-flight copies; None: the budget of all
             rows, as in the paper.
-        shared_pages: the full pages of all requests are drawn from the store's first ``shared_pages``, so that more
-            requests fit than the store has pages for; each has distinct ones, in random order. 0: own pages.
         digests: of the store's pages, already built; None: the engine builds them in its first step.
-        graph: capture the layers once and replay them. Without it, and without ``verify``, which checks
-            every layer, a step fails if its layers make the host synchronize.
-        strict: the same for the work before the layers.
+        mode: "graph" captures the layers once and replays them; "verify" checks every layer; with "strict" a step fails
+            if it makes the host synchronize. Layers that run without a graph may not do so with "graph" either.
     """
 
     def __init__(
@@ -176,67 +171,58 @@ class Harness:
         store: Store,
         model: DummyModel,
         drift: QueryDrift,
+        requests: Requests,
         *,
-        batch: int,
-        context: int,
-        budget_tokens: int,
-        room: int = 8,
         settings: str = "{}",
         slots: int | None = None,
-        shared_pages: int = 0,
         digests: DigestPool | None = None,
-        graph: bool,
-        verify: bool = False,
-        strict: bool = False,
+        mode: Literal["graph", "verify", "strict"] = "graph",
     ) -> None:
-        self.store, self.model, self.drift, self.batch = store, model, drift, batch
-        self._guard: Any = contextlib.nullcontext if verify else partial(no_waiting, store.device)
-        self._before = self._guard if strict else contextlib.nullcontext
+        self.store, self.model, self.drift, batch = store, model, drift, requests.batch
+        anything: Any = contextlib.nullcontext
+        self._guard = anything if mode == "verify" else partial(no_waiting, store.device)
+        self._before = self._guard if mode == "strict" else anything
         self.config: OffloadConfig = parse_config(
-            policy="scout", policies=policies(), budget_tokens=budget_tokens, config=settings
+            policy="scout",
+            policies=policies(),
+            budget_tokens=requests.budget_tokens,
+            config=settings,
         )
         shape, pages = store.shape, store.arena.spec.num_pages
         budget = self.config.budget_pages
         slots = (slots or budget * batch) + batch + budget
-        each = -(-context // PAGE) + room
         policy = make_policy(Context(self.config, shape.num_layers, 2 * shape.page_bytes))
         if digests is not None:
             rule = dataclasses.replace(policy.rule, digest=KINDS[digests.kind])
             policy = dataclasses.replace(policy, rule=rule)
         held = digests or DigestPool(shape, pages, store.device, policy.rule)
         self.engine = StepEngine(
-            Parts(policy, shape, Sizes(budget, slots, batch, each), store.host, held),
+            Parts(policy, shape, Sizes(budget, slots, batch, requests.max_pages), store.host, held),
             [self._projector(layer) for layer in range(shape.num_layers)],
             GraphTransport(store.ring, lambda: store.worker.device_epoch),
-            verify,
+            mode == "verify",
         )
         self.engine._step = store.steps  # the ring's slots alternate across engines
-        of_context = context // PAGE
-        own = each - of_context if shared_pages else each
-        self.pages = 1 + shared_pages + np.arange(batch * own, dtype=np.int32).reshape(batch, own)
-        if self.pages.max() >= pages:
-            raise ValueError(
-                f"{batch} requests of {own} pages after {shared_pages}; the store has {pages}"
-            )
-        if shared_pages:
-            draw = np.random.default_rng(4)
-            drawn = [1 + draw.permutation(shared_pages)[:of_context] for _ in range(batch)]
-            self.pages = np.concatenate([drawn, self.pages], axis=1, dtype=np.int32)
-        # Pages fill at different steps, as with requests that arrived at different times.
-        self.lengths = context + 5 * np.arange(batch, dtype=np.int64) % PAGE
-        known = of_context if digests is not None else 0
-        self.engine.pages.allocate_pages(self.pages[:, known:].flatten().astype(np.int64))
-        full = np.unique(self.pages[:, :of_context])
-        for row in range(batch):
-            self.engine.requests.admit(row, row, 0)
-        self.engine.pages.arrived(full)
+        self._admit(requests, has_digests=digests is not None)
         source = torch.Generator(store.device).manual_seed(3)
         x = torch.randn(batch, model.size.hidden, generator=source, device=store.device)
         self.x = x.to(shape.dtype)
         self.positions = torch.zeros(batch, dtype=torch.int64, device=store.device)
         self.out = torch.empty_like(self.x)
         # Captured before the first step, when rows are empty and nothing is posted.
-        self._graph = captured(self._layers) if graph else None
+        self._graph = captured(self._layers) if mode == "graph" else None
+
+    def _admit(self, requests: Requests, has_digests: bool) -> None:
+        """All requests arrive; pages that have digests are no new ones."""
+        self.pages = requests.pages(self.store.arena.spec.num_pages)
+        # Pages fill at different steps, as with requests that arrived at different times.
+        self.lengths = requests.context + 5 * np.arange(requests.batch, dtype=np.int64) % PAGE
+        of_context = requests.context // PAGE
+        new = self.pages[:, of_context if has_digests else 0 :]
+        self.engine.pages.allocate_pages(new.flatten().astype(np.int64))
+        for row in range(requests.batch):
+            self.engine.requests.admit(row, row, 0)
+        self.engine.pages.arrived(np.unique(self.pages[:, :of_context]))
 
     def _projector(self, layer: int) -> SimpleNamespace:
         def finish(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -259,7 +245,7 @@ class Harness:
         self.lengths += 1
         used = -(-int(self.lengths.max()) // PAGE)
         with self._before():
-            self.engine.begin_step(self.pages[:, :used], np.arange(self.batch), self.lengths)
+            self.engine.begin_step(self.pages[:, :used], np.arange(len(self.pages)), self.lengths)
         self.store.steps += 1
         if self._graph is not None and self.engine.can_replay:
             self._graph.replay()

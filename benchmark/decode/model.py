@@ -1,12 +1,15 @@
-"""A decoder of random weights at a model's sizes, and queries that drift from step to step."""
+"""A decoder of random weights at a model's sizes, the requests that it decodes, and queries that drift from step to
+step."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sglang_scout.engine.step_inputs import Candidates
@@ -15,6 +18,7 @@ from sglang_scout.ops.predict import add_norm
 if TYPE_CHECKING:
     from benchmark.decode.harness import Store
 
+PAGE = 32
 _EPS = 1e-6
 FIGURE_6_STEPS, FIGURE_6_SHARE = 8.7, 0.12
 """The paper's Figures 6a and 6b: the mean recall interval, and its threshold."""
@@ -70,6 +74,46 @@ def write_config(size: ModelSize, folder: Path, context: int) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Requests of equal length that decode indefinitely.
+
+    Attributes:
+        context: tokens of each at the start, or up to a page more; each gets ``room`` more pages.
+        shared_pages: the full pages of all requests are drawn from the store's first ``shared_pages``, so that more
+            requests fit than the store has pages for; each has distinct ones, in random order. 0: own pages.
+    """
+
+    batch: int
+    context: int
+    budget_tokens: int
+    room: int = 8
+    shared_pages: int = 0
+
+    @property
+    def max_pages(self) -> int:
+        """Of one request."""
+        return -(-self.context // PAGE) + self.room
+
+    def pages(self, of_store: int) -> np.ndarray:
+        """``[batch, max_pages]`` int32 in a store of so many.
+
+        Raises:
+            ValueError: too few.
+        """
+        own = self.max_pages - (self.context // PAGE if self.shared_pages else 0)
+        first = 1 + self.shared_pages
+        pages = first + np.arange(self.batch * own, dtype=np.int32).reshape(self.batch, own)
+        if pages.max() >= of_store:
+            after = f"{self.batch} requests of {own} pages after {self.shared_pages}"
+            raise ValueError(f"{after}; the store has {of_store}")
+        if not self.shared_pages:
+            return pages
+        draw, count = np.random.default_rng(4), self.context // PAGE
+        drawn = [1 + draw.permutation(self.shared_pages)[:count] for _ in range(self.batch)]
+        return np.concatenate([drawn, pages], axis=1, dtype=np.int32)
 
 
 class DummyModel:
