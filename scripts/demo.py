@@ -14,45 +14,34 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from packages import Unavailable
 from sglang_scout.core.errors import ConfigError
 from smollm2 import smollm2
-from texts import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "test"))  # for the server launchers
 
+from demo_requests import (  # noqa: E402
+    TEXT_TOKENS,
+    DemoFailed,
+    chat,
+    converse,
+    run_bench,
+    text_of_tokens,
+)
 from servers import placement  # noqa: E402
 from servers.group import flags  # noqa: E402
 from servers.pd_cluster import PDCluster  # noqa: E402
 from servers.server_process import ServerFailed  # noqa: E402
-from servers.sglang_http import RequestFailed, sse_events  # noqa: E402
+from servers.sglang_http import RequestFailed  # noqa: E402
 
 BEGIN = time.monotonic()
-TEXT_TOKENS = 5800
-CHAT_TOKENS = 32
-NUMBER = "7413"
-FACT = f"The secret number of the lighthouse is {NUMBER}."
-FACT_QUESTION = "What is the secret number of the lighthouse?"
-QUESTIONS = (
-    FACT_QUESTION,
-    "What is this text about? Answer in one sentence.",
-    "Who built the ark, and why?",
-)
-
-
-class DemoFailed(RuntimeError):
-    """The demo did not meet one of its guarantees."""
-
 
 # What a model is asked unless flags say otherwise. Without AMX, CPUs are several times slower in bfloat16.
 SMOLLM2 = {"prompts": 4, "input_len": 512, "output_len": 16, "cpu_dtype": "float32"}
@@ -109,7 +98,7 @@ def make_cluster(
     # Room for twice as many: the requests of the demo have two budgets each, and what fits stays resident.
     room = 2 * requests
     prefill, decode = where.memory()
-    common, more_decodes = [], {}
+    common, servers = [], {}
     if args.kv_offload != "none":
         common = flags(kv_offload=args.kv_offload, kv_offload_budget=args.budget)
         cache = {}
@@ -118,7 +107,8 @@ def make_cluster(
             cache = {"resident_tokens": 2 * args.budget}
             # For comparison: its budget covers the text, so all its pages stay on the device.
             whole = (TEXT_TOKENS + 512) // 32 * 32
-            more_decodes["full"] = flags(**decode, kv_offload_budget=whole, max_running_requests=1)
+            full = {"kv_offload_budget": whole, "max_running_requests": 1}
+            servers["full"] = flags(**decode, **full)
         elif where.decode == placement.CUDA:
             # The default is all free memory, which would leave no pages to the CPU.
             cache = {"resident_tokens": room * args.budget}
@@ -131,85 +121,27 @@ def make_cluster(
     if where.prefill == placement.CPU:
         # All waiting prompts in one prefill batch, so that the decode server gets and runs them as a batch.
         prefill |= {"max_prefill_tokens": max_total_tokens, "chunked_prefill_size": -1}
-    return PDCluster(
-        model,
-        device=where.decode,
-        prefill_device=where.prefill,
-        one_by_one=where.one_gpu_for_both or bool(more_decodes) and where.decode == placement.CUDA,
-        dtype=args.cpu_dtype if placement.CPU in (where.prefill, where.decode) else "bfloat16",
-        log_dir=log_dir,
+    on_cpu = placement.CPU in (where.prefill, where.decode)
+    sizes = flags(
+        dtype=args.cpu_dtype if on_cpu else "bfloat16",
         max_running_requests=room,
         max_total_tokens=max_total_tokens,
-        server_args=common,
-        prefill_args=flags(**prefill),
-        decode_args=flags(**decode, decode_log_interval=5),
-        more_decodes=more_decodes,
+    )
+    servers["prefill"] = flags(**prefill)
+    servers["decode"] = flags(**decode, decode_log_interval=5)
+    cluster = PDCluster(
+        model,
+        servers,
+        server_args=sizes + common,
         # While the CPU prefills long prompts, a server's health checks time out.
         router_args=flags(health_failure_threshold=100),
+        one_by_one=where.one_gpu_for_both or "full" in servers and where.decode == placement.CUDA,
+        log_dir=log_dir,
         # On a GPU kernels may have to be compiled first.
         ready_timeout_s=600.0 if where.decode == placement.CPU else 1200.0,
-        on_ready=lambda name: say(f"the {name} server is ready"),
     )
-
-
-def text_of_tokens(model: Path, tokens: int) -> str:
-    """The first ``tokens`` tokens of a text. Without tokenizer.json a token counts as 4 characters."""
-    text = load_text("prose")
-    if not (model / "tokenizer.json").is_file():
-        return text[: 4 * tokens]
-    # No token is shorter than a byte: an upper bound of the characters needed.
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    offsets = tokenizer.encode(text[: 8 * tokens], add_special_tokens=False).offsets
-    return text[: offsets[tokens - 1][1]]
-
-
-def chat_payload(model: Path, content: str) -> dict[str, Any]:
-    messages = [{"role": "user", "content": content}]
-    return dict(model=str(model), messages=messages, max_tokens=CHAT_TOKENS, temperature=0)
-
-
-def chat(cluster: PDCluster, model: Path, content: str) -> str:
-    """One streamed chat completion, then a line on its tokens and times."""
-    payload = chat_payload(model, content)
-    payload |= {"stream": True, "stream_options": {"include_usage": True}}
-    begin = time.monotonic()
-    answer, finish, usage, first_s = "", None, {}, 0.0
-    print("  answer:   ", end="", flush=True)
-    for event in sse_events(cluster.url + "/v1/chat/completions", payload):
-        usage = event.get("usage") or usage
-        for choice in event.get("choices") or []:
-            first_s = first_s or time.monotonic() - begin
-            more = choice["delta"].get("content") or ""
-            print(more.replace("\n", "\n            "), end="", flush=True)
-            answer += more
-            finish = choice.get("finish_reason") or finish
-    total_s = time.monotonic() - begin
-    print()
-    if finish not in ("stop", "length") or not answer:
-        raise DemoFailed(f"the chat gave no answer (finish_reason {finish!r}, answer {answer!r})")
-    print(
-        f"            ({usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out; "
-        f"the first after {first_s:.1f} s, the last after {total_s:.1f} s)"
-    )
-    return answer
-
-
-def converse(cluster: PDCluster, model: Path) -> None:
-    """Asks about a text with a fact in its middle. Raises DemoFailed unless the fact is found."""
-    text = text_of_tokens(model, TEXT_TOKENS)
-    middle = text.index(". ", len(text) // 2) + 2
-    text = f"{text[:middle]}{FACT} {text[middle:]}"
-    print(f"  the text: {text[:72]}...\n  in its middle: {FACT}")
-    for question in QUESTIONS:
-        print(f"\n  question: {question}")
-        content = f"{text}\n\n{question}"
-        answer = chat(cluster, model, content)
-        if "full" in cluster.servers:
-            # After the other one, so that it hits the text in the prefill server's radix cache.
-            full = cluster.ask_pair(chat_payload(model, content), "full", "/v1/chat/completions")
-            print(f"  full:     {full['choices'][0]['message']['content']}")
-        if question == FACT_QUESTION and NUMBER not in answer:
-            raise DemoFailed(f"wrong answer: the secret number in the text is {NUMBER}")
+    cluster.on_ready = lambda name: say(f"the {name} server is ready")
+    return cluster
 
 
 def offload_state(cluster: PDCluster, args: argparse.Namespace) -> dict[str, Any]:
@@ -224,42 +156,6 @@ def check_offload(state: dict[str, Any]) -> None:
             raise DemoFailed(f"kv_offload.{name} is {state[name]}, not more than 0: {state}")
     if state["worker"]["state"] != "ready":
         raise DemoFailed(f"the CPU attention process is not ready: {state['worker']}")
-
-
-def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The result row of SGLang's own bench_serving. Raises DemoFailed unless every request was answered in full."""
-    result_file = cluster.log_dir / "bench_serving.jsonl"
-    log = cluster.log_dir / "bench_serving.log"
-    command = [sys.executable, "-m", "sglang.bench_serving"]
-    command += flags(
-        backend="sglang",
-        base_url=cluster.url,
-        model=model,
-        num_prompts=args.prompts,
-        max_concurrency=args.concurrency,
-        warmup_requests=0,  # the questions were the warm-up
-        disable_tqdm=True,
-        output_file=result_file,
-        dataset_name="random-ids",
-        tokenize_prompt=True,  # token ids: exact prompt lengths
-        random_range_ratio=1,
-        random_input_len=args.input_len,
-        random_output_len=args.output_len,
-    )
-    pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-    with open(log, "wb") as sink:
-        done = subprocess.run(command, env=cluster.client_environment, stdout=sink, **pipes)
-    if done.returncode != 0 or not result_file.is_file():
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        raise DemoFailed(f"bench_serving ended with exit code {done.returncode}:\n{tail}")
-    row = json.loads(result_file.read_text().splitlines()[-1])
-    tokens = args.prompts * args.output_len
-    if row["completed"] != args.prompts or row["total_output_tokens"] != tokens:
-        raise DemoFailed(
-            f"bench_serving: {row['completed']} of {args.prompts} requests answered, "
-            f"{row['total_output_tokens']} of {tokens} tokens (see {log})"
-        )
-    return row
 
 
 def print_report(bench: dict[str, Any], state: dict[str, Any], decode_log: str) -> None:

@@ -22,17 +22,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark.accuracy.plain_answers import PlainAnswers
-from benchmark.accuracy.policies import FULL, Setting
-from benchmark.accuracy.questions import SOURCES
+from benchmark.accuracy.policies import Setting
 from benchmark.accuracy.scoring import Loss, margin_points, paired_loss
-from benchmark.accuracy.suite import key_of, run_settings, suite_arguments, suite_file
+from benchmark.accuracy.suite import (
+    FULL_SETTING,
+    run_settings,
+    suite_arguments,
+    suite_file,
+)
 from benchmark.progress import Progress
-from benchmark.rows import Row, RowFile, argument_parser
+from benchmark.rows import Row, argument_parser
 from servers.server_process import ends_orderly
 from sglang_scout.cli.table import columns
 
-FULL_SETTING = Setting(FULL)
 HELD_OUT = 21
 """First document of the gate; those of the suite and the study precede it."""
 
@@ -123,8 +125,7 @@ def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Ver
     )
     settings = [Setting(judge_.policy, budget) for budget in form.budgets]
     file = suite_file(args)
-    ask_full(args, file, progress)
-    run_settings(args, settings, file, progress)
+    run_settings(args, [FULL_SETTING, *settings], file, progress)
     full, verdicts = outcomes(file.rows, FULL_SETTING), []
     for budget, setting in zip(form.budgets, settings, strict=True):
         margin = args.margin_points
@@ -132,23 +133,6 @@ def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Ver
             margin = margin_points(ALLOWED_POINTS[budget], len(full))
         verdicts.append(judge(setting, full, outcomes(file.rows, setting), margin))
     return verdicts
-
-
-def ask_full(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
-    """Rows of full attention, grouped by text, as tasks may share one."""
-    plain = PlainAnswers(args.model_path)
-    for length in args.lengths:
-        outcomes: dict[str, str] = dict.fromkeys(args.tasks, "")
-        for seed in range(args.seed, args.seed + args.samples):
-            progress.update(f"full attention, {length} tokens, sample {seed - args.seed + 1}")
-            for task in args.tasks:
-                sample = SOURCES[args.questions].sample(task, length, seed)
-                outcomes[task] += str(int(plain.is_right(sample)))
-        for task, found in outcomes.items():
-            counts = {"right": found.count("1"), "asked": len(found), "outcomes": found}
-            file.add(FULL, **key_of(FULL_SETTING), length_tokens=length, task=task, **counts)
-        right = ", ".join(f"{task} {found.count('1')}" for task, found in outcomes.items())
-        progress.say(f"full attention, {length} tokens, of {args.samples}: {right}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """The policies that are compared, each as flags of a decode server.
 
-    full              stock SGLang, without the flag
+    full              full attention, in plain PyTorch
     scout             as in the paper: predicted queries select pages by bounds, one layer ahead
     scout-rotated     the same with two-bit rotated digests, the default
     scout-real-query  the layer's own query selects them: shows the cost of prediction

@@ -5,19 +5,19 @@
     python -m benchmark.plot docs/results/accuracy.jsonl
 
 The tasks are those of tasks.py, similar to RULER, for the retrieval model: each sample is a separate text with one
-question, so samples are independent. With --questions planted they are those of planted.py, for SmolLM2: a sample is
-a document, and all questions of all lengths are about the same documents. All policies get the same samples. An answer
-counts if every token, or every planted number, is correct. The servers are started here, a few at a time (--at-once),
-and all of them are asked about a text while the prefill server still has it cached. A decode server runs one request at
-a time, and its device cache holds the budget of one plus three pages (the tail and the minimum of `resident_tokens`,
-see --config). With more room, fewer pages would be left to the CPU, and with concurrent requests that would depend on
-the others.
+question, so samples are independent. With --questions planted they are those of planted.py, for SmolLM2: a sample is a
+document, and all questions of all lengths are about the same documents. All policies get the same samples. An answer
+counts if every token, or every planted number, is correct. Full attention is computed by plain_answers.py. The servers
+of the others are started here, a few at a time (--at-once), and all of them are asked about a text while the prefill
+server still has it cached. A decode server runs one request at a time, and its device cache holds the budget of one
+plus three pages (the tail and the minimum of `resident_tokens`, see --config). With more room, fewer pages would be
+left to the CPU, and with concurrent requests that would depend on the others.
 
 Rerunning the command resumes where it stopped: rows that are in the file are not measured again. A row is one setting
 at one length and task:
     policy, budget_tokens (null for full), length_tokens, task, right, asked; low, high: 95 % interval
     outcomes             one character per sample, 1 for a correct answer, for paired comparisons of policies
-    seconds              sum over the requests; the first request about a text includes the prefill
+    seconds              sum over the requests; the first request about a text includes the prefill; 0 for full
     cpu_compute_ratio    pages computed on the CPU over the budget, in this row; null for full
     offload              the server's other counters, the difference over this row
 """
@@ -34,7 +34,8 @@ from typing import Any, Protocol
 
 from benchmark.accuracy import tasks
 from benchmark.accuracy.fleet import Fleet
-from benchmark.accuracy.policies import NAMES, Setting, grid
+from benchmark.accuracy.plain_answers import PlainAnswers
+from benchmark.accuracy.policies import FULL, NAMES, Setting, grid
 from benchmark.accuracy.questions import SOURCES, is_right, payload
 from benchmark.accuracy.scoring import wilson_interval
 from benchmark.progress import Progress
@@ -43,6 +44,7 @@ from servers.server_process import ends_orderly
 
 BENCHMARK = "accuracy"
 PACKAGES = ("sglang", "torch", "sglang-scout")
+FULL_SETTING = Setting(FULL)
 BUDGETS = (256, 512, 1024, 2048)
 COUNTED = """steps selected_pages cpu_pages fetched_pages budget_pages recalled_pages recall_bytes
     fallback_pages gpu_wait_us""".split()
@@ -134,22 +136,36 @@ def lacks(file: RowFile, args: argparse.Namespace, setting: Setting) -> bool:
     return not all(file.has(**key_of(setting), **place) for place in places)
 
 
+def ask_full(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
+    """Rows of full attention, grouped by text, as tasks may share one."""
+    plain = PlainAnswers(args.model_path)
+    for length in args.lengths:
+        place = {**key_of(FULL_SETTING), "length_tokens": length}
+        missing = [task for task in args.tasks if not file.has(**place, task=task)]
+        tallies = {task: Tally(FULL_SETTING, args.samples, {}) for task in missing}
+        for i in range(args.samples):
+            progress.update(f"full attention, {length} tokens, sample {i + 1}")
+            for task, tally in tallies.items():
+                sample = SOURCES[args.questions].sample(task, length, args.seed + i)
+                tally.outcomes[i] = plain.is_right(sample)
+        for task, tally in tallies.items():
+            file.add(FULL, **place, task=task, **tally.row({}))
+        right = ", ".join(f"{task} {sum(map(bool, t.outcomes))}" for task, t in tallies.items())
+        progress.say(f"full attention, {length} tokens, of {args.samples}: {right}")
+
+
 def run_settings(
     args: argparse.Namespace, settings: Sequence[Setting], file: RowFile, progress: Progress
 ) -> None:
-    """Runs the settings with missing rows, ``--at-once`` at a time."""
+    """Runs the settings with missing rows, those on servers ``--at-once`` at a time."""
     todo = [setting for setting in settings if lacks(file, args, setting)]
+    if FULL_SETTING in todo:
+        todo.remove(FULL_SETTING)
+        ask_full(args, file, progress)
     for group in (todo[i : i + args.at_once] for i in range(0, len(todo), args.at_once)):
         progress.say(f"starting servers for {', '.join(s.name for s in group)}")
         file.renew(environment(BENCHMARK, PACKAGES))
-        with Fleet(
-            args.model_path,
-            group,
-            dtype=args.dtype,
-            longest_tokens=max(args.lengths) + 128,
-            threads=args.threads,
-            config=args.config,
-        ) as fleet:
+        with Fleet(group, args) as fleet:
             progress.say(f"ready after {fleet.startup_s:.0f} s")
             measure(fleet, group, args, file, progress)
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from servers.pd_cluster import flags
-from servers.server_process import LOCKED_SETTLE_S, ServerFailed
+from servers.group import Servers, flags
+from servers.server_process import ServerFailed
 from servers.sglang_http import RequestFailed, generate_payload, http_json, sse_events
-from servers.single_server import SingleServer
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """SGLang's marker of requests whose KV is never sent; a batch without an address ends the server."""
@@ -32,6 +31,7 @@ def offload_flags(device: str, *, budget: int, host_gb: float, **config: Any) ->
     if device == "cpu":
         config["transport"] = "graph"
     return {
+        "device": device,
         "kv_offload": "scout",
         "kv_offload_budget": budget,
         "kv_offload_host_gb": host_gb,
@@ -39,23 +39,17 @@ def offload_flags(device: str, *, budget: int, host_gb: float, **config: Any) ->
     }
 
 
-class DecodeServer(SingleServer):
+class DecodeServer(Servers):
     """A decode server that receives requests directly.
 
     Args:
-        model_dir: folder of the model.
-        options: flags of ``sglang.launch_server``.
-        device, log, ready_timeout_s: see SingleServer. On the CPU the ring's kernels run in Triton's interpreter.
+        options: flags of ``sglang.launch_server``, its device among them. On the CPU the ring's kernels run in Triton's
+            interpreter.
+        model_dir, logs, ready_timeout_s: see Servers.
     """
 
     def __init__(
-        self,
-        model_dir: Path,
-        options: Mapping[str, Any],
-        *,
-        device: str,
-        log: Path,
-        ready_timeout_s: float = 240.0,
+        self, model_dir: Path, options: Mapping[str, Any], logs: Path, ready_timeout_s: float
     ) -> None:
         arguments = flags(
             disaggregation_mode="decode",
@@ -65,23 +59,11 @@ class DecodeServer(SingleServer):
             sampling_backend="pytorch",
             **options,
         )
-        environment = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+        env = {"TRITON_INTERPRET": "1"} if options["device"] == "cpu" else {}
         super().__init__(
-            "decode",
-            model_dir,
-            arguments,
-            device=device,
-            log=log,
-            environment=environment,
-            ready_timeout_s=ready_timeout_s,
-            settle_s=LOCKED_SETTLE_S,
+            model_dir, {"decode": arguments}, env=env, log_dir=logs, ready_timeout_s=ready_timeout_s
         )
-
-    def info(self, timeout_s: float = 60.0) -> dict[str, Any]:
-        return http_json(self.url + "/server_info", timeout_s=timeout_s)
-
-    def kv_offload(self, timeout_s: float = 60.0) -> dict[str, Any]:
-        return self.info(timeout_s)["internal_states"][0]["kv_offload"]
+        self.url = self.server_url("decode")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, timeout_s: float

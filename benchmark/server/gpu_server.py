@@ -196,11 +196,12 @@ class Checks:
 
     def _serve(self, name: str) -> dict[int, Answers]:
         """The answers of a server, and rows about its state; no answers if it fails."""
-        log, sizes = self._logs / f"server-{name}.log", self._sizes
-        about = {"device": self._device, "log": log, "ready_timeout_s": sizes.start_s}
+        sizes = self._sizes
+        place = self._logs / f"server-{name}", sizes.start_s
         try:
-            with DecodeServer(self._model, self._flags(name), **about) as server:
+            with DecodeServer(self._model, self._flags(name), *place) as server:
                 answers, state = self._ask(server), server.kv_offload()
+                log = server.servers["decode"].log()
         except FAILURES as error:
             self._row(f"server-{name}", [f"{type(error).__name__}: {error}"[-1000:]])
             return {}
@@ -214,7 +215,7 @@ class Checks:
             names = ("steps", "cpu_pages", "recalled_pages")
             self._row("state", wrong, **{name: state[name] for name in names})
         if self._device != "cpu":
-            wrong = graph_problems(log.read_text(errors="replace"), name == "graph")
+            wrong = graph_problems(log, name == "graph")
             self._row("graphs", wrong, server=name)
         return answers
 

@@ -127,7 +127,8 @@ def reserved_tokens(options: argparse.Namespace) -> int:
 
 def flags_of(name: str, options: argparse.Namespace, device_bytes: int) -> dict[str, Any]:
     """Flags of a server."""
-    common = {"dtype": "bfloat16", "load_format": "dummy", "disable_radix_cache": True}
+    common = {"device": "cuda", "dtype": "bfloat16", "load_format": "dummy"}
+    common["disable_radix_cache"] = True
     common["context_length"] = longest_tokens(options)
     if options.rehearse:
         common["mem_fraction_static"] = 0.5
@@ -245,10 +246,8 @@ def measure_speed(
                 print(f"ABORTED: {why}", flush=True)
                 return failed + 1
         try:
-            log, max_s = logs / f"server-{name}.log", start_s(impl, options.host_gb)
-            with DecodeServer(
-                model, flags, device="cuda", log=log, ready_timeout_s=max_s
-            ) as server:
+            max_s = start_s(impl, options.host_gb)
+            with DecodeServer(model, flags, logs / f"server-{name}", max_s) as server:
                 run_server(writer, server, about, options)
         except FAILURES as error:
             failed += name != "stock-flashinfer"

@@ -109,7 +109,7 @@ class Server:
 
     fails = ""
 
-    def __init__(self, model, flags, **_):
+    def __init__(self, model, flags, *_):
         self.flags = flags
         if flags.get("attention_backend", "scout") == self.fails:
             raise RuntimeError("nvcc: not found")

@@ -46,13 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def stock_of(tiny_model, tmp_path_factory):
+def stock_of(tiny_model):
     """Stock SGLang's answers to prompts of LENGTHS by an architecture."""
 
     @functools.cache
     def answers(arch):
-        prompts, folder = random_prompts(LENGTHS, seed=7), tmp_path_factory.mktemp("stock")
-        found = stock_answers(tiny_model(arch), folder, prompts, max_new_tokens=NEW_TOKENS)
+        prompts = random_prompts(LENGTHS, seed=7)
+        found = stock_answers(tiny_model(arch), prompts, max_new_tokens=NEW_TOKENS)
         # A model that repeats one token would always agree.
         assert min(len(set(answer.output_ids)) for answer in found) >= 5
         return found
@@ -79,20 +79,19 @@ def servers(tiny_model, outputs):
     every prompt, one with the graph transport and retractions. The last test of test_faults.py ends them."""
     graph = flags(kv_offload_budget=SMALL_BUDGET_TOKENS, kv_offload_config=json.dumps(GRAPH))
     graph += flags(max_running_requests=6, max_total_tokens=16384)
+    decode = flags(
+        kv_offload_config=json.dumps(DECODE | {name: str(x) for name, x in outputs.items()}),
+        max_total_tokens=32768,
+        enable_metrics=True,
+    )
     cluster = PDCluster(
         tiny_model("qwen3"),
-        server_args=SCOUT,
-        decode_args=flags(
-            kv_offload_config=json.dumps(DECODE | {name: str(x) for name, x in outputs.items()}),
-            max_total_tokens=32768,
-            enable_metrics=True,
-        ),
-        more_decodes={
+        {
+            "decode": decode,
             "radix": RADIX + flags(max_total_tokens=32768),
             "graph": graph + ["--disaggregation-decode-enable-radix-cache"],
         },
-        max_running_requests=16,
-        max_total_tokens=49152,
+        server_args=SCOUT + flags(max_running_requests=16, max_total_tokens=49152),
         env=DEAD_PROXY | dict.fromkeys(LIMITS, "60"),
     )
     cluster.servers["graph"].env |= GRAPH_ENV

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from servers.group import flags
+from servers.group import Servers, flags
 from servers.pd_cluster import PDCluster
 from servers.server_process import ServerFailed, children_of, title_of
 from servers.sglang_http import Generation, generate, http_json
-from servers.single_server import SingleServer
 
 # Room for everything, and no recall that depends on others: a request's residency then depends only on its own history,
 # so its tokens are deterministic, and a difference is a fault.
@@ -66,7 +65,6 @@ def scheduler_pid(cluster: PDCluster, which: str = "decode") -> int:
 
 def stock_answers(
     model: Path,
-    log_dir: Path,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -75,9 +73,8 @@ def stock_answers(
     """Answers of stock SGLang in fp32, with log-probabilities: prefill and decode in one server, so that comparisons
     also test the KV transfer. ``more``: its flags."""
     arguments = flags(dtype="float32", max_total_tokens=32768, max_running_requests=16, **more)
-    log = log_dir / "stock.log"
-    with SingleServer("stock", model, arguments, device="cpu", log=log) as server:
-        send = partial(http_json, server.url + "/generate")
+    with Servers(model, {"stock": arguments}) as servers:
+        send = partial(http_json, servers.server_url("stock") + "/generate")
         return generate(send, prompts, max_new_tokens=max_new_tokens, logprobs=True)
 
 

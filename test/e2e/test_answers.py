@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from harness import scheduler_pid
-from servers.group import HOST, flags
+from servers.group import HOST, Servers, flags
 from servers.sglang_http import RequestFailed, http_json, sse_events
-from servers.single_server import SingleServer
 from sglang_scout.plugin.http import LIMITS
 
 OLD = version("sglang") == "0.5.15.post1"
@@ -115,12 +114,10 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def stock(tiny_model, tmp_path_factory) -> Iterator[str]:
+def stock(tiny_model) -> Iterator[str]:
     arguments = flags(dtype="float32", max_total_tokens=8192, max_running_requests=8)
-    log = tmp_path_factory.mktemp("stock") / "stock.log"
-    model = tiny_model("qwen3")
-    with SingleServer("stock", model, arguments, device="cpu", log=log) as server:
-        yield server.url
+    with Servers(tiny_model("qwen3"), {"stock": arguments}) as servers:
+        yield servers.server_url("stock")
 
 
 def answer(url, path, body):

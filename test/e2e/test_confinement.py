@@ -31,10 +31,8 @@ GUARDED = flags(api_key="of-the-test")
 def servers(tiny_model):
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=SCOUT,
-        more_decodes={"guarded": GUARDED},
-        max_running_requests=16,
-        max_total_tokens=49152,
+        {"guarded": GUARDED},
+        server_args=SCOUT + flags(max_running_requests=16, max_total_tokens=49152),
     ) as running:
         yield running
 

@@ -66,7 +66,7 @@ def test_killing_the_scheduler_leaves_no_process(servers):
 @pytest.mark.slow
 def test_a_scheduler_whose_launcher_is_killed_while_it_starts_ends(tiny_model, tmp_path):
     scout = ["--kv-offload", "scout"]
-    cluster = PDCluster(tiny_model(), log_dir=tmp_path, server_args=scout, router=False)
+    cluster = PDCluster(tiny_model(), log_dir=tmp_path, server_args=scout, router_args=None)
     server = cluster.servers["decode"]
     try:
         server.start()

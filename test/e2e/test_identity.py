@@ -119,11 +119,9 @@ def test_other_models(stock_of, tiny_model, arch):
     expected = stock_of(arch)
     with PDCluster(
         tiny_model(arch),
-        server_args=flags(kv_offload="scout"),
-        decode_args=RADIX,
-        router=False,
-        max_running_requests=16,
-        max_total_tokens=32768,
+        {"decode": RADIX},
+        server_args=flags(kv_offload="scout", max_running_requests=16, max_total_tokens=32768),
+        router_args=None,
     ) as servers:
         check_with_radix_cache(servers, expected, "decode")
 
@@ -140,10 +138,8 @@ def test_two_ranks(stock_of, tiny_model, tmp_path, arch, transport):
     expected = stock_of(arch)[:SHORT]
     with PDCluster(
         tiny_model(arch),
-        server_args=RANKS,
-        decode_args=["--enable-metrics", "--kv-offload-config", json.dumps(settings)],
-        max_running_requests=6,
-        max_total_tokens=32768,
+        {"decode": flags(enable_metrics=True, kv_offload_config=json.dumps(settings))},
+        server_args=RANKS + flags(max_running_requests=6, max_total_tokens=32768),
         env={**RANKS_ENV, **({"TRITON_INTERPRET": "1"} if transport == "graph" else {})},
     ) as servers:
         if transport == "host":
@@ -193,20 +189,17 @@ def test_two_ranks(stock_of, tiny_model, tmp_path, arch, transport):
     version("sglang") != "0.5.15.post1", reason="SGLang has no KV in fp8 on a CPU any more"
 )
 @pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
-def test_kv_in_fp8(tiny_model, tmp_path, fp8):
+def test_kv_in_fp8(tiny_model, fp8):
     """Stock's tokens if the budget covers the context; with a small one every layer agrees with a plain reference over
     the rounded pages, some computed by the worker."""
     model, dtype = tiny_model("qwen3"), flags(kv_cache_dtype=fp8)
-    expected = stock_answers(
-        model, tmp_path, PROMPTS, max_new_tokens=NEW_TOKENS, kv_cache_dtype=fp8
-    )
+    expected = stock_answers(model, PROMPTS, max_new_tokens=NEW_TOKENS, kv_cache_dtype=fp8)
     small = flags(kv_offload_budget=128, kv_offload_config=json.dumps(RECALL_SOMETIMES))
     with PDCluster(
         model,
-        server_args=flags(kv_offload="scout") + dtype,
-        more_decodes={"small": small},
-        max_running_requests=16,
-        max_total_tokens=32768,
+        {"small": small},
+        server_args=dtype
+        + flags(kv_offload="scout", max_running_requests=16, max_total_tokens=32768),
     ) as servers:
         assert_same_tokens(expected, generate(servers), logprob_atol=FP8_LOGPROB_ATOL)
         state = servers.kv_offload()

@@ -12,7 +12,7 @@ import pytest
 
 from harness import SCOUT, PDCluster, random_prompts, wait_until
 from reference import DOCS
-from servers.group import HOST
+from servers.group import HOST, flags
 from servers.server_process import free_ports
 from servers.sglang_http import NO_ANSWER, http_json
 
@@ -43,9 +43,8 @@ def prometheus(folder, target):
 def servers(tiny_model):
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=SCOUT,
-        decode_args=["--enable-metrics"],
-        max_total_tokens=16384,
+        {"decode": ["--enable-metrics"]},
+        server_args=SCOUT + flags(max_total_tokens=16384),
     ) as running:
         yield running
 

@@ -35,9 +35,8 @@ def servers(request, tiny_model):
     ranks = request.param
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=SCOUT + flags(tp_size=ranks),
-        decode_args=DECODE,
-        max_total_tokens=49152,
+        {"decode": DECODE},
+        server_args=SCOUT + flags(tp_size=ranks, max_total_tokens=49152),
         env=RANKS_ENV if ranks > 1 else {},
     ) as running:
         yield running

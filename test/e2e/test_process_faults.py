@@ -58,10 +58,9 @@ def servers(tiny_model, trace):
     config = json.dumps(CONFIG | {"trace": str(trace), "trace_steps": 100000})
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=SCOUT + flags(kv_offload_config=config),
-        prefill_args=flags(chunked_prefill_size=512),
-        max_running_requests=12,
-        max_total_tokens=20480,
+        {"prefill": flags(chunked_prefill_size=512)},
+        server_args=SCOUT
+        + flags(kv_offload_config=config, max_running_requests=12, max_total_tokens=20480),
         router_args=ROUTER,
         env={f"SGLANG_DISAGGREGATION_HEARTBEAT_{name}": x for name, x in HEARTBEAT.items()},
     ) as running:
@@ -279,9 +278,9 @@ def test_transfers_that_fail_at_random(tiny_model):
     other, as no server is undisturbed."""
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=SCOUT + flags(kv_offload_config=json.dumps(CONFIG)),
-        max_running_requests=12,
-        max_total_tokens=24576,
+        server_args=SCOUT
+        + flags(kv_offload_config=json.dumps(CONFIG), max_running_requests=12)
+        + flags(max_total_tokens=24576),
         router_args=flags(disable_circuit_breaker=True),
         env={"SGLANG_TEST_DISAGG_FAILURE_PROB": "0.04"},
     ) as servers:

@@ -61,12 +61,9 @@ def test_bf16(tiny_model):
     config = {"verify": True, "recall": "fixed", "recall_interval": 4}
     with PDCluster(
         tiny_model("qwen3", dtype="bfloat16"),
-        server_args=SCOUT,
-        decode_args=flags(kv_offload_config=json.dumps(config)),
-        router=False,
-        max_running_requests=8,
-        max_total_tokens=32768,
-        dtype="bfloat16",
+        server_args=SCOUT + flags(dtype="bfloat16", max_running_requests=8, max_total_tokens=32768),
+        servers={"decode": flags(kv_offload_config=json.dumps(config))},
+        router_args=None,
     ) as pair:
         pair.generate(PROMPTS, "decode", max_new_tokens=60)
         state = pair.kv_offload()

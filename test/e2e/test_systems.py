@@ -53,9 +53,8 @@ def trained(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def stock(model, tmp_path_factory):
-    prompts, folder = random_prompts(SHORT, seed=7), tmp_path_factory.mktemp("stock")
-    return stock_answers(model, folder, prompts, max_new_tokens=NEW_TOKENS)
+def stock(model):
+    return stock_answers(model, random_prompts(SHORT, seed=7), max_new_tokens=NEW_TOKENS)
 
 
 @pytest.fixture(scope="module", params=["host", "graph"])
@@ -72,13 +71,13 @@ def servers(request, stock, model, trained):
     digest = json.dumps({"digest_file": trained["digest"]})
     with PDCluster(
         model,
-        prefill_args=flags(kv_offload="scout", kv_offload_config=digest),
-        decode_args=arguments(first),
-        more_decodes={policy: arguments(policy) for policy in others},
-        router=False,
-        dtype="float32",
-        max_running_requests=6,
-        max_total_tokens=16384,
+        {
+            "prefill": flags(kv_offload="scout", kv_offload_config=digest),
+            "decode": arguments(first),
+            **{policy: arguments(policy) for policy in others},
+        },
+        server_args=flags(max_running_requests=6, max_total_tokens=16384),
+        router_args=None,
         env={"TRITON_INTERPRET": "1"} if request.param == "graph" else {},
     ) as made:
         yield made

@@ -23,6 +23,7 @@ from harness import (
     wait_idle,
     wait_until,
 )
+from servers.group import flags
 from worker_faults import FAULTS, Victim
 
 # As in conftest.py, with steps recorded as on a GPU.
@@ -72,10 +73,8 @@ def bench(request, tiny_model):
         return
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=SCOUT,
-        decode_args=["--kv-offload-config", json.dumps(RECORDED)],
-        max_running_requests=16,
-        max_total_tokens=49152,
+        {"decode": flags(kv_offload_config=json.dumps(RECORDED))},
+        server_args=SCOUT + flags(max_running_requests=16, max_total_tokens=49152),
         env={"TRITON_INTERPRET": "1"},
     ) as servers:
         bench = Bench(servers, is_recorded=True)

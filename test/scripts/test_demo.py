@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import demo
+import demo_requests
 from packages import Unavailable
 
 
@@ -14,7 +15,7 @@ from packages import Unavailable
 def text(monkeypatch):
     """A text of which 4 characters make a token, in a model without tokenizer."""
     text = "Some words. " * 10_000
-    monkeypatch.setattr(demo, "load_text", lambda kind: text)
+    monkeypatch.setattr(demo_requests, "load_text", lambda kind: text)
     return text
 
 
@@ -41,15 +42,17 @@ def test_a_model_that_cannot_be_had_or_is_none(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("answer", ["It is 7413.", "I do not know."])
 def test_the_hidden_fact_must_be_found(monkeypatch, tmp_path, capsys, answer):
     asked = []
-    monkeypatch.setattr(demo, "chat", lambda *words: asked.append(words[2]) or answer)
+    monkeypatch.setattr(demo_requests, "chat", lambda *words: asked.append(words[2]) or answer)
     words = {"choices": [{"message": {"content": "what full attention says"}}]}
     cluster = SimpleNamespace(servers={"full": None}, ask_pair=lambda *_: words)
-    if demo.NUMBER in answer:
-        demo.converse(cluster, tmp_path)
-        assert capsys.readouterr().out.count("what full attention says") == len(demo.QUESTIONS)
+    if demo_requests.NUMBER in answer:
+        demo_requests.converse(cluster, tmp_path)
+        assert capsys.readouterr().out.count("what full attention says") == len(
+            demo_requests.QUESTIONS
+        )
     else:
-        with pytest.raises(demo.DemoFailed, match=demo.NUMBER):
-            demo.converse(cluster, tmp_path)
+        with pytest.raises(demo_requests.DemoFailed, match=demo_requests.NUMBER):
+            demo_requests.converse(cluster, tmp_path)
     half = len(asked[0]) // 2
-    assert half - 100 < asked[0].index(demo.FACT) < half + 100
+    assert half - 100 < asked[0].index(demo_requests.FACT) < half + 100
     assert len({question.partition("\n\n")[0] for question in asked}) == 1, "one shared prefix"

@@ -38,11 +38,14 @@ class Placement:
         return self.prefill == self.decode == CUDA and self.gpus == 1
 
     def memory(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Flags about memory and GPU of the prefill and of the decode server."""
+        """Flags about device and memory of the prefill and of the decode server."""
         shares = [CPU_SHARE if on == CPU else WHOLE_SHARE for on in (self.prefill, self.decode)]
         if self.one_gpu_for_both:
             shares = [PREFILL_SHARE, DECODE_SHARE]
-        prefill, decode = ({"mem_fraction_static": share} for share in shares)
+        prefill, decode = (
+            {"device": on, "mem_fraction_static": share}
+            for on, share in zip((self.prefill, self.decode), shares, strict=True)
+        )
         if self.prefill == self.decode == CUDA and not self.one_gpu_for_both:
             decode["base_gpu_id"] = self.gpus // 2  # half for each, also with --tp-size
         return prefill, decode

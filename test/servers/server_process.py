@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -31,6 +31,7 @@ KILLED_S = 60.0
 
 MOONCAKE_PORTS = range(15000, 17001)
 """Ports of mooncake's transfer engine, unless MC_MIN_PRC_PORT and MC_MAX_PRC_PORT say otherwise."""
+_given_ports: set[int] = set()
 
 
 class ServerFailed(RuntimeError):
@@ -38,26 +39,25 @@ class ServerFailed(RuntimeError):
 
 
 def free_ports(count: int) -> list[int]:
-    """``count`` different TCP ports that can be bound right now.
+    """``count`` TCP ports that can be bound right now and that this process has not got before.
 
     They are below the kernel's ephemeral range and outside mooncake's: SGLang and mooncake open many connections and
     listeners while they start, any of which could take a port from these ranges.
     """
     found: list[int] = []
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ours = set(range(10000, max(15000, ephemeral))).difference(MOONCAKE_PORTS)
+    ours = set(range(10000, max(15000, ephemeral))) - {*MOONCAKE_PORTS, *_given_ports}
     for port in random.SystemRandom().sample(sorted(ours), 1000):
-        if len(found) == count:
-            break
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
         found.append(port)
-    if len(found) < count:
-        raise ServerFailed(f"only {len(found)} free TCP ports found, {count} needed")
-    return found
+        if len(found) == count:
+            _given_ports.update(found)
+            return found
+    raise ServerFailed(f"only {len(found)} free TCP ports found, {count} needed")
 
 
 class ServerProcess:
@@ -142,18 +142,15 @@ class ServerProcess:
 
     def signal(self, number: int) -> None:
         """Send a signal to the main process only, if it still runs."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        if self._process is not None:
+            self._process.send_signal(number)  # which does nothing after its end
 
     def wait(self, timeout_s: float) -> bool:
         """True when the main process has ended within ``timeout_s``."""
-        if self._process is None:
-            return True
-        try:
-            self._process.wait(max(0.0, timeout_s))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        with suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(timeout_s)
+        return self.exit_code is not None or not self.started
 
 
 def wait_healthy(
@@ -230,7 +227,7 @@ def children_of(pid: int) -> list[psutil.Process]:
 
 
 def stop_all(
-    servers: Iterable[ServerProcess], cluster_id: str, *, settle_s: float = SETTLE_S
+    servers: Iterable[ServerProcess], cluster_id: str, settle_s: float = SETTLE_S
 ) -> dict[int, str]:
     """End all ``servers`` and their descendants. Returns what did not end by itself.
 
@@ -246,24 +243,21 @@ def stop_all(
     known = processes_of(cluster_id, sessions)  # an exiting one has no environment any more
     for server in servers:
         server.signal(signal.SIGKILL)
-    deadline = time.monotonic() + KILLED_S
     for server in servers:
-        server.wait(deadline - time.monotonic())
+        server.wait(KILLED_S)
 
     def left_after(timeout_s: float) -> list[psutil.Process]:
         deadline = time.monotonic() + timeout_s
-        while True:
-            alive = {*filter(_holds_resources, known), *processes_of(cluster_id, sessions)}
-            if not alive or time.monotonic() > deadline:
-                return list(alive)
+        while alive := {*filter(_holds_resources, known), *processes_of(cluster_id, sessions)}:
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.05)
+        return list(alive)
 
     outlived = {process: title_of(process) for process in left_after(settle_s)}
     for process in outlived:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            pass
     if outlived and (stuck := left_after(KILLED_S)):
         raise ServerFailed(f"these processes survive SIGKILL: {stuck}")
     return {process.pid: title for process, title in outlived.items()}

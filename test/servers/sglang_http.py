@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """For servers on this machine, which a proxy of the environment may not reach."""
@@ -39,6 +38,15 @@ class Generation:
     cached_tokens: int
 
 
+def _open(url: str, data: bytes | None, content_type: str, timeout_s: float) -> Any:
+    """The response to GET, or to POST of ``data``, whatever its status; for a ``with`` block."""
+    request = urllib.request.Request(url, data, {"Content-Type": content_type})
+    try:
+        return DIRECT.open(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        return error
+
+
 def exchange(
     url: str, data: bytes | None = None, *, content_type: str = JSON, timeout_s: float = 600.0
 ) -> tuple[int, bytes]:
@@ -47,13 +55,8 @@ def exchange(
     Raises OSError without an answer.
     """
     deadline = time.monotonic() + timeout_s
-    request = urllib.request.Request(url, data, {"Content-Type": content_type})
-    try:
-        response = DIRECT.open(request, timeout=timeout_s)
-    except urllib.error.HTTPError as error:
-        response = error
     body = b""
-    with response:
+    with _open(url, data, content_type, timeout_s) as response:
         while (more := response.read1()) and time.monotonic() < deadline:
             body += more
         return response.status, body + more
@@ -81,11 +84,7 @@ def sse_events(url: str, payload: Any, *, timeout_s: float = 600.0) -> Iterator[
     Closing the iterator closes the connection, like a client that disconnects. Raises RequestFailed for a status of 400
     or more and for an error event.
     """
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
-    try:
-        connection.request("POST", parts.path, json.dumps(payload), {"Content-Type": JSON})
-        response = connection.getresponse()
+    with _open(url, json.dumps(payload).encode(), JSON, timeout_s) as response:
         if response.status >= 400:
             detail = response.read().decode(errors="replace")[:2000]
             raise RequestFailed(f"{url}: status {response.status}: {detail}")
@@ -99,8 +98,6 @@ def sse_events(url: str, payload: Any, *, timeout_s: float = 600.0) -> Iterator[
             if "error" in event:
                 raise RequestFailed(f"{url}: {event['error']}")
             yield event
-    finally:
-        connection.close()
 
 
 def generate_payload(
