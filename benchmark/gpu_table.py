@@ -66,8 +66,8 @@ def other(row: rows.Row) -> Line | None:
         what = row.get("check") or row.get("server") or row.get("op") or row["impl"]
         return what, str(row.get("context", "")), f"{row['status'].upper()}: {row['reason'][:160]}"
     if row["benchmark"] == "host_probe":
-        named = "reached_gb seconds refused host_gb pages populate_s lock_s by threads gb_per_s"
-        shown = (f"{name} {row[name]}" for name in named.split() if name in row)
+        named = ("reached_gb", "seconds", "refused", "host_gb")
+        shown = (f"{name} {row[name]}" for name in named if name in row)
         return f"host {row['impl']}", "", ", ".join(shown)
     if "check" in row:
         return row["check"], row.get("server", ""), "ok"

@@ -37,8 +37,6 @@ from typing import Any, TextIO
 import numpy as np
 import psutil
 
-from benchmark import nvidia_smi
-
 Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,10 +44,20 @@ UNSTABLE_SPREAD = 0.10
 STATUSES = ("ok", "absent", "skipped", "failed")
 FREE_CPU_IDLE_SHARE = 0.95
 
-_TEXTS = ("benchmark", "impl", "status", "reason", "commit", "cpu", "command", "time_utc")
-_REQUIRED = dict.fromkeys(_TEXTS, str) | {"dirty": bool, "cores": int, "versions": dict}
-_REQUIRED |= {"load_average": list, "idle_before": list}
-_MEASURED = {"samples_us": list, "median_us": float, "spread": float, "unstable": bool}
+_OF_ALL = (
+    "benchmark",
+    "impl",
+    "status",
+    "reason",
+    "commit",
+    "cpu",
+    "cores",
+    "versions",
+    "time_utc",
+)
+_MEASURED = ("samples_us", "median_us", "spread", "unstable")
+_SMI = ("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit")
+_SMI += ("pcie.link.gen.current",)
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
@@ -78,22 +86,17 @@ def summary(samples_us: Sequence[float]) -> Row:
     }
 
 
-def problems(row: Row) -> list[str]:
-    """Problems of a row, empty if there are none."""
-    found = []
-    required = dict(_REQUIRED)
-    if row.get("status") == "ok" and row.get("untimed") is not True:
-        required |= _MEASURED
-    for key, kind in required.items():
-        if key not in row:
-            found.append(f"{key} is missing")
-        elif not isinstance(row[key], kind):
-            found.append(f"{key} is {row[key]!r}, expected {kind.__name__}")
-    if row.get("status") not in STATUSES:
-        found.append(f"status is {row.get('status')!r}, expected one of {', '.join(STATUSES)}")
-    elif row["status"] != "ok" and not row.get("reason"):
-        found.append(f"status is {row['status']} and no reason is given")
-    return found
+def problem(row: Any) -> str:
+    """Of a row, "" if there is none."""
+    if not isinstance(row, dict):
+        return "not an object"
+    is_timed = row.get("status") == "ok" and not row.get("untimed")
+    required = (*_OF_ALL, *(_MEASURED if is_timed else ()))
+    if missing := [name for name in required if name not in row]:
+        return f"no {', '.join(missing)}"
+    if row["status"] not in STATUSES:
+        return f"status is {row['status']!r}, expected one of {', '.join(STATUSES)}"
+    return "" if row["status"] == "ok" or row["reason"] else f"{row['status']} without a reason"
 
 
 def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = False) -> Row:
@@ -109,7 +112,7 @@ def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = Fa
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "absent"
     cpus = sorted(os.sched_getaffinity(0))
-    device = {"nvidia_smi": nvidia_smi.query(nvidia_smi.ABOUT)} if cuda else {}
+    device = {"nvidia_smi": nvidia_smi()} if cuda else {}
     return {
         "benchmark": benchmark,
         **device,
@@ -122,6 +125,17 @@ def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = Fa
         "load_average": [round(x, 2) for x in os.getloadavg()],
         "idle_before": idle_shares(cpus),
     }
+
+
+def nvidia_smi() -> dict[str, str]:
+    """What nvidia-smi says about the first device, as printed; ``{"absent": REASON}`` if there is none."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        values = done.stdout.splitlines()[0].split(",")
+        return dict(zip(_SMI, map(str.strip, values), strict=True))
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:
+        return {"absent": f"nvidia-smi: {error}"}
 
 
 def command_line(argv: Sequence[str]) -> str:
@@ -141,14 +155,6 @@ def cpu_model() -> str:
         return platform.machine()
     name, family = found["model name"].strip(), found.get("cpu family")
     return f"{name} (family {family} model {found.get('model')})"
-
-
-def cache_bytes() -> int:
-    """Size of the largest cache of CPU 0, 0 if it is not known."""
-    paths = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    sizes = (path.read_text().strip() for path in paths)
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    return max((int(size[:-1]) * units[size[-1]] for size in sizes), default=0)
 
 
 def idle_shares(cpus: Sequence[int]) -> list[float]:
@@ -214,9 +220,8 @@ class Writer:
     def add(self, impl: str, status: str = "ok", reason: str = "", **fields: Any) -> Row:
         """Adds a row. Raises ValueError if it is malformed."""
         row = {**self._shared, "impl": impl, "status": status, "reason": reason, **fields}
-        wrong = problems(row)
-        if wrong:
-            raise ValueError(f"row of {impl}: {'; '.join(wrong)}")
+        if wrong := problem(row):
+            raise ValueError(f"row of {impl}: {wrong}")
         self.rows.append(row)
         if self._file is not None:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -243,33 +248,28 @@ def read_rows(path: Path) -> list[Row]:
             row = json.loads(line)
         except json.JSONDecodeError as e:
             raise ValueError(f"{path.name}:{number}: not JSON ({e.msg})") from e
-        wrong = problems(row) if isinstance(row, dict) else ["not an object"]
-        if wrong:
-            raise ValueError(f"{path.name}:{number}: {'; '.join(wrong)}")
+        if wrong := problem(row):
+            raise ValueError(f"{path.name}:{number}: {wrong}")
         rows.append(row)
     return rows
 
 
 class RowFile(Writer):
-    """A file of rows that a later run resumes, indexed by a key.
+    """A file of rows that a later run resumes.
 
     Args:
         path: None keeps the rows in memory only.
         environment: fields of all new rows that do not identify the measurement.
         fields: fields of all new rows that do: a row of the file counts as done only if it has the
             same values.
-        key: names of the fields that distinguish the rows of one run.
     Raises:
         ValueError: a line of the file is not a row.
     """
 
-    def __init__(
-        self, path: Path | None, environment: Row, fields: Row, key: Sequence[str]
-    ) -> None:
+    def __init__(self, path: Path | None, environment: Row, fields: Row) -> None:
         super().__init__(path, {**environment, **fields}, append=True)
         same = json.loads(json.dumps(fields))
         same |= {"benchmark": environment["benchmark"], "status": "ok"}
-        self._key = tuple(key)
         if path is not None:
             self.rows = [row for row in read_rows(path) if row | same == row]
 
@@ -278,10 +278,8 @@ class RowFile(Writer):
         self._shared |= environment
 
     def has(self, **key: Any) -> bool:
-        """Whether there is a row with this key. Raises ValueError unless all key fields are given."""
-        if set(key) != set(self._key):
-            raise ValueError(f"key {sorted(key)}: expected {sorted(self._key)}")
-        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
+        """Whether there is a row with these fields."""
+        return any(row | key == row for row in self.rows)
 
 
 def argument_parser(doc: str | None) -> argparse.ArgumentParser:

@@ -11,8 +11,6 @@ than a few words on the architecture that it was written for (90), or was not re
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import importlib
 import os
 import pkgutil
@@ -20,215 +18,24 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 if "TRITON_INTERPRET" in os.environ:  # before importing triton
     del os.environ["TRITON_INTERPRET"]
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
+from kernel_cases import cases, hgca, learned
 from sglang_scout.ops import triton as kernels
-from sglang_scout.ops.doorbell import DeviceRing, write_stamp
-from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.rotated import STATS_BYTES, Coordinates, planes_shape
-from sglang_scout.ops.triton import (
-    attend,
-    doorbell,
-    pages,
-    predict,
-    rotated,
-    rotated_scores,
-    score,
-    select,
-)
-from sglang_scout.worker.ring import ArenaSpec, Split, layout_of
-
-learned = hgca = None
-with contextlib.suppress(ModuleNotFoundError):
-    from sglang_scout.policy.hgca import kernels as hgca
-with contextlib.suppress(ModuleNotFoundError):
-    from sglang_scout.policy.learned import kernels as learned
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """Maximum shared memory per program, by architecture: A100, A40, L40S, H100, B200, B300, RTX PRO 6000."""
 FEW_SPILLED_BYTES = 32  # some words that ptxas trades for occupancy
-PROCESSORS = 132  # SMs of an H100, which determine the splits of attention
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MODEL_DTYPES = {E4M3: BF16, E5M2: BF16}  # by that of KV, where it is another
-I32, I64 = torch.int32, torch.int64
-
-
-def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-Case = tuple[Callable[..., object], str, tuple]
-"""A function that launches kernels, what tells this call from others, and arguments in the shapes of a model."""
-
-MODELS = {  # H, G, D, dtype of KV, batch, pages: every size and dtype once, not every pair of them
-    "Qwen3-14B": (8, 5, 128, BF16, 16, 2048),
-    "Qwen3-14B, e4m3": (8, 5, 128, E4M3, 16, 2048),
-    "D=256": (4, 8, 256, BF16, 8, 1024),
-    "D=96": (8, 3, 96, E5M2, 8, 1250),  # 40,000 tokens: not a power of two
-    "float32": (2, 2, 64, F32, 4, 64),
-    "float16": (8, 8, 128, F16, 1, 4096),
-    "all one": (1, 1, 16, BF16, 1, 1),  # Triton takes arguments that are 1 as constants
-}
-
-
-def cases() -> Iterator[Case]:
-    attend.processors = lambda _device: PROCESSORS
-    for model in MODELS:
-        of_policies = [
-            *(of_learned_policies(model) if learned else ()),
-            *(of_hgca(model) if hgca else ()),
-        ]
-        every = *choosing_and_attending(model), *pages_of_all_layers(model), *of_policies
-        for call, about, arguments in every:
-            yield call, f"{about}, {model}", arguments
-    yield from parts_of_a_step()
-    yield from ring_calls()
-
-
-def choosing_and_attending(model: str) -> Iterator[Case]:
-    H, G, D, dtype, B, N = MODELS[model]
-    P, S = 4096, 32
-    q, row = empty(B, H * G, D), empty(B, dtype=I32)
-    own = MODEL_DTYPES.get(dtype, dtype)
-    real_q = q.to(own)
-    k, v = empty(P, S, H, D, dtype=dtype), empty(P, S, H, D, dtype=dtype)
-    digests = empty(P, H, D, dtype=own), empty(P, H, D, dtype=own)
-    table = empty(B, N, dtype=I32)
-    yield score.score_pages, "", (q, *digests, table, row, 0.1)
-    for bits, parts in rotated_parts(model, P).items():
-        by, about = coordinates(bits, H, D), f", {bits} bits"
-        yield rotated_scores.score_rotated, about, (q, *parts, table, row, 0.1, by)
-        arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1, by)
-        yield rotated_scores.mass_change_rotated, about, arguments
-    yield attend.attend_pages, "", (real_q, k, v, table, row, row, 0.1, table[0], row)
-    if model in ("Qwen3-14B", "D=256"):
-        lists, counts = empty(B * H, N, dtype=I32), empty(B * H, dtype=I32)
-        arguments = (real_q, k, v, lists, row, row, 0.1, table[0], counts)
-        yield attend.attend_pages, ", a list per head", arguments
-    if model == "all one":
-        yield attend.attend_pages, " without a last page", (real_q, k, v, table, None, None, 0.1)
-        yield select.select_pages, "", (empty(1, 1), table, row, row, 1, 1, 0)
-
-
-def of_learned_policies(model: str) -> Iterator[Case]:
-    H, _, D, dtype, B, N = MODELS[model]
-    L, P, own, row = 3, 4096, MODEL_DTYPES.get(dtype, dtype), empty(B, dtype=I32)
-    for W, E in ((2, D), (1, 32)):
-        arguments = empty(B * H, E), empty(P, H, W, E, dtype=own), empty(B, N, dtype=I32), row
-        yield learned.score_embeddings, f", {W} of {E}", arguments
-    k = empty(P, 32, H, D, dtype=dtype)
-    layers, ids = LayerPages.of([k] * L, [k] * L, "meta"), empty(64, dtype=I64)
-    of_slots = {" of slots": empty(L, 64, dtype=I64)} if model == "Qwen3-14B" else {}
-    for of, rows in {"": None, **of_slots}.items():
-        yield learned.build_layer_means, of, (layers, ids, empty(L, P, H, 2, D, dtype=own), rows)
-        embeddings, w_k = empty(L, P, H, 1, 32, dtype=own), empty(L, H, 32, 2 * D)
-        yield learned.build_layer_pilots, of, (layers, ids, embeddings, w_k, rows)
-
-
-def of_hgca(model: str) -> Iterator[Case]:
-    H, G, D, dtype, B, N = MODELS[model]
-    W, row = min(N, 128), empty(B, dtype=I32)
-    q = empty(B, H * G, D, dtype=MODEL_DTYPES.get(dtype, dtype))
-    k, table = empty(4096, 32, H, D, dtype=dtype), empty(B, N, dtype=I32)
-    arguments = (q, empty(B, H * G), k, table, *[row] * 7, empty(B, W, H, 32), 0.1, 0.1)
-    yield hgca.decay_mass, "", arguments
-    yield hgca.salient_bits, "", (empty(3, B, W, H, 32), row, row, empty(3, B, H))
-
-
-def rotated_parts(model: str, *lead: int) -> dict[int, list[torch.Tensor]]:
-    """By bits: planes and stats of pages [*lead, H]."""
-    H, _, D, *_ = MODELS[model]
-    all_bits = (1, 2) if model in ("Qwen3-14B", "D=256", "all one") else (2,)
-    return {
-        bits: [
-            empty(*lead, H, *x, dtype=torch.uint8)
-            for x in (planes_shape(bits, D), (D + STATS_BYTES,))
-        ]
-        for bits in all_bits
-    }
-
-
-def coordinates(bits: int, *size: int) -> Coordinates | None:
-    """Of digests of one bit, for heads and dimension ``size``, or layers before them."""
-    *lead, D = size
-    square = empty(*size, D)
-    return Coordinates(square, square, empty(*lead, 4, D)) if bits == 1 else None
-
-
-def pages_of_all_layers(model: str) -> Iterator[Case]:
-    H, _, D, dtype, *_ = MODELS[model]
-    L, P, own = 3, 4096, MODEL_DTYPES.get(dtype, dtype)
-    k = empty(P, 32, H, D, dtype=dtype)
-    layers, ids = LayerPages.of([k] * L, [k] * L, "meta"), empty(64, dtype=I64)
-    bounds, by_bits = [empty(L, P, H, D, dtype=own)] * 2, rotated_parts(model, L, P)
-    of_slots = {" of slots": empty(L, 64, dtype=I64)} if model == "Qwen3-14B" else {}
-    for of, rows in {"": None, **of_slots}.items():
-        yield pages.build_layer_digests, of, (layers, ids, *bounds, rows)
-        for bits, parts in by_bits.items():
-            arguments = (layers, ids, *parts, rows, coordinates(bits, L, H, D))
-            yield rotated.build_layer_rotated, f", {bits} bits{of}", arguments
-    slots = [k.new_empty(L, 9, *k.shape[1:])] * 2
-    yield pages.copy_layer_pages, "", (layers, empty(3, 64, dtype=I64), *slots)
-    for heads in (H, 1):
-        slots, listed = [k.new_empty(64 * H, 32, heads, D)] * 2, empty(H, 64, dtype=I32)
-        yield pages.stage_pages, f", {heads} heads", (layers, 0, listed, *slots)
-
-
-def parts_of_a_step() -> Iterator[Case]:
-    out, lse, row = empty(16, 40, 128), empty(16, 40), empty(4, dtype=I32)
-    x = empty(16, 5120, dtype=BF16)
-    table, at = empty(40960, 128), empty(16, dtype=I64)
-    norm, head_norm = empty(5120, dtype=BF16), empty(128, dtype=BF16)
-    yield predict.add_norm, "", (x, x, norm, 1e-6)
-    yield predict.add_norm, " of layer 0", (x, None, norm, 1e-6)
-    yield predict.rotate_heads, "", (x, head_norm, 1e-6, table, at, 128, True, 40, 128)
-    arguments = (x[:1, :128], None, 0.0, None, at[:1], 128, True, 1, 128)
-    yield predict.rotate_heads, ", one head", arguments
-    yield attend.merge_states, "", (out, lse, out, lse)
-    yield write_stamp, "", (empty(64, dtype=I64), 3)
-    for N, chosen in ((4096, 64), (1250, 64), (8192, 512), (128, 16)):
-        arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
-        yield select.select_pages, f", {N} pages, k={chosen}", arguments
-        yield select.select_pages, f" by mass, {N} pages", (*arguments, 1, 1, 0.98)
-    new = empty(4, 8, 128, dtype=BF16)
-    for dtype in (BF16, E4M3, E5M2):
-        pool = empty(4096, 32, 8, 128, dtype=dtype)
-        yield pages.append_tokens, f", {dtype}", (new, new, row, (pool, pool, row))
-        yield (
-            pages.append_tokens,
-            f" with mirror, {dtype}",
-            (new, new, row, *[(pool, pool, row)] * 2),
-        )
-
-
-def ring_calls() -> Iterator[Case]:
-    out, lse = empty(16, 40, 128), empty(16, 40)
-    spec = ArenaSpec(40, 4096, 32, 8, 40, 128, "bfloat16", 0.1, 16, 64, q_dtype="bfloat16")
-    place = 1 << 46, layout_of(spec)
-    ring = DeviceRing(*place, spec, split=Split(36, 8, 4), timeout_us=1000, device="meta")
-    chosen_pages = empty(16, 64, dtype=I32)
-    yield doorbell.post, "", (ring, 7, out, chosen_pages, empty(16, dtype=I32))
-    yield doorbell.merge, "", (ring, 7, out, lse, lse, BF16)
-    one = out[:1], chosen_pages[:1, :1], empty(1, dtype=I32)
-    yield doorbell.post, " of one page", (ring, 1, *one)
-    yield doorbell.merge, " of one row", (ring, 1, out[:1], lse[:1], None, F32)
-    # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
-    one_layer = dataclasses.replace(spec, num_layers=1, q_dtype="float32")
-    ring = DeviceRing(*place, one_layer, split=Split(), timeout_us=10_000_000, device="meta")
-    yield doorbell.post, " without a split", (ring, 0, out, chosen_pages, empty(16, dtype=I32))
-    yield doorbell.merge, " after a long wait", (ring, 0, out.to(BF16), lse, None, BF16)
 
 
 def kernels_of_package() -> set[str]:

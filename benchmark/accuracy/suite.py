@@ -171,7 +171,6 @@ def run_settings(
 
 
 def suite_file(args: argparse.Namespace) -> RowFile:
-    key = ("policy", "budget_tokens", "length_tokens", "task")
     fields = {
         "untimed": True,
         "model": Path(args.model_path).name,
@@ -182,7 +181,7 @@ def suite_file(args: argparse.Namespace) -> RowFile:
         "config": args.config,
         "samples": args.samples,
     }
-    return RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, key)
+    return RowFile(args.json, environment(BENCHMARK, PACKAGES), fields)
 
 
 def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:

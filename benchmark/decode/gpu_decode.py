@@ -223,14 +223,12 @@ class Measurement:
                     drift.turn(FIGURE_6_SHARE / max(missing, 0.01))
                 self.measured("scout-simulated", store, harness, about | {"rho": drift.rho})
 
-    @contextlib.contextmanager
-    def harness(self, store: Store, about: dict[str, Any], shared: int = 0) -> Iterator[Harness]:
+    def harness(
+        self, store: Store, about: dict[str, Any], shared: int = 0
+    ) -> contextlib.closing[Harness]:
         drift = QueryDrift(self.size, about["batch"], self.rho, store.device)
         settings = {"precompute": about["precompute"], "recall": about["recall"]}
-        digests = store.digests
-        if about.get("digest") == "calibrated":
-            digests = store.built("calibrated")
-        slots = None if about["cache"] == "budget" else self.slots_of_device(about["batch"])
+        is_other = about.get("digest") == "calibrated"
         sizes = about["batch"], about["context"], self.options.budget, self.room, shared
         harness = Harness(
             store,
@@ -238,13 +236,10 @@ class Measurement:
             drift,
             Requests(*sizes),
             settings=json.dumps(settings),
-            slots=slots,
-            digests=digests,
+            slots=None if about["cache"] == "budget" else self.slots_of_device(about["batch"]),
+            digests=store.built("calibrated") if is_other else store.digests,
         )
-        try:
-            yield harness
-        finally:
-            harness.close()
+        return contextlib.closing(harness)
 
     def slots_of_device(self, batch: int) -> int:
         """Pages that fit into the device's free memory in addition to tails and in-flight copies."""

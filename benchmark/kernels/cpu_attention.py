@@ -37,7 +37,7 @@ import torch
 
 from benchmark.kernels.kv_pool import Inputs, KvPool, Shape
 from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
-from benchmark.rows import Row, Writer, argument_parser, cache_bytes, environment, summary
+from benchmark.rows import Row, Writer, argument_parser, environment, summary
 from sglang_scout import _native
 from sglang_scout.core.supported import FP8_KV
 from sglang_scout.ops.attend import attend_pages, attend_pages_reference
@@ -109,7 +109,7 @@ class Read:
         ids = np.concatenate([inputs.pages(at).flatten().numpy() for at in starts])
         if self._sequential:
             first = int(ids[0])
-            ids = ((first + np.arange(len(ids))) % inputs.stream.num_pages).astype(np.int32)
+            ids = ((first + np.arange(len(ids))) % inputs.num_pages).astype(np.int32)
         k, v = inputs.pool.planes(s)
         ns, _ = self._loop.pages_ns(k.data_ptr(), v.data_ptr(), s.page_bytes, ids, threads)
         return ns
@@ -201,6 +201,14 @@ def run(args: argparse.Namespace, threads: list[int], cpus: list[int], writer: W
             inputs = Inputs(pool, Shape(name, B, R, H, G, D))
             rounds = QUICK_ROUNDS if args.quick else ROUNDS
             run_shape(writer, inputs, implementations, threads, rounds)
+
+
+def cache_bytes() -> int:
+    """Size of the largest cache of CPU 0, 0 if it is not known."""
+    paths = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    sizes = (path.read_text().strip() for path in paths)
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes), default=0)
 
 
 def thread_counts(cpus: int) -> list[int]:

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-TILE_ELEMENTS = 33_554_393  # prime, so that no two pages begin at the same element of the tile
-_V_SHIFT = 7_654_321  # V starts at another offset of the tile than K
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -51,13 +48,8 @@ class KvPool:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        bits = _mapped(nbytes).view(np.uint16)
-        values = np.random.default_rng(0).standard_normal(TILE_ELEMENTS, np.float32)
-        tile = (values.view(np.uint32) >> 16).astype(np.uint16)
-        half = len(bits) // 2
-        _repeat(tile, bits[:half])
-        _repeat(np.roll(tile, -_V_SHIFT), bits[half:])
-        self.elements = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+        elements = torch.from_numpy(_mapped(nbytes)).view(torch.bfloat16)
+        self.elements = elements.normal_(generator=torch.Generator().manual_seed(0))
 
     def rounded(self, dtype: torch.dtype) -> torch.Tensor:
         """The elements converted to an 8-bit type, in separate memory."""
@@ -76,43 +68,31 @@ class KvPool:
         return k, v
 
 
-class PageStream:
-    """An endless stream of shuffled page ids; an id repeats only after all others.
+class Inputs:
+    """Query and page lists of one shape over a pool: an endless stream of shuffled page ids, of which one repeats only
+    after all others. q is exact in bfloat16.
 
-    ``ids`` int32 is the shuffled list repeated, so that any ``take(n)`` with n <= longest is one slice of it.
+    Attributes:
+        ids: int32, the shuffled list repeated, so that the list of any call is one slice of it.
     """
 
-    def __init__(self, num_pages: int, longest: int, seed: int) -> None:
-        order = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
-        self.num_pages = num_pages
-        self.ids = np.tile(order, -(-longest // num_pages) + 1)
-        self._at = 0
-
-    def take(self, n: int) -> int:
-        """Position in ``ids`` of the next n."""
-        at = self._at
-        assert at + n <= len(self.ids)
-        self._at = (at + n) % self.num_pages
-        return at
-
-
-class Inputs:
-    """Query and page lists of one shape over a pool. q is exact in bfloat16."""
-
     def __init__(self, pool: KvPool, shape: Shape) -> None:
-        self.pool, self.shape = pool, shape
-        self.stream = PageStream(len(pool.planes(shape)[0]), shape.B * shape.R, seed=1)
+        self.pool, self.shape, self._at = pool, shape, 0
+        self.num_pages, self.call_pages = len(pool.planes(shape)[0]), shape.B * shape.R
+        order = np.random.default_rng(1).permutation(self.num_pages).astype(np.int32)
+        self.ids = np.tile(order, -(-self.call_pages // self.num_pages) + 1)
         q = np.random.default_rng(2).standard_normal((shape.B, shape.H * shape.G, shape.D))
         self.q = torch.from_numpy(q).bfloat16().float()
 
     def take(self, calls: int) -> list[int]:
-        """Positions in the stream of the page lists of ``calls`` calls."""
-        return [self.stream.take(self.shape.B * self.shape.R) for _ in range(calls)]
+        """Positions in ``ids`` of the page lists of ``calls`` calls."""
+        starts = [(self._at + i * self.call_pages) % self.num_pages for i in range(calls)]
+        self._at = (self._at + calls * self.call_pages) % self.num_pages
+        return starts
 
     def pages(self, at: int) -> torch.Tensor:
         """int32 [B, R]"""
-        n = self.shape.B * self.shape.R
-        return torch.from_numpy(self.stream.ids[at : at + n]).view(self.shape.B, self.shape.R)
+        return torch.from_numpy(self.ids[at : at + self.call_pages]).view(self.shape.B, -1)
 
 
 def _mapped(nbytes: int) -> np.ndarray:
@@ -120,8 +100,3 @@ def _mapped(nbytes: int) -> np.ndarray:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
-
-
-def _repeat(tile: np.ndarray, to: np.ndarray) -> None:
-    for at in range(0, len(to), len(tile)):
-        to[at : at + len(tile)] = tile[: len(to) - at]

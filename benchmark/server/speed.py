@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmark import device, nvidia_smi, rows
+from benchmark import device, rows
 from benchmark.decode.model import SIZES, write_config
 from benchmark.mapped import wait_mapped
 from benchmark.server.decode_server import FAILURES, DecodeServer, make_prompts, offload_flags
@@ -212,6 +212,14 @@ def start_s(impl: str, host_gb: float) -> float:
     return START_S + (host_gb / LOCK_GB_PER_S if impl == "scout" else 0.0)
 
 
+def wait_free(before_bytes: int, max_s: float = 60.0) -> None:
+    """Wait until about as much device memory is free as before: the driver frees it some time after the process is
+    gone."""
+    end = time.monotonic() + max_s
+    while torch.cuda.mem_get_info()[0] < before_bytes - 2**29 and time.monotonic() < end:
+        time.sleep(0.5)
+
+
 def pointless(found: Sequence[rows.Row], options: argparse.Namespace) -> str:
     """Why ours has nothing to gain beside the stock server of these rows; "" if it has, or if there is none."""
     for row in (r for r in found if r["impl"] == "stock" and r["status"] == "ok"):
@@ -230,7 +238,7 @@ def measure_speed(
     failed, shape = 0, options.model
     model = write_config(SIZES[shape], folder / shape, longest_tokens(options))
     device_bytes = torch.cuda.get_device_properties(0).total_memory
-    free_mib = nvidia_smi.used_mib()
+    free_bytes = torch.cuda.mem_get_info()[0]
     for name in options.servers:
         impl = name.partition("-")[0]
         measured = [r["impl"] for r in writer.rows if r["status"] == "ok"]
@@ -254,5 +262,5 @@ def measure_speed(
             writer.add(impl, "failed", str(error)[-1000:], **about)
             print(f"{name}: FAILED: {error}", flush=True)
         if not options.rehearse:  # other programs use the device then
-            nvidia_smi.wait_free(free_mib)
+            wait_free(free_bytes)
     return failed

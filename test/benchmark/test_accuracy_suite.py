@@ -63,8 +63,7 @@ def samples_of(args):
 def row_file(path, **fields):
     known = {"model": "m", "weights": "w", "dtype": "d", "seed": 7, "through": "decode"}
     known |= {"config": {}, "untimed": True, **fields}
-    key = ("policy", "budget_tokens", "length_tokens", "task")
-    return RowFile(path, environment("accuracy"), known, key)
+    return RowFile(path, environment("accuracy"), known)
 
 
 def measured_rows(path, fails, settings=(FULL_SETTING, SCOUT), **changes):

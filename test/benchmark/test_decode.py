@@ -63,7 +63,7 @@ def test_nothing_is_measured_where_the_device_holds_as_many_requests(monkeypatch
 def test_more_requests_than_the_host_holds_share_its_pages(monkeypatch):
     """Each has pages of its own for what it decodes, and the drift brings the missing ones to Figure 6's share."""
     found = measurement(monkeypatch, requests=8, warm_up=4)
-    size, page = found.size, harness.PAGE
+    size, page = found.size, gpu_decode.PAGE
     sizes = {"pages": found.host_pages, "batch": 8, "budget_pages": 4, "dtype": torch.float32}
     store = harness.Store(size, **sizes, device="cpu", cpus=sorted(os.sched_getaffinity(0))[:1])
     tables, step = [], harness.Harness.step

@@ -65,7 +65,7 @@ def test_every_kernel_has_a_case_and_equals_its_reference(monkeypatch, capsys):
 def test_what_is_timed_equals_its_reference_at_sizes_that_the_interpreter_can_do(monkeypatch):
     monkeypatch.setattr(gpu_kernels, "BUDGET_PAGES", 4)
     pools = Pools("cpu", pages=64, layers=2, heads=1)
-    done = [case for case in gpu_kernels.step_cases(pools, [(2, 16)]) if not case.absent]
+    done = list(gpu_kernels.step_cases(pools, [(2, 16)]))
     assert [case.check() for case in done] == [""] * len(done)
     for case in done:
         case.calls[-1]()

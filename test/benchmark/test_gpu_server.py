@@ -135,6 +135,7 @@ def measured(monkeypatch, tmp_path):
         monkeypatch.setattr(Server, "fails", fails)
         about = type("About", (), {"total_memory": 80 << 30})
         monkeypatch.setattr(speed.torch.cuda, "get_device_properties", lambda _: about)
+        monkeypatch.setattr(speed.torch.cuda, "mem_get_info", lambda: (0, 0))
         writer = rows.Writer(None, rows.environment("gpu_server"))
         failed = speed.measure_speed(writer, options, tmp_path, tmp_path / "model")
         found = {x: [r for r in writer.rows if r["server"] == x] for x in speed.SERVERS}

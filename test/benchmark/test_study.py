@@ -155,7 +155,6 @@ def test_predictions(decoder):
     real, predicted = log_probs(), log_probs(query="predicted")
     assert (real - predicted).abs().max() > 0.01
     window = decode_window(model, text, START, tokens, Setting(96, query="predicted"))
-    assert window.cosine[0].isnan() and (window.cosine[1:].abs() <= 1).all()
     assert (0 < window.mass).all() and (window.mass < 1).all()
 
 
@@ -282,8 +281,6 @@ def test_the_command_resumes_and_its_rows_make_tables(tmp_path, capsys, monkeypa
     assert table.main([str(path)]) == 0
     shown = capsys.readouterr().out
     assert "| full attention |" in shown and "facts, 6 documents" in shown
-    assert table.main([str(path), "--layers", "keys 256"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
 
 
 def test_intervals_are_of_documents_and_text_means_are_of_tokens():

@@ -46,16 +46,11 @@ class Window:
         log_probs: [W, V], of the token after each.
         mass: [L] share of the real query's attention mass that was attended to, mean over heads and the tokens that
             were not prefilled.
-        pages: [L] full pages selected, mean over the selecting heads and the tokens that were not prefilled; 0 with
-            full attention.
-        cosine: [L] of predicted and real query, mean over heads and tokens; NaN for layer 0, which is not predicted.
         chosen: per layer bool [H or 1, W, N], if requested; empty with full attention.
     """
 
     log_probs: Tensor
     mass: Tensor
-    pages: Tensor
-    cosine: Tensor
     chosen: list[Tensor] = field(default_factory=list)
 
 
@@ -84,8 +79,7 @@ def decode_window(
     if setting.budget_tokens is not None:
         digests = [*text.digests(setting.digest, setting.page_tokens)]
     x, before = model.embed(tokens), None
-    nothing = torch.full((layers,), torch.nan)
-    window = Window(torch.empty(0), torch.ones(layers), torch.zeros(layers), nothing)
+    window = Window(torch.empty(0), torch.ones(layers))
     for layer, (text_k, text_v) in enumerate(text.kv):
         q = model.query(layer, x, position)
         k, v = model.keys_values(layer, x, position)
@@ -97,10 +91,6 @@ def decode_window(
         sizes = group, start, prefilled
         attention = Attention(setting, digests[layer], keys, values, *sizes)
         out, window.mass[layer], chosen = attention(q * model.scale, ahead * model.scale)
-        if chosen.numel():
-            window.pages[layer] = chosen[:, prefilled:].sum(-1).float().mean()
-        if before is not None:
-            window.cosine[layer] = torch.cosine_similarity(q, predicted, dim=-1).mean()
         if keep_chosen:
             window.chosen.append(chosen)
         before, x = x, model.after_attention(layer, x, out)

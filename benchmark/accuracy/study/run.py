@@ -15,13 +15,11 @@ A row is one setting on one part of one document; every list has an entry for ea
     text:   cut, tokens; nats, full_nats, kl, agree, mass    means over the window's tokens; agree: same top-1 token
     others: cut, kind; right, full_right (a list, one per number asked for); nats, full_nats (of the answer's
             numbers, sums); mass
-    mass_by_layer, pages_by_layer, cosine_by_layer    means over the windows; null if nothing was predicted
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +29,7 @@ import torch
 
 from benchmark.accuracy import planted
 from benchmark.accuracy.planted import real_documents
-from benchmark.accuracy.study.decode import Text, Window, decode_window
+from benchmark.accuracy.study.decode import Text, decode_window
 from benchmark.accuracy.study.model import Model
 from benchmark.accuracy.study.selection import Setting
 from benchmark.accuracy.study.settings import SETS
@@ -44,7 +42,7 @@ FULL = Setting()
 PARTS = ("facts", "prompt", "text")
 
 
-def plain_text(model: Model, text: Text, cut: int, setting: Setting) -> tuple[Row, Window]:
+def plain_text(model: Model, text: Text, cut: int, setting: Setting) -> Row:
     tokens = text.tokens[cut : cut + planted.WINDOW_TOKENS]
     window = decode_window(model, text, cut, tokens[:-1], setting)
     full = model.log_probs(text.last[cut : cut + len(tokens) - 1])
@@ -57,12 +55,12 @@ def plain_text(model: Model, text: Text, cut: int, setting: Setting) -> tuple[Ro
         "kl": float((full.exp() * (full - found)).sum(-1).mean()),
         "agree": float((full.argmax(-1) == found.argmax(-1)).float().mean()),
         "mass": float(window.mass.mean()),
-    }, window
+    }
 
 
 def ask(
     model: Model, text: Text, question: planted.Question, setting: Setting, prefilled: bool = False
-) -> tuple[Row, Window]:
+) -> Row:
     """``prefilled``: whether the question was."""
     tokens = torch.tensor(question.ask + question.answer)
     whole = len(question.ask) * prefilled
@@ -75,7 +73,7 @@ def ask(
         right.append(int((given.argmax(-1) == target).all()))
         nats -= float(given.gather(1, target[:, None]).sum())
     found = {"cut": question.cut, "kind": question.kind, "right": right, "nats": nats}
-    return {**found, "mass": float(window.mass.mean())}, window
+    return {**found, "mass": float(window.mass.mean())}
 
 
 def measure(
@@ -91,22 +89,13 @@ def measure(
         found = [plain_text(model, text, cut, setting) for cut in planted.CUTS]
     else:
         found = [ask(model, text, q, setting, part == "prompt") for q in document.questions]
-        for (row, _), base in zip(found, full, strict=True):
+        for row, base in zip(found, full, strict=True):
             row |= {"full_right": base["right"], "full_nats": base["nats"]}
-    lists = {name: [_rounded(row[name]) for row, _ in found] for name in found[0][0]}
-    by_layer = {}
-    for name in ("mass", "pages", "cosine"):
-        mean = torch.stack([getattr(window, name) for _, window in found]).mean(0)
-        by_layer[f"{name}_by_layer"] = [_rounded(float(x)) for x in mean]
-    if setting.query == "real":
-        by_layer.pop("cosine_by_layer")
-    return {**lists, **by_layer}
+    return {name: [_rounded(row[name]) for row in found] for name in found[0]}
 
 
 def _rounded(x: Any) -> Any:
-    if isinstance(x, float):
-        return None if math.isnan(x) else round(x, 5)
-    return x
+    return round(x, 5) if isinstance(x, float) else x
 
 
 def run(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
@@ -132,7 +121,7 @@ def run(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
         todo.sort(key=lambda x: (x[1].page_tokens, x[1].digest))
         progress.say(f"document {index}, {document.source}: {len(todo)} settings")
         text = Text(model, torch.tensor(document.tokens))
-        full = [ask(model, text, question, FULL)[0] for question in document.questions]
+        full = [ask(model, text, question, FULL) for question in document.questions]
         for part, setting in todo:
             row = measure(model, text, document, part, setting, full)
             place = {"setting": setting.name, "document": index, "part": part}
@@ -159,8 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--model-path {path}: {why}")
     fields = {"untimed": True, "model": path.name, "dtype": "float32"}
     fields["weights"] = weights_digest(str(path))
-    key = ("setting", "document", "part")
-    file = RowFile(args.json, environment("study", ("torch",)), fields, key)
+    file = RowFile(args.json, environment("study", ("torch",)), fields)
     with torch.no_grad():
         run(args, file, Progress())
     return 0

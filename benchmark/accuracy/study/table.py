@@ -1,6 +1,6 @@
-"""Markdown tables of the study's rows: planted facts, plain text, and by layer.
+"""Markdown tables of the study's rows: planted facts and plain text.
 
-    python -m benchmark.accuracy.study.table docs/results/study.jsonl [--layers SETTING]
+    python -m benchmark.accuracy.study.table docs/results/study.jsonl
 
 Facts, prompt: numbers answered correctly out of those asked for, by kind and by cut; points lost against full
 attention on the same numbers; and loss increase on a number's answer in nats. Text: KL to full attention, loss
@@ -103,29 +103,14 @@ def text_table(by_setting: dict[str, list[Row]]) -> str:
     return markdown_table(["setting", "tokens", "KL", "nats", "agreement", "mass"], lines)
 
 
-def layers_table(rows: Sequence[Row]) -> str:
-    """Cosine and mass of every layer, means over documents."""
-    lines = []
-    for layer in range(len(rows[0]["mass_by_layer"])):
-        cells = [str(layer)]
-        for name in ("cosine_by_layer", "mass_by_layer"):
-            found = [row[name][layer] for row in rows if row.get(name)]
-            cells.append("" if None in found or not found else f"{sum(found) / len(found):.3f}")
-        lines.append(cells)
-    return markdown_table(["layer", "cosine", "mass"], lines)
-
-
 def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
     """Rows by setting, in order of budget, for the documents that all settings have."""
     mine = [row for row in rows if row["part"] == part]
     found: dict[str, list[Row]] = {}
     for row in sorted(mine, key=lambda row: row["document"]):
         found.setdefault(row["setting"], []).append(row)
-    common = (
-        set.intersection(*({row["document"] for row in own} for own in found.values()))
-        if found
-        else set()
-    )
+    documents = [{row["document"] for row in own} for own in found.values()]
+    common = set.intersection(*documents) if documents else set()
     ordered = sorted(found, key=lambda name: found[name][0]["budget_tokens"] or 0)
     return {name: [row for row in found[name] if row["document"] in common] for name in ordered}
 
@@ -133,17 +118,12 @@ def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("rows", type=Path, metavar="FILE")
-    parser.add_argument("--layers", metavar="SETTING", help="setting to show by layer")
     args = parser.parse_args(argv)
     try:
         rows = [row for row in read_rows(args.rows) if row["benchmark"] == "study"]
     except (OSError, ValueError, json.JSONDecodeError) as error:
         print(f"{args.rows}: {error}", file=sys.stderr)
         return 2
-    if args.layers:
-        own = [row for row in rows if row["setting"] == args.layers]
-        print(layers_table(own) if own else f"no row of {args.layers!r}")
-        return 0 if own else 1
     for part, table in (("facts", facts_table), ("prompt", facts_table), ("text", text_table)):
         by_setting = paired(rows, part)
         if by_setting:
