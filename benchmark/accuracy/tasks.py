@@ -46,7 +46,6 @@ from benchmark.accuracy.vocabulary import (
     START,
     TALLY,
     TRACE,
-    to_text,
 )
 
 TASKS = ("recall", "needle", "multi_key", "multi_value", "variables", "copy", "count")
@@ -69,14 +68,6 @@ class Sample:
     answer: list[int]
     question_tokens: int = 4
     blanks: tuple[tuple[int, int], ...] | None = None
-
-    @property
-    def prompt_text(self) -> str:
-        return to_text(self.prompt)
-
-    @property
-    def answer_text(self) -> str:
-        return to_text(self.answer)
 
 
 class Writer:

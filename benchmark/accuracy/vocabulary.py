@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 ADJECTIVES = """amber ancient autumn bitter blue bold brave bright broken calm clever cold copper
 coral crimson crystal curious dark deep distant dusty early eager empty faint fierce fragile frozen
 gentle giant golden grand hidden hollow humble icy iron ivory jade late little lonely loud lucky
@@ -45,20 +43,3 @@ ID_OF = {word: WORD_BASE + index for index, word in enumerate(WORDS)}
 START, ASK, IS, END, COLON, COMMA, TALLY, DOT, ALL, TRACE, COPY, COUNT = (ID_OF[m] for m in MARKS)
 NUMBER0, ADJECTIVE0, NOUN0 = ID_OF["0"], ID_OF[ADJECTIVES[0]], ID_OF[NOUNS[0]]
 FILLER = [[ID_OF[word] for word in sentence] for sentence in FILLER_SENTENCES]
-
-
-def to_text(ids: Sequence[int]) -> str:
-    """The words of ``ids`` joined by single spaces; raises ValueError for an id without a word."""
-    for token in ids:
-        if not WORD_BASE <= token < WORD_BASE + len(WORDS):
-            raise ValueError(f"token id {token}: words are {WORD_BASE}..{ID_OF[WORDS[-1]]}")
-    return " ".join(WORDS[token - WORD_BASE] for token in ids)
-
-
-def to_ids(text: str) -> list[int]:
-    """Token ids of ``text``; raises ValueError for a word outside the vocabulary."""
-    words = text.split()
-    for word in words:
-        if word not in ID_OF:
-            raise ValueError(f"word {word!r} is not in the vocabulary of these tasks")
-    return [ID_OF[word] for word in words]

@@ -1,4 +1,4 @@
-"""The accuracy suite without servers: questions, resuming, scores, the gate's verdict and tables."""
+"""The accuracy suite without servers: flags, resuming, scores, the gate's verdict and tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmark.accuracy import gate, policies, questions, scoring, suite, table, tasks, vocabulary
+from benchmark.accuracy import gate, policies, scoring, suite, table, tasks, vocabulary
 from benchmark.accuracy.policies import FULL, Setting
 from benchmark.progress import Progress
 from benchmark.rows import ROOT, RowFile, environment
@@ -19,20 +19,22 @@ FULL_SETTING, SCOUT = Setting(FULL), Setting("scout", 512)
 
 
 class Answering:
-    """A server that knows all answers, except where ``fails(setting, index)``."""
+    """Servers that know all answers, except where ``fails(setting, index)``."""
 
-    def __init__(self, samples, fails=lambda setting, index: False, share=0.25):
-        self.answers = {tuple(s.prompt): (i, s.answer) for s, i in samples}
-        self.fails, self.asked, self.share = fails, [], share
+    def __init__(self, args, fails):
+        self.fails, self.asked = fails, []
+        self.answers = {
+            tuple(sample.prompt): (i, sample.answer)
+            for length in args.lengths
+            for task in args.tasks
+            for i in range(args.samples)
+            for sample in [tasks.make_sample(task, length, args.seed + i)]
+        }
 
     def ask(self, setting, payload):
-        prompt = list(payload["input_ids"])
-        grammar = payload["sampling_params"].get("ebnf")
-        forced = []
-        if grammar:
-            words = grammar.split("\n")[0].split()[1:-1]
-            forced = [int(word.strip("<[]>")) for word in words]
-        index, answer = self.answers[tuple(prompt + forced)]
+        words = payload["sampling_params"]["ebnf"].split("\n")[0].split()[1:-1]
+        forced = [int(word.strip("<[]>")) for word in words]
+        index, answer = self.answers[(*payload["input_ids"], *forced)]
         self.asked.append((setting, index))
         given = [vocabulary.ID_OF["0"]] if self.fails(setting, index) else answer
         return {"output_ids": forced + given, "meta_info": {"finish_reason": {"type": "stop"}}}
@@ -42,34 +44,18 @@ class Answering:
             return {}
         # One page of four was the CPU's, except that the first 8 of 16 were all: a start that must not count.
         steps = sum(1 for s, _ in self.asked if s == setting)
-        pages = 8 + int(16 * steps * self.share)
-        return {"steps": steps, "cpu_pages": pages, "budget_pages": 16 + 16 * steps}
-
-
-def arguments(**changes):
-    sizes = {"lengths": [128, 160], "tasks": ["recall", "count"], "samples": 5}
-    return argparse.Namespace(**{**sizes, "seed": 7, "questions": "tasks", **changes})
-
-
-def samples_of(args):
-    return [
-        (tasks.make_sample(task, length, args.seed + i), i)
-        for length in args.lengths
-        for task in args.tasks
-        for i in range(args.samples)
-    ]
+        return {"steps": steps, "cpu_pages": 8 + 4 * steps, "budget_pages": 16 + 16 * steps}
 
 
 def row_file(path, **fields):
     known = {"model": "m", "weights": "w", "dtype": "d", "seed": 7, "through": "decode"}
-    known |= {"config": {}, "untimed": True, **fields}
-    return RowFile(path, environment("accuracy"), known)
+    return RowFile(path, environment("accuracy"), known | {"config": {}, "untimed": True} | fields)
 
 
-def measured_rows(path, fails, settings=(FULL_SETTING, SCOUT), **changes):
-    args = arguments(**changes)
-    file = row_file(path)
-    server = Answering(samples_of(args), fails)
+def measured_rows(path, fails, settings=(FULL_SETTING, SCOUT)):
+    sizes = {"lengths": [128, 160], "tasks": ["recall", "count"], "samples": 5}
+    args = argparse.Namespace(**sizes, seed=7, questions="tasks")
+    file, server = row_file(path), Answering(args, fails)
     suite.measure(server, settings, args, file, Progress())
     return file, server
 
@@ -95,45 +81,6 @@ def test_the_flags_of_every_policy_are_understood(name, budget):
         assert ("exact_layers" in given["--kv-offload-config"]) == parsed.precompute
     if name == "recent":
         assert parsed.sink_pages + parsed.recent_pages == budget // 32
-
-
-@pytest.mark.parametrize("task", tasks.TASKS)
-def test_the_decode_server_reads_the_question(task):
-    sample = tasks.make_sample(task, 200, 3)
-    body = questions.payload(sample)
-    prompt, grammar = body["input_ids"], body["sampling_params"]["ebnf"]
-    forced = [int(word.strip("<[]>")) for word in grammar.split("\n")[0].split()[1:-1]]
-    assert prompt + forced == sample.prompt and len(forced) == sample.question_tokens
-    assert len(sample.answer) <= questions.ANSWER_TOKENS
-    right = {"output_ids": forced + sample.answer, "meta_info": {"finish_reason": {"type": "stop"}}}
-    assert questions.is_right(sample, right)
-    wrong = {**right, "output_ids": forced + sample.answer[:-2] + [vocabulary.END]}
-    assert not questions.is_right(sample, wrong)
-    with pytest.raises(ValueError, match="was not forced"):
-        questions.is_right(sample, {**right, "output_ids": sample.answer + forced})
-
-
-def test_of_a_planted_answer_only_the_numbers_are_free(monkeypatch):
-    text = "Some words of a long text, and a few more. " * 2000
-    encode = lambda text: [17 + ord(x) for x in text]  # noqa: E731
-    document = questions.planted.make_document(encode, text, 0)
-    monkeypatch.setattr(questions, "_planted_document", lambda index: document)
-    for task in questions.SOURCES["planted"].tasks:
-        sample = questions.planted_sample(task, 4096, 0)
-        body = questions.payload(sample)
-        assert body["input_ids"] == document.tokens[:4096]
-        words = body["sampling_params"]["ebnf"].split("\n")[0].split()[1:]
-        assert len(words) == body["sampling_params"]["max_new_tokens"]
-        free = [i - sample.question_tokens for i, word in enumerate(words) if word == "any"]
-        numbers = 3 if task == "joined" else 1
-        assert len(free) == 5 * numbers and free[-1] == len(sample.answer) - 1
-        said = "".join(chr(x - 17) for x in sample.answer)
-        assert all(said[i].isdigit() for i in free)
-        given = sample.prompt[4096:] + sample.answer
-        right = {"output_ids": given, "meta_info": {"finish_reason": {"type": "length"}}}
-        assert questions.is_right(sample, right)
-        wrong = {**right, "output_ids": [*given[:-1], given[-1] - 1]}
-        assert not questions.is_right(sample, wrong)
 
 
 def test_rows_hold_every_outcome_and_are_not_measured_twice(tmp_path):
@@ -166,12 +113,10 @@ def test_rows_hold_every_outcome_and_are_not_measured_twice(tmp_path):
 def test_paired_losses():
     base, other = [True, True, True, False, False], [False, False, True, True, False]
     loss = scoring.paired_loss(base, other)
-    assert (loss.lost, loss.gained, loss.asked) == (2, 1, 5)
-    assert loss.points == pytest.approx(20)
-    low, high = loss.interval_points
-    assert -100 <= low < 20 < high <= 100
-    low, high = scoring.Loss(100, 0, 0).interval_points
-    assert low < 0 < high
+    assert (loss.lost, loss.gained, loss.asked, loss.points) == (2, 1, 5, pytest.approx(20))
+    for one in (loss, scoring.Loss(100, 0, 0)):
+        low, high = one.interval_points
+        assert -100 <= low < one.points < high <= 100
     with pytest.raises(ValueError, match="same questions"):
         scoring.paired_loss(base, other[:-1])
 
@@ -196,8 +141,7 @@ def test_the_gate_passes_equal_answers_and_fails_a_loss(tmp_path, capsys):
     text = gate.report(verdicts)
     assert "FAIL" in text.splitlines()[2] and "pass" in text.splitlines()[1]
     file, _ = measured_rows(tmp_path / "r", lambda setting, index: setting == SCOUT and index == 0)
-    both = [gate.outcomes(file.rows, s) for s in (FULL_SETTING, SCOUT)]
-    loss = scoring.paired_loss(*both)
+    loss = scoring.paired_loss(*(gate.outcomes(file.rows, s) for s in (FULL_SETTING, SCOUT)))
     assert (loss.asked, loss.lost, loss.gained) == (20, 4, 0)
 
 

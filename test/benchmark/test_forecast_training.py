@@ -136,16 +136,13 @@ def test_training_goes_on_where_it_stopped_and_writes_a_file_of_its_model(
 
 
 def test_a_checkpoint_of_another_run_is_refused(tiny_model, tmp_path):
-    folder = tiny_model("llama", **SIZES)
+    folder, path = tiny_model("llama", **SIZES), tmp_path / "w.checkpoint"
     made = trainer(folder)
     made.train_step()
-    made.save(tmp_path / "w.checkpoint")
-    others = trainer(folder, lr=1.0), trainer(tiny_model("qwen3", **SIZES))
-    for other in others:
-        with pytest.raises(
-            ValueError, match="w.checkpoint: of another run, .*delete it, or name another --out"
-        ):
-            other.load(tmp_path / "w.checkpoint")
+    made.save(path)
+    for other in (trainer(folder, lr=1.0), trainer(tiny_model("qwen3", **SIZES))):
+        with pytest.raises(ValueError, match="w.checkpoint: of another run, .*delete it, or name"):
+            other.load(path)
 
 
 def test_an_output_of_another_model_or_kind_is_not_overwritten(tiny_model, tmp_path, capsys):

@@ -59,21 +59,6 @@ def test_every_kernel_has_a_case_and_equals_its_reference(monkeypatch, capsys):
     assert [case.check() for case in every if case.op == "stage_pages"] == [""] * 2
 
 
-@pytest.mark.slow  # the same kernels as above, at other sizes
-@without_a_device
-@pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
-def test_what_is_timed_equals_its_reference_at_sizes_that_the_interpreter_can_do(monkeypatch):
-    monkeypatch.setattr(gpu_kernels, "BUDGET_PAGES", 4)
-    pools = Pools("cpu", pages=64, layers=2, heads=1)
-    done = list(gpu_kernels.step_cases(pools, [(2, 16)]))
-    assert [case.check() for case in done] == [""] * len(done)
-    for case in done:
-        case.calls[-1]()
-    # Attention over every page of one request and of four.
-    wide = {(x.sizes["B"], x.sizes["resident"]) for x in done if x.op == "attend_pages"}
-    assert wide == {(2, 4), (1, 16), (4, 16)}
-
-
 @without_a_device
 @pytest.mark.parametrize("module", ["ring.gpu_ring", "decode.gpu_decode"])
 def test_the_ring_and_whole_steps_in_the_interpreter(module):

@@ -261,34 +261,28 @@ def short_documents(model_path, numbers):
         sample = tasks.make_sample(task, 512, 70_000 + index)
         ask, answer = sample.prompt[448:], list(sample.answer)
         question = planted.Question(task, 448, ask, answer, [(0, len(answer))])
-        yield index, planted.Document(task, sample.prompt[:448], [question])
+        yield index, planted.Document(task, sample.prompt[:480], [question])
 
 
 def test_the_command_resumes_and_its_rows_make_tables(tmp_path, capsys, monkeypatch):
-    settings = {"facts": [Setting(256, "keys"), Setting(64)], "text": []}
+    settings = {"facts": [Setting(256, "keys"), Setting(64)], "text": [Setting(64)]}
     monkeypatch.setitem(run.SETS, "main", settings)
+    monkeypatch.setattr(planted, "CUTS", (448,))
+    monkeypatch.setattr(planted, "WINDOW_TOKENS", 32)
     monkeypatch.setattr(run, "real_documents", short_documents)
     path, model = tmp_path / "study.jsonl", SOURCES["tasks"].model()
     command = ["--model-path", str(model), "--json", str(path), "--threads", "1"]
     assert run.main([*command, "--documents", "3"]) == 0
     assert run.main([*command, "--documents", "6"]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(rows) == 12 and len({(r["setting"], r["document"]) for r in rows}) == 12
+    assert len(rows) == len({(r["setting"], r["document"], r["part"]) for r in rows}) == 18
     by_setting = table.paired(rows, "facts")
     assert list(by_setting) == ["minmax-32 64", "keys 256"]
     lost = [table.points_lost(by_setting[name]) for name in ("keys 256", "minmax-32 64")]
     assert lost[0] <= lost[1]
+    low, high = table.interval(by_setting["minmax-32 64"], table.points_lost)
+    assert low <= lost[1] <= high
     assert table.main([str(path)]) == 0
     shown = capsys.readouterr().out
     assert "| full attention |" in shown and "facts, 6 documents" in shown
-
-
-def test_intervals_are_of_documents_and_text_means_are_of_tokens():
-    row = {"right": [[1, 0]], "full_right": [[1, 1]], "nats": [3.0], "full_nats": [1.0]}
-    rows = [row | {"tokens": [10, 30], "kl": [0.0, 0.4]}] * 5
-    assert table.points_lost(rows) == 50 and table.number_nats(rows) == 1.0
-    assert table.token_mean("kl")(rows) == pytest.approx(0.3)
-    assert table.interval(rows, table.points_lost) == (50, 50)
-    other = [*rows[:4], {**rows[0], "right": [[1, 1]]}]
-    low, high = table.interval(other, table.points_lost)
-    assert low < table.points_lost(other) == 40 < high
+    assert "text, 6 documents" in shown and "| minmax-32 64 | 186 |" in shown

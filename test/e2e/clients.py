@@ -98,14 +98,6 @@ def watch(url: str) -> None:
     threading.Thread(target=ask_on, daemon=True).start()
 
 
-def abort_after(url: str, prompt: Sequence[int], events: int, *, max_new_tokens: int) -> None:
-    """Start a streamed request and drop the connection after ``events`` events (0: at the first)."""
-    payload = generate_payload(prompt, max_new_tokens, stream=True)
-    with contextlib.closing(sse_events(url + "/generate", payload)) as stream:
-        for _ in itertools.islice(stream, max(1, events)):
-            pass
-
-
 def begin_stream(url: str, prompt: Sequence[int], new_tokens: int) -> http.client.HTTPConnection:
     """Request an answer. Returns the connection, which the caller closes."""
     parts = urlsplit(url)
@@ -127,7 +119,7 @@ class Load:
         seed: of the random choices.
 
     Attributes:
-        answered: requests.
+        answered, dropped: requests.
         lost, wrong: a line for each request without an answer, and with a wrong one.
         longest_stall_s: longest time without a token of a request that had some already.
     """
@@ -136,7 +128,7 @@ class Load:
         self,
         servers: PDCluster,
         clients: int,
-        known: Sequence[tuple[Sequence[int], Generation]],
+        known: Sequence[tuple[Sequence[int], Generation]] = (),
         *,
         random_share: float = 0.0,
         seed: int = 0,
@@ -147,7 +139,7 @@ class Load:
         self._threads = [
             threading.Thread(target=self._client, args=(i,), daemon=True) for i in range(clients)
         ]
-        self.answered = 0
+        self.answered = self.dropped = 0
         self.lost: list[str] = []
         self.wrong: list[str] = []
         self.longest_stall_s = 0.0
@@ -162,13 +154,12 @@ class Load:
         deadline = time.monotonic() + CLIENTS_LEAVE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        hung = sum(thread.is_alive() for thread in self._threads)
-        if hung:
+        if hung := sum(thread.is_alive() for thread in self._threads):
             self.lost.append(f"{hung} requests hang after {CLIENTS_LEAVE_S:.0f} s")
 
-    def all_asked_again(self) -> Callable[[], bool]:
-        """A predicate: as many requests as clients have been answered from now on."""
-        enough = self.answered + len(self._threads)
+    def more_answered(self, count: int = 0) -> Callable[[], bool]:
+        """A predicate: so many requests, or as many as clients, have been answered from now on."""
+        enough = self.answered + (count or len(self._threads))
         return lambda: self.answered >= enough or bool(self.lost or self.wrong)
 
     def _client(self, number: int) -> None:
@@ -180,10 +171,10 @@ class Load:
                 prompt, answer = self._known[turn % len(self._known)]
                 self._ask(prompt, len(answer.output_ids), expected=answer.output_ids)
             else:
-                length, seed = chance.randrange(1, 2500), chance.randrange(1 << 30)
+                length, seed = chance.randrange(1, 1500), chance.randrange(1 << 30)
                 [prompt] = random_prompts([length], seed=seed)
                 keep = chance.randrange(8) if chance.random() < 0.15 else None
-                self._ask(prompt, chance.randrange(1, 120), keep=keep)
+                self._ask(prompt, chance.randrange(1, 60), keep=keep)
 
     def _ask(
         self,
@@ -195,26 +186,28 @@ class Load:
     ) -> None:
         """``keep``: events before the client drops the request."""
         ids: tuple[int, ...] = ()
-        stall_s, last_s, failure = 0.0, None, ""
+        stall_s, last_s, failure = 0.0, 0.0, ""
         payload = generate_payload(prompt, count, stream=True)
-        stream = sse_events(self._url, payload, timeout_s=CLIENTS_LEAVE_S)
         try:
-            for events, event in enumerate(stream, 1):
-                now_s = time.monotonic()
-                stall_s = max(stall_s, now_s - (last_s or now_s))
-                last_s, ids = now_s, tuple(event.get("output_ids") or ids)
-                if keep is not None and events > keep:
-                    break
+            with contextlib.closing(
+                sse_events(self._url, payload, timeout_s=CLIENTS_LEAVE_S)
+            ) as stream:
+                for events, event in enumerate(stream):
+                    now_s = time.monotonic()
+                    stall_s = max(stall_s, now_s - (last_s or now_s))
+                    last_s, ids = now_s, tuple(event.get("output_ids") or ids)
+                    if events == keep:
+                        break
         except NO_ANSWER as error:
             failure = f"{type(error).__name__}: {error}"
-        finally:
-            stream.close()  # type: ignore[attr-defined]  # a generator
         about = f"request of {len(prompt)} + {count} tokens: {len(ids)} tokens {failure}"
         with self._lock:
             self.longest_stall_s = max(self.longest_stall_s, stall_s)
             if failure or (keep is None and len(ids) != count):
                 self.lost.append(about)
-            elif keep is None:
+            elif keep is not None:
+                self.dropped += 1
+            else:
                 self.answered += 1
                 if expected not in (None, ids):
                     self.wrong.append(f"{about}, {ids}, expected {expected}")

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import uuid
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -12,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness import scheduler_pid
-from servers.group import HOST, Servers, flags
-from servers.sglang_http import RequestFailed, http_json, sse_events
+from servers.group import Servers, flags
+from servers.sglang_http import http_json, sse_events
 from sglang_scout.plugin.http import LIMITS
 
 OLD = version("sglang") == "0.5.15.post1"
@@ -105,12 +104,6 @@ DROPPED = {
 }
 if OLD:
     del DROPPED["structural_tag"]
-# By either API; all limits: test/plugin/test_http.py.
-REFUSED = {
-    "n": native({"n": 2}),
-    "logprob_start_len": completion(echo=True, logprobs=2),
-    "return_hidden_states": chat(return_hidden_states=True),
-}
 
 
 @pytest.fixture(scope="module")
@@ -174,15 +167,6 @@ def test_the_router_drops_a_field_and_the_servers_do_not(servers, field):
     assert found(servers.ask_pair(body, path=path)) == expected
     assert found(answer(servers.url, path, body)) != expected, "say so in the docs"
     assert f"`{field}`" in section()
-
-
-@pytest.mark.parametrize("field", REFUSED)
-def test_both_servers_refuse_what_a_pair_cannot_do(servers, field):
-    path, body = REFUSED[field]
-    for name in servers.servers:
-        place = {"bootstrap_host": HOST, "bootstrap_room": uuid.uuid4().int >> 65}
-        with pytest.raises(RequestFailed, match=f"status 400: .*{field}: "):
-            http_json(servers.server_url(name) + path, body | place, timeout_s=20)
 
 
 def test_a_prefill_server_is_healthy_however_long_its_step_takes(servers):

