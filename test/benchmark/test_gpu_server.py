@@ -6,16 +6,8 @@ from benchmark import rows
 from benchmark.server import gpu_server, speed
 
 ANSWER = [(0, 0.0), (7, -1.5), (3, -0.5)]
-STATE = {
-    "policy": "scout",
-    "steps": 9,
-    "selected_pages": 100,
-    "cpu_pages": 40,
-    "recalled_pages": 3,
-    "host_pages_used": 0,
-    "fallback_pages": 0,
-    "worker": {"restarts": 0},
-}
+STATE = dict.fromkeys(("steps", "selected_pages", "cpu_pages", "recalled_pages"), 9)
+STATE |= {"policy": "scout", "host_pages_used": 0, "fallback_pages": 0, "worker": {"restarts": 0}}
 
 
 def changed(at, entry):
@@ -25,22 +17,19 @@ def changed(at, entry):
 @pytest.mark.parametrize(
     ("graph", "says", "ties"),
     [
-        (ANSWER, "", 0),
+        (ANSWER, None, 0),
         # Another token of the same weight is a tie, and what follows is not compared.
-        ([*changed(1, (8, -1.5004))[:2], (9, -5.0)], "", 1),
-        (changed(1, (7, -1.6)), "batch 1, request 0, token 1: log-probabilities differ by 0.1", 0),
-        (changed(2, (8, -0.6)), "batch 1, request 0, token 2: log-probabilities differ by 0.1", 0),
-        (changed(1, (7, float("nan"))), "batch 1, request 0, token 1: .* differ by nan", 0),
-        (ANSWER[:2], "batch 1, request 0: 3 and 2 tokens", 0),
+        ([*changed(1, (8, -1.5004))[:2], (9, -5.0)], None, 1),
+        (changed(1, (7, -1.6)), ", token 1: log-probabilities differ by 0.1", 0),
+        (changed(2, (8, -0.6)), ", token 2: log-probabilities differ by 0.1", 0),
+        (changed(1, (7, float("nan"))), ", token 1: log-probabilities differ by nan", 0),
+        (ANSWER[:2], ": 3 and 2 tokens", 0),
     ],
 )
 def test_single_requests_must_agree_up_to_a_tie(graph, says, ties):
     wrong, found = gpu_server.token_problems({1: [ANSWER]}, {1: [graph]}, "cuda", 1e-3)
     assert found == {"ties": ties, "apart": 0, "requests": 1}
-    assert len(wrong) == bool(says)
-    if says:
-        with pytest.raises(ValueError, match=says):
-            raise ValueError(wrong[0])
+    assert wrong == ([f"batch 1, request 0{says}"] if says else [])
 
 
 def test_of_several_requests_the_first_tokens_of_most_must_agree():
@@ -52,19 +41,14 @@ def test_of_several_requests_the_first_tokens_of_most_must_agree():
     assert problems(apart, near, *[later] * 6) == ([], {"ties": 0, "apart": 1, "requests": 8})
     wrong, _ = problems(*[apart] * 8)
     assert wrong == ["the first tokens of 8 of 8 requests have nothing in common"]
-    assert problems(ANSWER[:2])[0] == ["batch 8, request 0: 3 and 2 tokens"]
     assert len(problems(later, device="cpu")[0]) == 1, "there sums do not depend on the batch"
 
 
-def test_a_state_names_what_is_wrong():
+def test_what_is_wrong_after_the_last_request_is_named():
     assert gpu_server.state_problems(STATE) == []
-    worn = {**STATE, "worker": {"restarts": 1}}
-    assert gpu_server.state_problems(worn) == ["worker.restarts = 1"]
-    for name, value in (("cpu_pages", 0), ("host_pages_used", 2), ("fallback_pages", 1)):
-        assert gpu_server.state_problems({**STATE, name: value}) == [f"{name} = {value}"]
-
-
-def test_whether_graphs_ran_is_read_from_decode_steps_alone():
+    worn = STATE | {"worker": {"restarts": 1}, "cpu_pages": 0, "host_pages_used": 2}
+    expected = ["cpu_pages = 0", "host_pages_used = 2", "worker.restarts = 1"]
+    assert gpu_server.state_problems(worn) == expected
     log = (
         "Prefill batch, #new-seq: 1, cuda graph: False, input throughput (token/s): 1.0\n"
         "Decode batch, #running-req: 2, #token: 64, cuda graph: True, gen throughput (token/s): 1.0\n"
@@ -94,9 +78,8 @@ def test_counters_are_of_the_window_alone():
 
 
 def options_of(host_gb, *contexts):
-    options = gpu_server.parse(
-        ["--out", "x", "--speed", "--model", "qwen3-8b", "--host-gb", host_gb]
-    )
+    words = ["--out", "x", "--speed", "--model", "qwen3-8b", "--host-gb", host_gb]
+    options = gpu_server.parse(words)
     options.contexts = contexts
     return options
 
