@@ -14,8 +14,7 @@ forecast  initialized with the layer's own W_q, averaged over the query heads of
           layer whose input it is applied to
 pilot     initialized with the principal directions of the queries of the first text, on a page's mean key
 
-If interrupted with Ctrl-C or otherwise, the same command resumes from its last checkpoint, next to the output; it
-recomputes the texts' data as needed. Prints the path of the file, for the key `forecast_file`, `pilot_file` or
+Prints the path of the file, for the key `forecast_file`, `pilot_file` or
 `digest_file` of --kv-offload-config.
 """
 
@@ -89,7 +88,7 @@ def made(args: argparse.Namespace) -> Path:
     """The path of the file, created if missing.
 
     Raises:
-        ValueError: inconsistent arguments, or a file or checkpoint of another model.
+        ValueError: inconsistent arguments, or a file of another model.
     """
     least = 8 * PAGE_TOKENS
     if args.tokens % PAGE_TOKENS or args.tokens < least:

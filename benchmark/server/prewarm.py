@@ -11,10 +11,17 @@ so the exit status is 0, except with --arch, where nobody would compile it later
 
 from __future__ import annotations
 
-import json
+import contextlib
+import importlib
 import os
-import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from benchmark import rows
 
@@ -37,74 +44,56 @@ MODULES = [
     ("sglang.jit_kernel.clamp_position", "_jit_clamp_position_module", (INT64,)),
 ]
 
-# In a process of its own: this one imports no sglang.
-BUILD = """
-import contextlib, importlib, json, os, sys, time
 
-start = time.monotonic()
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-import torch
-
-arch, modules = json.load(sys.stdin)
-try:
-    from flashinfer.jit import JitSpec, env
-    from sglang.jit_kernel import utils
-except ImportError as error:  # another SGLang
-    print(f"prewarm: nothing done: {error}")
-    sys.exit(bool(arch))
-
-def libraries():
-    folders = Path(os.environ.get("TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi")).expanduser(), env.FLASHINFER_JIT_DIR
-    return {path for folder in folders for path in folder.rglob("*.so")}
-
-def load(spec):  # of FlashInfer
-    path = spec.get_library_path()
-    try:
-        if path.exists():
-            return spec.load(path)
-    except Exception:
-        path.unlink()  # was carried here; a server would not replace it
-    spec.build_and_load()
-
-def build(name, function, arguments):
+def build(name: str, function: str, arguments: Sequence[Any]) -> str:
+    """Finds or compiles a module; returns why it failed, or ""."""
     values = [getattr(torch, x[6:]) if str(x).startswith("torch.") else x for x in arguments]
     try:
         made = getattr(importlib.import_module(name), function)(*values)
-        if isinstance(made, JitSpec):
-            load(made)
+        if hasattr(made, "build_and_load"):  # of FlashInfer
+            path = made.get_library_path()
+            try:
+                if path.exists():
+                    made.load(path)
+                    return ""
+            except Exception:
+                path.unlink()  # was carried here; a server would not replace it
+            made.build_and_load()
     except Exception as error:
         return f"{function}{tuple(arguments)}: {type(error).__name__}: {error}"[-2000:]
-
-for name in dict.fromkeys(name for name, _, _ in modules):  # not in threads: they import each other
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
-before = libraries()
-with utils.override_jit_cuda_arch(*map(int, arch.split("."))) if arch else contextlib.nullcontext():
-    with ThreadPoolExecutor(len(modules)) as pool:
-        failed = [said for said in pool.map(lambda module: build(*module), modules) if said]
-built = len(libraries() - before)
-if failed:
-    print(*failed, sep="\\n", file=sys.stderr)
-print(f"prewarm: {len(modules) - built - len(failed)} modules found, {built} built, {len(failed)} failed, "
-      f"{time.monotonic() - start:.0f} s")
-sys.exit(bool(failed) and bool(arch))
-"""
+    return ""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = rows.argument_parser(__doc__)
     parser.add_argument("--arch", help="compute capability, as 9.0; default: that of the device")
-    options = parser.parse_args(argv)
-    environment = dict(os.environ)
-    if options.arch:
-        environment["FLASHINFER_CUDA_ARCH_LIST"] = options.arch
-        environment["TVM_FFI_CUDA_ARCH_LIST"] = options.arch
-    work = json.dumps([options.arch, MODULES])
-    return subprocess.run(
-        [sys.executable, "-c", BUILD], input=work, text=True, env=environment
-    ).returncode
+    arch, start = parser.parse_args(argv).arch, time.monotonic()
+    if arch:  # before they are imported
+        os.environ |= {"FLASHINFER_CUDA_ARCH_LIST": arch, "TVM_FFI_CUDA_ARCH_LIST": arch}
+    try:
+        # Only here: this process is for nothing else, and no other benchmark imports sglang.
+        env, utils = map(importlib.import_module, ("flashinfer.jit.env", "sglang.jit_kernel.utils"))
+    except ImportError as error:  # another SGLang
+        print(f"prewarm: nothing done: {error}")
+        return int(bool(arch))
+
+    def libraries() -> set[Path]:
+        cache = os.environ.get("TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi")
+        folders = Path(cache).expanduser(), env.FLASHINFER_JIT_DIR
+        return {path for folder in folders for path in folder.rglob("*.so")}
+
+    for name in dict.fromkeys(name for name, _, _ in MODULES):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)  # not in threads: they import each other
+    before, anywhere = libraries(), contextlib.nullcontext()
+    with utils.override_jit_cuda_arch(*map(int, arch.split("."))) if arch else anywhere:
+        with ThreadPoolExecutor(len(MODULES)) as pool:
+            failed = [said for said in pool.map(lambda module: build(*module), MODULES) if said]
+    built = len(libraries() - before)
+    print(*failed, sep="\n", file=sys.stderr)
+    found = f"{len(MODULES) - built - len(failed)} modules found, {built} built"
+    print(f"prewarm: {found}, {len(failed)} failed, {time.monotonic() - start:.0f} s")
+    return int(bool(failed) and bool(arch))
 
 
 if __name__ == "__main__":

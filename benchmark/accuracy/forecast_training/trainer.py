@@ -1,4 +1,4 @@
-"""Trains the weights that select pages: features of a text, initial weights, steps and checkpoints.
+"""Trains the weights that select pages: features of a text, initial weights and steps.
 
 Shapes as in loss.py; C hidden size.
 """
@@ -6,14 +6,11 @@ Shapes as in loss.py; C hidden size.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmark.accuracy.forecast_training.loss import (
@@ -31,7 +28,6 @@ from sglang_scout.core.forecast import MIN_RANK, VERSION, Header, PageWeights, s
 from sglang_scout.core.profile import ModelIdentity
 
 QUERIES = 256  # per text, at random positions
-CHECKPOINT_STEPS = 25
 LARGEST_RATIO = 10.0  # of two layers' norm weights, some of which are nearly 0
 
 
@@ -185,39 +181,6 @@ class Trainer:
         kl, share = restricted_kl(*arguments).mean((1, 2)).sum(), caught(*arguments).mean()
         return f"held out: loss {kl:.2f}, its {self.plan.top_pages} pages have {share:.1%} of what the best have"
 
-    def _run(self) -> str:
-        return json.dumps(asdict(self.plan) | {"model": self.identity.describe()})
-
-    def save(self, path: Path) -> None:
-        """Writes the checkpoint atomically."""
-        tensors = {name: x.detach() for name, x in self.weights.items()}
-        for name, x in self.weights.items():
-            state = self.optimizer.state[x]
-            tensors |= {f"{name}.{key}": value for key, value in state.items()}
-        beside = path.with_suffix(f".{os.getpid()}.tmp")
-        save_file(tensors, beside, {"run": self._run(), "step": str(self.step)})
-        os.replace(beside, path)
-
-    def load(self, path: Path) -> None:
-        """Resume from a checkpoint.
-
-        Raises:
-            ValueError: it is of another run.
-        """
-        with safe_open(path, "pt") as file:
-            found = file.metadata() or {}
-            if found.get("run") != self._run():
-                both = f"{found.get('run')}; this is {self._run()}"
-                advice = "delete it, or name another --out"
-                raise ValueError(f"{path}: of another run, {both}; {advice}")
-            self.step = int(found["step"])
-            with torch.no_grad():
-                for name, x in self.weights.items():
-                    x.copy_(file.get_tensor(name))
-                    keys = ("step", "exp_avg", "exp_avg_sq")
-                    state = {key: file.get_tensor(f"{name}.{key}") for key in keys}
-                    self.optimizer.state[x] = state
-
     def result(self) -> PageWeights:
         made_by = f"scripts/train_forecast.py {json.dumps(asdict(self.plan))}"
         header = Header(VERSION, self.plan.kind, self.identity, made_by)
@@ -225,16 +188,11 @@ class Trainer:
 
 
 def train(trainer: Trainer, out: Path) -> None:
-    """Trains until the plan is done; writes ``out`` at the end, and periodic checkpoints next to it."""
-    checkpoint, progress, plan = out.with_suffix(".checkpoint"), Progress(), trainer.plan
-    if checkpoint.exists():
-        trainer.load(checkpoint)
-    progress.say(f"step {trainer.step} of {plan.steps}; {trainer.evaluate()}")
+    """Trains until the plan is done, then writes ``out``."""
+    progress, plan = Progress(), trainer.plan
+    progress.say(trainer.evaluate())
     while trainer.step < plan.steps:
         loss = trainer.train_step()
         progress.update(f"step {trainer.step} of {plan.steps}, loss {loss:.2f}")
-        if trainer.step % CHECKPOINT_STEPS == 0:
-            trainer.save(checkpoint)
-    progress.say(f"step {trainer.step} of {plan.steps}; {trainer.evaluate()}")
+    progress.say(trainer.evaluate())
     save_weights(trainer.result(), str(out))
-    checkpoint.unlink(missing_ok=True)
