@@ -30,18 +30,7 @@ from benchmark import rows
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
-SPEC = ArenaSpec(
-    num_layers=2,
-    num_pages=64,
-    page_size=16,
-    num_kv_heads=1,
-    num_q_heads=1,
-    head_dim=64,
-    kv_dtype="bfloat16",
-    scale=0.125,
-    max_batch=1,
-    max_pages=1,
-)
+SPEC = ArenaSpec(2, 64, 16, 1, 1, 64, "bfloat16", 0.125, max_batch=1, max_pages=1)
 WARM_UP = 200
 TIMEOUT_US = 1_000_000
 CASES = {("ring", 0): 20_000, ("ring", 200): 10_000, ("ring", 1000): 10_000}
