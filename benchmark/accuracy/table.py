@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmark.accuracy.policies import FULL, PLAIN, Setting, plain
-from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.scoring import Loss, paired_loss, wilson_interval
 from benchmark.rows import Row, argument_parser, markdown_table, read_rows
 
@@ -26,31 +25,27 @@ class Scores:
     same = ("model", "weights", "dtype", "seed", "through", "config")
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self.rows = [r for r in rows if r["benchmark"] == "accuracy" and r["status"] == "ok"]
-        if not self.rows:
+        rows = [r for r in rows if r["benchmark"] == "accuracy" and r["status"] == "ok"]
+        if not rows:
             raise ValueError("no measured rows of the accuracy suite; run suite.py first")
         for name in self.same:
-            values = {str(row[name]) for row in self.rows}
-            if len(values) > 1:
+            if len(values := {str(row[name]) for row in rows}) > 1:
                 shown = ", ".join(sorted(values))
                 raise ValueError(f"rows differ in {name} ({shown}): one table each")
         self._found: dict[tuple[Setting, int, str], Row] = {}
-        for row in self.rows:
+        for row in rows:
             key = (Setting(row["policy"], row["budget_tokens"]), row["length_tokens"], row["task"])
-            old = self._found.get(key)
-            if old is not None and old["asked"] == row["asked"]:
+            if key in self._found:
                 raise ValueError(f"{key[0].name}, {key[1]} tokens, {key[2]} is there twice")
-            if old is None or old["asked"] < row["asked"]:
-                self._found[key] = row
-        settings = {key[0] for key in self._found}
+            self._found[key] = row
+        settings, lengths, tasks = (set(x) for x in zip(*self._found, strict=True))
+        order = list(PLAIN)
         self.settings = sorted(
-            settings, key=lambda s: (list(PLAIN).index(s.base), s.policy, s.budget_tokens or 0)
+            settings, key=lambda s: (order.index(s.base), s.policy, s.budget_tokens or 0)
         )
         self.policies = list(dict.fromkeys(s.policy for s in self.settings))
         self.budgets = sorted({s.budget_tokens for s in settings if s.budget_tokens})
-        self.lengths = sorted({key[1] for key in self._found})
-        known = [task for source in SOURCES.values() for task in source.tasks]
-        self.tasks = [t for t in known if any(key[2] == t for key in self._found)]
+        self.lengths, self.tasks = sorted(lengths), sorted(tasks)
 
     def of(self, setting: Setting, length: int) -> list[Row]:
         """One row per task."""
@@ -66,22 +61,16 @@ class Scores:
         rows = self.of(setting, length)
         if len(rows) < len(self.tasks):
             return None
-        asked = {row["asked"] for row in rows}
-        if len(asked) > 1:
-            raise ValueError(f"{setting.name}, {length} tokens: tasks have {sorted(asked)} samples")
         right, total = sum(r["right"] for r in rows), sum(r["asked"] for r in rows)
         return (right / total, *wilson_interval(right, total))
 
     def loss(self, setting: Setting, length: int) -> Loss | None:
         """Loss against full, on the samples of all tasks; None if one of the two is missing."""
-        base, other = self.of(Setting(FULL), length), self.of(setting, length)
-        if len(base) < len(self.tasks) or len(other) < len(self.tasks):
+        both = self.of(Setting(FULL), length), self.of(setting, length)
+        asked = [[r["asked"] for r in rows] for rows in both]
+        if len(asked[0]) < len(self.tasks) or asked[0] != asked[1]:
             return None
-        if [r["asked"] for r in base] != [r["asked"] for r in other]:
-            return None
-        return paired_loss(
-            *([x == "1" for r in rows for x in r["outcomes"]] for rows in (base, other))
-        )
+        return paired_loss(*([x == "1" for r in rows for x in r["outcomes"]] for rows in both))
 
 
 def share(value: float, low: float, high: float) -> str:
