@@ -1,9 +1,10 @@
 """Pictures of benchmark rows; reads JSON lines only.
 
-    python -m benchmark.plot FILE.jsonl [--out docs/results] [--name NAME]
+    python -m benchmark.plot docs/results/study_budgets.jsonl docs/results/budgets.png
+    python -m benchmark.plot docs/results/predictions.jsonl docs/results/predictions.png
 
-Rows of study --set budgets give study.png: facts found by budget. Rows of predictions give predictions.png: speed-up
-by context. Captions contain command, commit and machine.
+Rows of the study's budgets give facts found by budget, predictions speed-up by context. Captions contain command,
+commit and machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import matplotlib.pyplot as plt
 
 from benchmark.accuracy.planted import CUTS
 from benchmark.accuracy.study.table import interval, paired
-from benchmark.rows import ROOT, Row, argument_parser, read_rows
+from benchmark.rows import Row, argument_parser, read_rows
 
 PANELS = {
     "prompt": "the question is in the prompt",
@@ -40,6 +41,14 @@ def found(rows: list[Row], field: str = "right") -> float:
     return 100 * sum(answers) / len(answers)
 
 
+def set_up(ax: Any, ticks: dict[int, str], **texts: Any) -> None:
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(list(ticks), list(ticks.values()))
+    ax.minorticks_off()
+    ax.grid(alpha=0.3)
+    ax.set(**texts)
+
+
 def draw_budgets(rows: list[Row]) -> Any:
     """Planted numbers found, by budget: a panel for each form of the question, full attention as a line."""
     fig, axes = plt.subplots(1, len(PANELS), figsize=(10, 3.9), sharey=True)
@@ -53,11 +62,8 @@ def draw_budgets(rows: list[Row]) -> Any:
             ax.plot(budgets, means, color=color, marker=marker, label=label)
             low, high = zip(*(interval(x, found) for x in own), strict=True)
             ax.fill_between(budgets, low, high, color=color, alpha=0.15, linewidth=0)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(budgets, [f"{x:,}" for x in budgets])
-        ax.minorticks_off()
-        ax.set(xlabel="budget, tokens", title=title, ylim=(0, 100))
-        ax.grid(alpha=0.3)
+        ticks = {x: f"{x:,}" for x in budgets}
+        set_up(ax, ticks, xlabel="budget, tokens", title=title, ylim=(0, 100))
     axes[0].set_ylabel("planted numbers found, %")
     axes[0].legend(fontsize=8, loc="upper left")
     texts = f"{len(full)} texts, questions after {CUTS[0]:,} to {CUTS[-1]:,} tokens"
@@ -77,20 +83,14 @@ def draw_predictions(rows: list[Row]) -> Any:
         for i, host in enumerate(hosts):
             own = [r for r in rows if [r[key] for key in keys] == [model, kv, host]]
             own = [r for r in own if r["speed_up"][0]]
-            ticks = [r["context"] // 1024 for r in own]
+            ticks = {r["context"] // 1024: f"{r['context'] // 1024}k" for r in own}
             low, high = zip(*(r["speed_up"] for r in own), strict=True)
-            ax.fill_between(
-                ticks, low, high, color=f"C{i}", alpha=0.2, label=f"{host} GiB of host pages"
-            )
-            for end in (low, high):
-                ax.plot(ticks, end, "o-", color=f"C{i}", markersize=3)
+            label = f"{host} GiB of host pages"
+            ax.fill_between(list(ticks), low, high, color=f"C{i}", alpha=0.2, label=label)
+            ax.plot(list(ticks), list(zip(low, high, strict=True)), "o-", color=f"C{i}", ms=3)
         ax.axhline(1, color="k", linewidth=0.8)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(ticks, [f"{x}k" for x in ticks])
-        ax.minorticks_off()
-        ax.set_title(f"{model}, {'bf16' if kv == 'auto' else kv}, H100", fontsize=10)
-        ax.grid(alpha=0.3)
-        ax.set_xlabel("context, tokens")
+        title = f"{model}, {'bf16' if kv == 'auto' else kv}, H100"
+        set_up(ax, ticks, title=title, xlabel="context, tokens")
     fig.supylabel("tokens per second over stock's, low to high end", fontsize=10)
     axes[0][0].legend(fontsize=8)
     fig.suptitle("\n".join(textwrap.wrap(rows[0]["note"], 110)), fontsize=10)
@@ -104,10 +104,9 @@ def caption(row: Row) -> str:
     """Command, commit, machine."""
     changed = " with changes" if row["dirty"] else ""
     versions = ", ".join(f"{k} {v}" for k, v in row["versions"].items() if k != "kernel")
-    idle = ", ".join(f"{x:.0%}" for x in row["idle_before"]) or "unknown"
     text = (
         f"{row['command']}   commit {row['commit'][:12]}{changed}, {row['time_utc']}. {row['cpu']}, "
-        f"{row['cores']} cores, idle before the run: {idle}. {versions}."
+        f"{row['cores']} cores. {versions}."
     )
     return "\n".join(textwrap.wrap(text, 130))
 
@@ -115,22 +114,17 @@ def caption(row: Row) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
-    parser.add_argument("--name", help="name of the picture (default: that of the benchmark)")
+    parser.add_argument("out", type=Path, metavar="FILE.png")
     args = parser.parse_args(argv)
     rows = [row for row in read_rows(args.file) if row["status"] == "ok"]
     if not rows or rows[0]["benchmark"] not in PLOTS:
         print(f"{args.file}: no measured rows of {' or '.join(PLOTS)}", file=sys.stderr)
         return 1
-    benchmark = rows[0]["benchmark"]
-    fig = PLOTS[benchmark](rows)
+    fig = PLOTS[rows[0]["benchmark"]](rows)
     fig.tight_layout(rect=(0, 0.6 / fig.get_figheight(), 1, 1))  # room for the caption
     fig.text(0.01, 0.008, caption(rows[0]), fontsize=7, va="bottom", family="monospace")
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{args.name or benchmark}.png"
-    fig.savefig(path, dpi=130)
+    fig.savefig(args.out, dpi=130)
     plt.close(fig)
-    print(path)
     return 0
 
 

@@ -2,7 +2,6 @@
 
     python -m benchmark.accuracy.suite --json docs/results/accuracy.jsonl
     python -m benchmark.accuracy.table docs/results/accuracy.jsonl
-    python -m benchmark.plot docs/results/accuracy.jsonl
 
 The tasks are those of tasks.py, similar to RULER, for the retrieval model: each sample is a separate text with one
 question, so samples are independent. With --questions planted they are those of planted.py, for SmolLM2: a sample is a

@@ -118,10 +118,11 @@ def test_rows_of_a_later_run_lie_behind_those_of_the_first(tmp_path, shared):
 
 
 def test_a_file_of_rows_makes_a_picture_and_one_of_others_does_not(tmp_path, capsys):
-    results = ROOT / "docs" / "results"
-    assert plot.main([str(results / "predictions.jsonl"), "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "predictions.png").stat().st_size > 10_000
-    assert plot.main([str(results / "join.jsonl"), "--out", str(tmp_path)]) == 1
+    results, path = ROOT / "docs" / "results", tmp_path / "x.png"
+    for name in ("predictions", "study_budgets"):
+        assert plot.main([str(results / f"{name}.jsonl"), str(path)]) == 0
+        assert path.stat().st_size > 10_000
+    assert plot.main([str(results / "join.jsonl"), str(path)]) == 1
     assert "no measured rows of study or predictions" in capsys.readouterr().err
 
 
