@@ -92,13 +92,6 @@ PYTHON
         { "$PYTHON" -m compileall -q -j 0 "$WORK/site" "$WORK/tree" >"$WORK/logs/compileall.log" 2>&1 || true; }
 }
 
-build_native() { # where the carried module does not load
-    rm -rf "$WORK/built"
-    "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$WORK/built" "$WORK/tree" \
-        >"$WORK/logs/native.log" 2>&1 &&
-        cp "$WORK"/built/sglang_scout/_native*.so "$WORK/tree/python/sglang_scout/"
-}
-
 if [ ! -e "$WORK/ready" ]; then
     check & checked=$!
     prepare & prepared=$!
@@ -118,9 +111,9 @@ export TVM_FFI_CACHE_DIR="$WORK/site/tvm-ffi" FLASHINFER_WORKSPACE_BASE="$WORK"
 # SGLang compiles kernels against the toolkit it detects, wrongly if nvcc on the PATH is a symlink.
 [ -n "${CUDA_HOME:-}" ] || [ ! -d /usr/local/cuda ] || export CUDA_HOME=/usr/local/cuda
 
-if ! PYTHONPATH="$WORK/tree/python" "$PYTHON" -c 'import sglang_scout._native' 2>"$LOGS/native.log" && ! build_native; then
-    echo "run: no native module (needs nanobind, scikit-build-core, cmake and a compiler); steps that need it are skipped"
-    tail -n 40 "$LOGS/native.log"
+if ! PYTHONPATH="$WORK/tree/python" "$PYTHON" -c 'import sglang_scout._native' 2>"$LOGS/native.log"; then
+    echo "run: no native module; steps that need it are skipped"
+    tail -n 5 "$LOGS/native.log"
 fi
 echo "run: $WORK is ready after $SECONDS s"
 export SECONDS_LIMIT=$((${SECONDS_LIMIT:-$LIMIT_S} - SECONDS))

@@ -1,18 +1,17 @@
-"""A Llama-, Qwen2- or Qwen3-shaped decoder in plain PyTorch, float32, one layer at a time.
+"""A Llama-, Qwen2- or Qwen3-shaped decoder of transformers in float32, one layer at a time.
 
 Shapes: T tokens, d hidden size, HQ query heads, H key-value heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 from sglang_scout.ops.rotated import Coordinates
@@ -30,59 +29,50 @@ class Config:
     q_heads: int
     kv_heads: int
     head_dim: int
-    norm_eps: float
-    rope_theta: float
 
     @classmethod
     def of(cls, folder: Path) -> Config:
         """Raises ValueError for an unsupported architecture."""
-        raw = json.loads((folder / "config.json").read_text())
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        kind = rope.get("rope_type", "default")
-        if raw["model_type"] not in MODEL_TYPES or kind != "default":
-            raise ValueError(
-                f"{folder}: a {raw['model_type']} with {kind} RoPE; this study knows "
-                f"{', '.join(MODEL_TYPES)} with default RoPE"
-            )
-        heads = raw["num_attention_heads"]
-        return cls(
-            raw["num_hidden_layers"],
-            heads,
-            raw.get("num_key_value_heads") or heads,
-            raw.get("head_dim") or raw["hidden_size"] // heads,
-            raw["rms_norm_eps"],
-            rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
-        )
+        from transformers import AutoConfig
+
+        raw = AutoConfig.from_pretrained(folder)
+        if raw.model_type not in MODEL_TYPES:
+            known = ", ".join(MODEL_TYPES)
+            raise ValueError(f"{folder}: a {raw.model_type}; this study knows {known}")
+        heads = raw.num_attention_heads
+        head_dim = getattr(raw, "head_dim", None) or raw.hidden_size // heads
+        return cls(raw.num_hidden_layers, heads, raw.num_key_value_heads, head_dim)
 
 
 class Model:
-    """The weights in ``folder``, and the parts of one layer's computation on its input ``x`` ``[T, d]``."""
+    """The model in ``folder``, and the parts of one layer's computation on its input ``x`` ``[T, d]``."""
 
     def __init__(self, folder: str | Path) -> None:
-        folder = Path(folder)
-        self.config = Config.of(folder)
-        self._weights: dict[str, Tensor] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            self._weights |= {name: x.float() for name, x in load_file(path).items()}
-        if not self._weights:
-            raise ValueError(f"{folder}: no .safetensors file")
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        self.config = Config.of(Path(folder))
+        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._whole: Any = whole.requires_grad_(False)
+        self._layers: Any = whole.model.layers
         self.scale = self.config.head_dim**-0.5
         self.trained: dict[str, Tensor] = {}  # weights that select pages: core/forecast.py
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, d]."""
-        return self._weights["model.embed_tokens.weight"][tokens]
+        return self._whole.model.embed_tokens(tokens)
 
     def normed(self, layer: int, x: Tensor) -> Tensor:
         """[T, d]: the input of this layer's projections."""
-        return self._rms(x, self.weight(layer, "input_layernorm"))
+        return self._layers[layer].input_layernorm(x)
 
     def weight(self, layer: int, name: str) -> Tensor:
-        return self._weights[f"model.layers.{layer}.{name}.weight"]
+        return self._layers[layer].get_submodule(name).weight
 
     def query(self, layer: int, x: Tensor, position: Tensor) -> Tensor:
         """[T, HQ, D] after this layer's norm, q-norm and RoPE; ``position`` is [T]."""
-        return self._heads(layer, "q", self.config.q_heads, x, position)
+        return self._heads(layer, "q", x, position)
 
     def forecast(self, layer: int, x: Tensor, position: Tensor) -> Tensor:
         """[T, HQ, D]: forecast for this layer's pages from the input ``x`` of the previous layer (layer 0: its own)."""
@@ -98,22 +88,19 @@ class Model:
 
     def keys_values(self, layer: int, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """[H, T, D] each; keys after k-norm and RoPE."""
-        heads = self.config.kv_heads
-        k = self._heads(layer, "k", heads, x, position)
-        v = self._linear(layer, "self_attn.v_proj", self.normed(layer, x))
-        return k.transpose(0, 1), v.view(len(x), heads, -1).transpose(0, 1)
+        v = self._layers[layer].self_attn.v_proj(self.normed(layer, x))
+        k = self._heads(layer, "k", x, position)
+        return k.transpose(0, 1), v.view(k.shape).transpose(0, 1)
 
     def after_attention(self, layer: int, x: Tensor, attended: Tensor) -> Tensor:
         """The next layer's input; ``attended`` is [T, HQ, D]."""
-        x = x + self._linear(layer, "self_attn.o_proj", attended.flatten(1))
-        y = self._rms(x, self.weight(layer, "post_attention_layernorm"))
-        up = F.silu(self._linear(layer, "mlp.gate_proj", y)) * self._linear(layer, "mlp.up_proj", y)
-        return x + self._linear(layer, "mlp.down_proj", up)
+        own = self._layers[layer]
+        x = x + own.self_attn.o_proj(attended.flatten(1))
+        return x + own.mlp(own.post_attention_layernorm(x))
 
     def log_probs(self, x: Tensor) -> Tensor:
         """[T, V] from the last layer's output."""
-        out = self._weights.get("lm_head.weight", self._weights["model.embed_tokens.weight"])
-        return (self._rms(x, self._weights["model.norm.weight"]) @ out.T).log_softmax(-1)
+        return self._whole.lm_head(self._whole.model.norm(x)).log_softmax(-1)
 
     def prefill(
         self, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
@@ -125,42 +112,35 @@ class Model:
         """
         position = torch.arange(len(tokens))
         x, kv = self.embed(tokens), []
-        group = self.config.q_heads // self.config.kv_heads
         for layer in range(self.config.layers):
-            q = self.query(layer, x, position).transpose(0, 1)
+            q = self.query(layer, x, position)
             k, v = self.keys_values(layer, x, position)
             if see is not None:
-                see(layer, x, q.transpose(0, 1), k)
-            wide = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-            out = torch.empty_like(q)
-            for begin in range(0, len(tokens), PREFILL_ROWS):
-                end = min(begin + PREFILL_ROWS, len(tokens))
-                mask = position[:end] <= position[begin:end, None]
-                seen = (t[None, :, :end] for t in wide)
-                part = F.scaled_dot_product_attention(q[None, :, begin:end], *seen, attn_mask=mask)
-                out[:, begin:end] = part[0]
+                see(layer, x, q, k)
+            out = torch.empty_like(q).transpose(0, 1)
+            for rows in position.split(PREFILL_ROWS):
+                end = int(rows[-1]) + 1
+                part = F.scaled_dot_product_attention(
+                    q[rows].transpose(0, 1)[None],
+                    k[None, :, :end],
+                    v[None, :, :end],
+                    attn_mask=position[:end] <= rows[:, None],
+                    enable_gqa=True,
+                )
+                out[:, rows] = part[0]
             x = self.after_attention(layer, x, out.transpose(0, 1))
             kv.append((k, v))
         return kv, x
 
-    def _heads(self, layer: int, which: str, heads: int, x: Tensor, position: Tensor) -> Tensor:
-        y = self._linear(layer, f"self_attn.{which}_proj", self.normed(layer, x))
-        y = y.view(len(x), heads, -1)
-        norm = self._weights.get(f"model.layers.{layer}.self_attn.{which}_norm.weight")
-        return self.rope(y if norm is None else self._rms(y, norm), position)
+    def _heads(self, layer: int, which: str, x: Tensor, position: Tensor) -> Tensor:
+        own = self._layers[layer].self_attn
+        y = getattr(own, f"{which}_proj")(self.normed(layer, x))
+        y = y.view(len(x), -1, self.config.head_dim)
+        norm = getattr(own, f"{which}_norm", None)
+        return self.rope(y if norm is None else norm(y), position)
 
     def rope(self, y: Tensor, position: Tensor) -> Tensor:
         """[..., T, heads, D], rotated; ``position`` is [T]."""
-        half = self.config.head_dim // 2
-        frequency = self.config.rope_theta ** (-torch.arange(half) / half)
-        angle = (position[:, None] * frequency)[:, None]  # [T, 1, D/2]
-        a, b = y[..., :half], y[..., half:]
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-    def _linear(self, layer: int, name: str, x: Tensor) -> Tensor:
-        bias = self._weights.get(f"model.layers.{layer}.{name}.bias")
-        return F.linear(x, self.weight(layer, name), bias)
-
-    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
+        cos, sin = (x[0, :, None] for x in self._whole.model.rotary_emb(y, position[None]))
+        a, b = y.chunk(2, -1)
+        return y * cos + torch.cat([-b, a], -1) * sin
