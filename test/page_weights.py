@@ -1,5 +1,7 @@
 """Random weights that choose pages, as trained ones are held."""
 
+import math
+
 import numpy as np
 import torch
 
@@ -42,17 +44,12 @@ def coordinates(*size, seed=0):
     draw, D = torch.Generator().manual_seed(seed), size[-1]
     turn = torch.linalg.qr(torch.randn(*size, D, generator=draw)).Q
     scale = 0.5 + torch.rand(*size, 1, generator=draw)
-    bits = torch.zeros(size, dtype=torch.long)
-    for of_head in bits.view(-1, D):
-        while (left := D - int(of_head.sum())) > 0:
-            channel = int(torch.randint(D, (), generator=draw))
-            of_head[channel] = max(
-                of_head[channel], int(torch.randint(1, min(4, left) + 1, (), generator=draw))
-            )
-        while int(of_head.sum()) > D:
-            of_head[of_head.argmax()] -= 1
+    of_bits = torch.tensor([4, 3, 2, 2, 1, 1, 1, 1, 1, *[0] * 7]).repeat(D // 16)
+    bits = [
+        of_bits[torch.randperm(D, generator=draw)].tolist() for _ in range(math.prod(size[:-1]))
+    ]
     rows = []
-    for of_head in bits.view(-1, D).tolist():
+    for of_head in bits:
         of_bits = [(c, 2.0 ** (n - 1 - i), 2.0**i) for c, n in enumerate(of_head) for i in range(n)]
         rows.append(torch.tensor(of_bits).T)
     channel, width, levels = torch.stack(rows, 1)

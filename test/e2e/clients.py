@@ -121,7 +121,6 @@ class Load:
     Attributes:
         answered, dropped: requests.
         lost, wrong: a line for each request without an answer, and with a wrong one.
-        longest_stall_s: longest time without a token of a request that had some already.
     """
 
     def __init__(
@@ -142,7 +141,6 @@ class Load:
         self.answered = self.dropped = 0
         self.lost: list[str] = []
         self.wrong: list[str] = []
-        self.longest_stall_s = 0.0
 
     def __enter__(self) -> Load:
         for thread in self._threads:
@@ -186,23 +184,20 @@ class Load:
     ) -> None:
         """``keep``: events before the client drops the request."""
         ids: tuple[int, ...] = ()
-        stall_s, last_s, failure = 0.0, 0.0, ""
+        failure = ""
         payload = generate_payload(prompt, count, stream=True)
         try:
             with contextlib.closing(
                 sse_events(self._url, payload, timeout_s=CLIENTS_LEAVE_S)
             ) as stream:
                 for events, event in enumerate(stream):
-                    now_s = time.monotonic()
-                    stall_s = max(stall_s, now_s - (last_s or now_s))
-                    last_s, ids = now_s, tuple(event.get("output_ids") or ids)
+                    ids = tuple(event.get("output_ids") or ids)
                     if events == keep:
                         break
         except NO_ANSWER as error:
             failure = f"{type(error).__name__}: {error}"
         about = f"request of {len(prompt)} + {count} tokens: {len(ids)} tokens {failure}"
         with self._lock:
-            self.longest_stall_s = max(self.longest_stall_s, stall_s)
             if failure or (keep is None and len(ids) != count):
                 self.lost.append(about)
             elif keep is not None:

@@ -23,29 +23,20 @@ CONTEXT = 32768  # of the tiny model
 NEXT = random_prompts([300], seed=3)
 # Invalid: a status of 400 or more is expected. More, without servers: test/plugin/test_http.py.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "input_ids": (
-        ["a", "b"], [1.5], [1, None], [1, [2]], [[[1]]], 5, {"a": 1}, [2**70], [10**6], [[1, 2], [-3]], [], [[]],
-        [5] * CONTEXT,
-    ),
+    "input_ids": (["a", "b"], [1, [2]], 5, [2**70], [[1, 2], [-3]], [], [5] * CONTEXT),
     "text": ("", 5),
-    "sampling_params.max_new_tokens": (-5, 10**12, "4"),
-    "sampling_params.temperature": (-1, math.inf, math.nan, "hot"),
-    "sampling_params.top_p": (2,),
-    "sampling_params.top_k": (2**40,),
-    "sampling_params.min_p": (9,),
-    "sampling_params.frequency_penalty": (99,),
-    "sampling_params.repetition_penalty": (0,),
+    "sampling_params": ("x",),
+    "sampling_params.max_new_tokens": (-5, 10**12),
+    "sampling_params.temperature": (-1, math.nan),
     "sampling_params.stop_token_ids": (["a"],),
-    "sampling_params.min_new_tokens": (100,),
     "sampling_params.logit_bias": ({"999999": 5.0}, {"5": 1e308}),
-    "sampling_params.n": (3, 10**9),
+    "sampling_params.n": (3,),
     "sampling_params.regex": ("(((",),
     "sampling_params.json_schema": ("{bad",),
     "sampling_params.foo": (1,),
-    "sampling_params": ("x",),
     "return_hidden_states": (True,),
     "bootstrap_host": ([HOST], None),
-}  # fmt: skip
+}
 NO_JSON = (b'{"input_ids": [5', b"", b"[]", b"\xff\xfe\x00", b"[" * 100_000, b"{}")
 # Has an answer, if a short one.
 ANSWERED: dict[str, tuple[Any, ...]] = {
@@ -135,22 +126,6 @@ def test_what_only_one_server_refuses_ends_both_halves(servers, served_after):
     data = json.dumps({"input_ids": too_long, "sampling_params": SAMPLING}).encode()
     status, message = exchange(servers.url + "/generate", data, timeout_s=ANSWER_S)
     assert (status, b"--num-reserved-decode-tokens" in message) == (400, True)
-
-
-def test_a_room_in_use_is_refused(servers, served_after):
-    twice = {"sampling_params": SAMPLING | {"max_new_tokens": 200, "ignore_eos": True}}
-    with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda _: both(servers, **twice, bootstrap_room=5), range(2)))
-    assert [sorted(of_one) for of_one in zip(*answers, strict=True)] == [[200, 400]] * 2
-
-
-def test_a_room_of_which_something_is_left_is_refused(servers, served_after):
-    # The prefill server hears of it, and that the client has left.
-    assert send(servers, Case("/generate", {"bootstrap_room": 7}, ("decode",)), 1) == {
-        "decode": "hung"
-    }
-    wait_idle(servers)
-    assert both(servers, bootstrap_room=7) == [503, 503]
 
 
 def stream(servers, rid, max_new_tokens):
