@@ -1,17 +1,23 @@
-"""The documents against the code: what can be turned, seen or hooked is written down."""
+"""The documents against the code: what can be turned, seen or hooked is written down, generated parts are current, and
+MkDocs makes a site of them."""
 
 import ast
+import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import reference
 from sglang_scout.cli import COMMANDS
-from sglang_scout.core.config import KEYS, PUBLIC_KEYS
+from sglang_scout.core.config import KEYS, PUBLIC_KEYS, OffloadConfig
 from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.policy import Policy
 from sglang_scout.plugin import status
-from sglang_scout.policy import policies
+from sglang_scout.policy import Context, policies
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -21,6 +27,11 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 FOR_USERS = """tutorial.md gpu-quickstart.md faq.md sizing.md tuning.md monitoring/README.md troubleshooting.md
     compatibility.md deploy/README.md reference/configuration.md reference/metrics.md""".split()
 MAX_WORDS = 14_000
+MARK, END = "<!-- generated: keys -->", "<!-- end -->"
+PAGE = "reference/configuration.md"
+LOADED = re.compile(
+    r"""<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]*)"""
+)
 
 
 def state_fields(function: str) -> list[str]:
@@ -136,3 +147,73 @@ def test_each_line_of_the_threat_model_names_tests_that_exist():
         assert named or line.endswith("| the same |"), line
         for path, test in named:
             assert f"\ndef {test}(" in (ROOT / path).read_text(), test
+
+
+def test_generated_parts_are_what_the_script_writes():
+    for path, text in reference.generated().items():
+        assert path.read_text() == text, f"{path}: run .venv/bin/python scripts/reference.py"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        (END, "", f"{PAGE}: a block needs"),  # else the text up to the next end would be replaced
+        (MARK, "<!-- generated: kies -->", "in one page, once; found: .*'kies'"),
+        (MARK, f"{MARK}\n{END}\n{MARK}", "in one page, once; found: .*'keys', 'keys'"),
+    ],
+)
+def test_damaged_marks_are_named(monkeypatch, tmp_path, old, new, what):
+    docs = tmp_path / "docs"
+    shutil.copytree(DOCS, docs, ignore=shutil.ignore_patterns("*.jsonl", "*.png"))
+    monkeypatch.setattr(reference, "DOCS", docs)
+    page = docs / PAGE
+    page.write_text(page.read_text().replace(old, new, 1))
+    with pytest.raises(ValueError, match=what):
+        reference.generated()
+
+
+@pytest.mark.parametrize("file", ["alerts.yml", "grafana.json"])
+def test_rules_and_panels_are_of_metrics_that_there_are(file):
+    suffixes = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
+    published = {
+        name + suffix for name, stat in status.METRICS.items() for suffix in suffixes[stat.kind]
+    }
+    used = re.findall(r"kv_offload_(\w+)", (DOCS / "monitoring" / file).read_text())
+    assert used and set(used) <= published
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = f"{sys.executable} -m mkdocs build --strict -f {ROOT}/scripts/mkdocs.yml -d {folder}"
+    done = subprocess.run(command.split(), capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr  # strict: not with a warning either
+    return folder
+
+
+def test_all_pages_are_found_by_search(site):
+    found = {
+        x["location"].partition("#")[0]
+        for x in json.loads((site / "search/search_index.json").read_text())["docs"]
+    }
+    pages = {page.relative_to(site).as_posix() for page in site.rglob("*.html")}
+    assert found == pages - {"404.html"} and len(pages) > 20
+
+
+def test_no_page_loads_anything_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        assert not LOADED.findall(page.read_text()), page
+    assert "url(http" not in (site / "site.css").read_text()
+
+
+def test_the_reference_has_what_docstrings_say(site):
+    text = (site / "reference" / "engine.html").read_text()
+    assert "StepEngine.begin_step" in text and "Step boundary; see" in text
+
+
+def test_the_example_of_a_policy_is_one():
+    text = (ROOT / "docs" / "reference" / "policies.md").read_text()
+    scope = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], scope)
+    made = scope["make"](Context(OffloadConfig(policy="exact"), num_layers=4, page_bytes=8192))
+    assert isinstance(made, Policy) and made.query.targets(0, 4) == ()
