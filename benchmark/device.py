@@ -74,13 +74,15 @@ def times_us(call: Callable[[], object], count: int) -> list[float]:
     return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
 
 
-def copy_bytes_per_us() -> float:
-    """Bandwidth of the device: of a copy larger than its caches, reads and writes counted."""
-    source = torch.empty(
-        COPY_BYTES if device() == "cuda" else 1 << 20, dtype=torch.uint8, device=device()
+def copy_bytes_per_us(resource: str = "device") -> float:
+    """Bandwidth of a copy larger than the caches: on the "device", both reads and writes, or over the "bus" to it."""
+    nbytes = COPY_BYTES if device() == "cuda" else 1 << 20
+    to = torch.empty(nbytes, dtype=torch.uint8, device=device())
+    source = (
+        torch.empty(nbytes, dtype=torch.uint8).pin_memory() if resource == "bus" else to.clone()
     )
-    to = torch.empty_like(source)
-    return 2 * source.nbytes / sorted(times_us(lambda: to.copy_(source), 9))[4]
+    times = sorted(times_us(lambda: to.copy_(source, non_blocking=True), 9))
+    return (1 if resource == "bus" else 2) * nbytes / times[4]
 
 
 def name() -> str:

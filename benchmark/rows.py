@@ -4,8 +4,7 @@ Every row has
     benchmark, impl, status       "ok", "absent", "skipped" or "failed"; reason says why, "" if ok
     commit, dirty                 of this repository; dirty: with uncommitted changes
     cpu, cores, versions          model name, CPUs of this process, versions of the packages used
-    command, time_utc, load_average, idle_before
-                                  idle_before: idle share of each of those CPUs just before the run
+    command, time_utc, load_average
     nvidia_smi                    if a CUDA device is measured: its name, memory, driver, clocks, power limit and link,
                                   or {"absent": why not known}
 and, if something was measured,
@@ -35,14 +34,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-import psutil
 
 Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
 UNSTABLE_SPREAD = 0.10
 STATUSES = ("ok", "absent", "skipped", "failed")
-FREE_CPU_IDLE_SHARE = 0.95
 
 _OF_ALL = (
     "benchmark",
@@ -100,7 +97,7 @@ def problem(row: Any) -> str:
 
 
 def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = False) -> Row:
-    """The fields shared by all rows of a run. Takes a third of a second to sample CPU idleness.
+    """The fields shared by all rows of a run.
 
     Args:
         cuda: a CUDA device is measured.
@@ -111,19 +108,17 @@ def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = Fa
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "absent"
-    cpus = sorted(os.sched_getaffinity(0))
     device = {"nvidia_smi": nvidia_smi()} if cuda else {}
     return {
         "benchmark": benchmark,
         **device,
         **_source(),
         "cpu": cpu_model(),
-        "cores": len(cpus),
+        "cores": len(os.sched_getaffinity(0)),
         "versions": versions,
         "command": command_line(sys.argv),
         "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "load_average": [round(x, 2) for x in os.getloadavg()],
-        "idle_before": idle_shares(cpus),
     }
 
 
@@ -155,14 +150,6 @@ def cpu_model() -> str:
         return platform.machine()
     name, family = found["model name"].strip(), found.get("cpu family")
     return f"{name} (family {family} model {found.get('model')})"
-
-
-def idle_shares(cpus: Sequence[int]) -> list[float]:
-    """Idle share of each CPU over a short time, 0..1; an empty list if not known."""
-    found = psutil.cpu_times_percent(interval=0.3, percpu=True)
-    if max(cpus) >= len(found):  # some CPUs are offline, and we cannot tell which
-        return []
-    return [round((found[cpu].idle + found[cpu].iowait) / 100, 3) for cpu in cpus]
 
 
 def _source() -> Row:

@@ -8,8 +8,7 @@
 Bytes are the kernel's minimum memory traffic, as stated in its file, or, if pages come from the host, the bus
 traffic; scratch is not counted. A time is that of a CUDA graph of REPEATS calls on different pages, divided by
 REPEATS, between two events, without launch overhead of Python. Before every sample a write larger than the L2 cache
-flushes it. The device's bandwidth is that of a copy of 512 MiB, measured in the same way in the same run, counting both
-read and write.
+flushes it. The device's bandwidth is that of a copy of 1 GiB in the same run, counting both read and write.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from benchmark.kernels import gpu_cases, policy_cases
 from benchmark.kernels.gpu_pools import DTYPE, E4M3, E5M2, Case, D, G, Pools, S
 
 WARM_UP, SAMPLES, ENOUGH_US, FEWEST = 2, 50, 300_000, 5
-FLUSH_BYTES, COPY_BYTES = 256 << 20, 512 << 20
+FLUSH_BYTES = 256 << 20
 BUDGET_PAGES = 32  # the default
 SERVED = (9, 2048), (32, 2048), (1, 2048), (40, 512)
 """Requests of a step and pages of each: as many of 64k tokens as 100 GiB of host memory hold and as 343 GB do, a single
@@ -108,24 +107,6 @@ class Timer:
         return samples
 
 
-def bandwidths(writer: rows.Writer, timer: Timer) -> dict[str, float]:
-    """Bytes per microsecond of a copy on the "device" and over the "bus"; a row for each."""
-    big = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    pinned = torch.empty(COPY_BYTES // 4, dtype=torch.uint8).pin_memory()
-    speed = {}
-    for resource, src, dst, times in (
-        ("device", big, torch.empty_like(big), 2),
-        ("bus", pinned, big[: len(pinned)], 1),
-    ):
-        samples = timer.samples_us([lambda to=dst, of=src: to.copy_(of, non_blocking=True)])
-        found = rows.summary(samples)
-        speed[resource] = times * src.nbytes / found["median_us"]
-        gb_per_s = round(speed[resource] / 1e3, 1)
-        writer.add("copy", op=f"{resource} bandwidth", gb_per_s=gb_per_s, **found)
-        print(f"{resource}: {gb_per_s} GB/s", flush=True)
-    return speed
-
-
 def add_row(writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Case) -> list[str]:
     """Check and time a case. Returns its line of the table."""
     fields = {"op": case.op, "bytes_moved": case.bytes_moved, **case.sizes}
@@ -153,7 +134,8 @@ def measure(options: argparse.Namespace) -> int:
     shared |= {"device": torch.cuda.get_device_name(), "H": pools.H, "G": G, "D": D, "S": S}
     writer, timer = rows.Writer(options.out, shared, append=True), Timer()
     gc.freeze()  # each capture collects garbage, among all objects of torch and Triton it takes a quarter of a second
-    speed = bandwidths(writer, timer)
+    speed = {resource: device.copy_bytes_per_us(resource) for resource in ("device", "bus")}
+    print(", ".join(f"{name}: {x / 1e3:.1f} GB/s" for name, x in speed.items()), flush=True)
     lines = [add_row(writer, timer, speed, case) for case in step_cases(pools, SERVED)]
     writer.close()
     print(rows.markdown_table(("kernel", "sizes", "us", "of the bandwidth"), lines))

@@ -14,7 +14,7 @@ Fields in addition to those of rows.py:
                     spins for spin_us after its last work; 0: back to back
     p99_us, max_us
     fallback_pages  pages that the poster computed itself; 0 in a valid run
-    worker_cpu, poster_cpu, spin_us, cores_free (both at least 95 % idle before the run)
+    worker_cpu, poster_cpu, spin_us
 """
 
 from __future__ import annotations
@@ -140,9 +140,7 @@ def main() -> int:
     args = parser.parse_args()
     allowed = os.sched_getaffinity(0)
     cpus, shared = sorted(allowed), rows.environment("ring_latency", ("sglang-scout", "numpy"))
-    idle = shared["idle_before"] or [0.0]
-    free = min(idle[0], idle[-1]) >= rows.FREE_CPU_IDLE_SHARE
-    about = {"worker_cpu": cpus[-1], "poster_cpu": cpus[0], "cores_free": free}
+    about = {"worker_cpu": cpus[-1], "poster_cpu": cpus[0]}
     writer = rows.Writer(args.json, shared)
     try:
         if len(cpus) < 2:
