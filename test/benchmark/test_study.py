@@ -271,7 +271,7 @@ def test_the_command_resumes_and_its_rows_make_tables(tmp_path, capsys, monkeypa
     monkeypatch.setattr(planted, "WINDOW_TOKENS", 32)
     monkeypatch.setattr(run, "real_documents", short_documents)
     path, model = tmp_path / "study.jsonl", SOURCES["tasks"].model()
-    command = ["--model-path", str(model), "--json", str(path), "--threads", "1"]
+    command = ["--model-path", str(model), "--json", str(path)]
     assert run.main([*command, "--documents", "3"]) == 0
     assert run.main([*command, "--documents", "6"]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]

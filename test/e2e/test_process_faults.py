@@ -3,12 +3,10 @@ right tokens or an error, and a replacement serves again."""
 
 import json
 import os
-import resource
 import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -159,32 +157,6 @@ def test_a_new_worker_starts_without_the_temporary_folder(servers, undisturbed):
     wait_for_worker(servers)
     assert servers.kv_offload()["worker"]["restarts"] > before["restarts"]
     assert_idle(servers)
-
-
-@contextmanager
-def no_descriptor(pid):
-    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    used = len(os.listdir(f"/proc/{pid}/fd"))
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used - 8, limits[1]))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-
-
-def test_no_descriptor_is_left_for_a_new_worker(servers, undisturbed):
-    prompts, expected = undisturbed
-    # All have arrived: SGLang's transfer needs descriptors too.
-    load = in_flight(servers, prompts[:8], 25)
-    said = "cannot start the CPU attention process"
-    with no_descriptor(scheduler_pid(servers)):
-        worker = servers.kv_offload()["worker"]
-        os.kill(worker["pid"], signal.SIGKILL)
-        last_error = lambda: servers.kv_offload()["worker"]["last_error"]  # noqa: E731
-        wait_until("a start fails", lambda: said in last_error(), 30)
-        assert_answered(load, expected[:8])
-    wait_for_worker(servers)
-    assert_served(servers, undisturbed)
 
 
 def kill_under_load(servers, undisturbed, name):

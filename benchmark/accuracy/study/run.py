@@ -100,8 +100,8 @@ def _rounded(x: Any) -> Any:
 
 def run(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
     settings: dict[str, Sequence[Setting]] = SETS[args.set]
-    numbers = range(args.first, args.first + args.documents)
-    model_path, documents = args.model_path, real_documents(args.model_path, numbers)
+    model_path = args.model_path
+    documents = real_documents(model_path, range(args.documents))
     model = Model(model_path)
     for kind in get_args(Kind):
         path = ROOT / ".cache" / "weights" / f"{model_path.name}-{kind}.npz"
@@ -138,10 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--set", choices=tuple(SETS), default="main", help="set of settings, see settings.py")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--documents", type=int, default=10)
-    add("--first", type=int, default=0, help="number of the first document")
-    add("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
     path = args.model_path
     if not (path / "config.json").is_file():
         why = "no model there; scripts/smollm2.py makes the default one"
