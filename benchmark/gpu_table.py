@@ -11,14 +11,18 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmark import rows
 
-Line = tuple[str, str, str]
 BASELINES = ("full-flashinfer", "full-ours", "stock")
+SIZES = """kv context batch cache precompute digest recall repeat B N bits k resident columns pages
+    from""".split()
+RESULTS = """p99_us bandwidth_share cpu_compute_ratio wait_share fallback_pages reached_gb seconds
+    refused host_gb""".split()
+"""Fields that are shown, of rows that have them."""
 
 
 def key(row: rows.Row) -> tuple[Any, ...]:
@@ -26,70 +30,35 @@ def key(row: rows.Row) -> tuple[Any, ...]:
     return tuple(row.get(x) for x in ("benchmark", "model", "kv", "context", "rehearsal"))
 
 
-def variant(row: rows.Row) -> str:
-    """What a row of co-attention differs in from the others."""
-    words = [f"{row['cache']} cache"] if "cache" in row else []
-    words += ["no pre-computation"] if row.get("precompute") is False else []
-    words += [f"{row['digest']} digests"] if "digest" in row else []
-    words += [f"recall {row['recall']}"] if row.get("recall", "adaptive") != "adaptive" else []
-    return ", ".join([*words, *(["again"] if row.get("repeat") else [])])
-
-
-def speed(found: list[rows.Row]) -> Iterator[Line]:
-    """Decode steps and servers."""
-    rates = [r for r in found if "tokens_per_s" in r]
-    full = {
-        key(r): max(x["tokens_per_s"] for x in rates if x["impl"] in BASELINES and key(x) == key(r))
-        for r in rates
-        if r["impl"] in BASELINES
-    }
-    for row in rates:
-        what = row.get("server", row["impl"]) + (", rehearsal" if row.get("rehearsal") else "")
-        size = f"{row.get('kv', '')} {row['context']} x {row['batch']} {variant(row)}"
-        parts = [f"{row['median_us'] / 1e3:.2f} ms", f"{row['tokens_per_s']:,.0f} tok/s"]
-        if base := full.get(key(row)):
-            parts.append(f"{row['tokens_per_s'] / base:.2f} x full")
-        shares = ("bandwidth_share", "cpu_compute_ratio", "wait_share")
-        parts += [
-            f"{name.split('_')[0]} {100 * row[name]:.1f} %"
-            for name in shares
-            if row.get(name) is not None
-        ]
-        if "simulated" in row:
-            parts.append(f"SIMULATED: {row['simulated']}")
-        yield what, size, ", ".join(parts)
-
-
-def other(row: rows.Row) -> Line | None:
-    """Of a row without a rate; None: it is in another line."""
+def line(row: rows.Row, full: dict[tuple[Any, ...], float]) -> tuple[str, str, str]:
+    """``full``: the fastest full attention, by key."""
+    what = row.get("check") or row.get("server") or row.get("op") or row["impl"]
+    size = " ".join(f"{name}={row[name]}" for name in SIZES if name in row)
     if row["status"] != "ok":
-        what = row.get("check") or row.get("server") or row.get("op") or row["impl"]
-        return what, str(row.get("context", "")), f"{row['status'].upper()}: {row['reason'][:160]}"
-    if row["benchmark"] == "host_probe":
-        named = ("reached_gb", "seconds", "refused", "host_gb")
-        shown = (f"{name} {row[name]}" for name in named if name in row)
-        return f"host {row['impl']}", "", ", ".join(shown)
-    if "check" in row:
-        return row["check"], row.get("server", ""), "ok"
-    if row["benchmark"] == "gpu_ring":
-        return row["op"], f"B={row['B']}", f"{row['median_us']:.1f} us, p99 {row['p99_us']:.1f}"
-    if "bandwidth_share" in row and "op" in row:
-        shown = ("B", "N", "bits", "k", "resident", "columns", "kv", "pages", "from")
-        size = " ".join(f"{k}={row[k]}" for k in shown if k in row)
-        what = f"{row['op']} {row['impl']}"
-        return what, size, f"{row['median_us']:.1f} us, {100 * row['bandwidth_share']:.0f} %"
-    return None
+        return what, size, f"{row['status'].upper()}: {row['reason'][:160]}"
+    found = [f"{row['median_us']:,.1f} us"] if "median_us" in row else []
+    if "tokens_per_s" in row:
+        found.append(f"{row['tokens_per_s']:,.0f} tok/s")
+        if key(row) in full:
+            found.append(f"{row['tokens_per_s'] / full[key(row)]:.2f} x full")
+    found += [f"{name} {row[name]}" for name in RESULTS if row.get(name) is not None]
+    found += [f"SIMULATED: {row['simulated']}"] if "simulated" in row else []
+    found += ["rehearsal"] if row.get("rehearsal") else []
+    return what, size, ", ".join(found) or "ok"
 
 
-def lines(steps: Iterable[dict[str, Any]], found: list[rows.Row]) -> list[Line]:
+def lines(steps: Iterable[dict[str, Any]], found: list[rows.Row]) -> list[tuple[str, str, str]]:
     made = [
         (f"step {s['step']}", "", f"status {s['exit_status']}, {s['seconds']} s of {s['limit_s']}")
         if "exit_status" in s
         else (f"step {s['step']}", "", f"SKIPPED: {s['skipped']}")
         for s in steps
     ]
-    made += speed(found)
-    return made + [x for row in found if "tokens_per_s" not in row and (x := other(row))]
+    full: dict[tuple[Any, ...], float] = {}
+    for row in found:
+        if row["impl"] in BASELINES and "tokens_per_s" in row:
+            full[key(row)] = max(row["tokens_per_s"], full.get(key(row), 0.0))
+    return made + [line(row, full) for row in found]
 
 
 def main() -> int:

@@ -231,6 +231,6 @@ def test_the_table_has_a_line_for_each_row_of_the_call_and_compares_rates(
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == "H100: every figure is of this call" and len(lines) == 6
     shown = "\n".join(lines)
-    assert "450 tok/s, 4.50 x full, cpu 10.0 %, wait 2.0 %" in shown
+    assert "450 tok/s, 4.50 x full, cpu_compute_ratio 0.1, wait_share 0.02" in shown
     assert "9.00 x full" in shown and "SIMULATED: a host" in shown
     assert "FAILED: out of memory" in shown and "SKIPPED: no time left" in shown
