@@ -161,7 +161,7 @@ def measure(options: argparse.Namespace) -> int:
     shared = rows.environment("gpu_ring", ("torch", "triton"), cuda=True)
     shared |= {"device": torch.cuda.get_device_name(), "layers": LAYERS}
     writer, sizes = rows.Writer(options.out, shared, append=True), {"op": "check"}
-    threads, table = max(1, min(8, len(os.sched_getaffinity(0)) - 2)), []
+    threads = max(1, min(8, len(os.sched_getaffinity(0)) - 2))
     try:
         if wrong := check("cuda"):
             raise RuntimeError(wrong)
@@ -171,16 +171,14 @@ def measure(options: argparse.Namespace) -> int:
                     sizes = {"op": op, "B": batch, "threads": threads}
                     samples = samples_us(Step(running, batch, in_front), epoch)
                     p99_us = round(rows.percentile(samples, 99), 3)
-                    found = rows.summary(samples)
-                    writer.add("triton", p99_us=p99_us, **sizes, **found)
-                    table.append((op, str(batch), f"{found['median_us']:.2f}", f"{p99_us:.2f}"))
+                    row = writer.add("triton", p99_us=p99_us, **sizes, **rows.summary(samples))
+                    print(f"{sizes}: {row['median_us']:.2f} us, p99 {p99_us:.2f}", flush=True)
     except RuntimeError as error:
         writer.add("triton", "failed", str(error), **sizes)
         print(f"{sizes}: FAILED {error}")
         return 1
     finally:
         writer.close()
-    print(rows.markdown_table(("a layer of", "B", "us", "p99 us"), table))
     return 0
 
 
