@@ -7,7 +7,6 @@ attention (the prefill server), those of the window from hidden states computed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -135,8 +134,8 @@ class Attention:
         S = self.setting.page_tokens
         out, mass, kept = torch.empty_like(q), 0.0, []
         previous: Tensor | None = None  # selection of the token before a block
-        for rows in _blocks(W):
-            at = torch.arange(self.start, T)[rows]
+        for rows in torch.arange(W).split(ROWS):
+            at = self.start + rows
             of_prompt = (at < self.start + self.prefilled)[:, None]
             real = _grouped(q[rows], H)  # [H, w * G, D]
             logits = (real @ self.keys.mT).view(H, -1, self.group, T)
@@ -217,11 +216,6 @@ def _remote(chosen: Tensor, full: Tensor, previous: Tensor | None) -> Tensor:
     remote.scatter_(-1, newest, False)
     first = chosen[:, :1] if previous is None else previous
     return remote & ~torch.cat([first, chosen[:, :-1]], 1)
-
-
-def _blocks(rows: int) -> Iterator[slice]:
-    for begin in range(0, rows, ROWS):
-        yield slice(begin, min(begin + ROWS, rows))
 
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:
