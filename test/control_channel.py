@@ -1,5 +1,4 @@
-"""The control channel of a running server and its CPU attention process, as any process of the same user can reach it:
-the server's end of the connection, ZMQ's bytes on it, and a connection of one's own."""
+"""The control channel of a CPU attention process, as any process of the same user can reach it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from pathlib import Path
 import zmq
 
 _PIDFD_GETFD = 438  # of Linux 5.6, on every architecture
-_NAME = b"\0sglang-scout-"
 
 
 def duplicate(pid: int, fd: int) -> int:
@@ -47,28 +45,6 @@ def variable(pid: int, name: str) -> str:
 
 def endpoint(pid: int) -> str:
     return variable(pid, "SGLANG_SCOUT_ENDPOINT")
-
-
-def frames(pid: int, data: bytes) -> bytes:
-    """A message to a process as ZMTP puts it on a connection: two frames, the first with more to come."""
-    token = variable(pid, "SGLANG_SCOUT_BOOT_TOKEN").encode()
-    assert len(token) < 256 and len(data) < 256
-    return bytes([1, len(token)]) + token + bytes([0, len(data)]) + data
-
-
-def server_end(server_pid: int) -> socket.socket:
-    """The server's end of its connection to the process, for a ``with`` block: what is sent on it arrives there."""
-    for fd in descriptors(server_pid, "socket:"):
-        one = socket.socket(fileno=duplicate(server_pid, fd))
-        if one.family == socket.AF_UNIX and not one.getsockopt(
-            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-        ):
-            with contextlib.suppress(OSError):
-                name = one.getpeername()  # a str if it has none
-                if isinstance(name, bytes) and name.startswith(_NAME):
-                    return one
-        one.close()
-    raise OSError(f"process {server_pid} has no control connection")
 
 
 @contextlib.contextmanager

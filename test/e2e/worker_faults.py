@@ -1,6 +1,6 @@
 """Fault injection into the worker of a running decode server, from outside, as any process of the same user can.
 
-Signals, its control socket, and the words of the ring in the memory that it shares with the server. Damage to a record
+Signals, and the words of the ring in the memory that it shares with the server. Damage to a record
 is done while the worker is stopped, so that it hits a posted record without a result.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,10 +18,9 @@ from typing import Self
 import numpy as np
 import psutil
 
-from control_channel import descriptors, duplicate, frames, server_end
+from control_channel import descriptors, duplicate
 from harness import PDCluster, scheduler_pid, wait_for_worker, wait_until
 from ring_view import CLOSED_ITEM, RingView, writable
-from sglang_scout.worker import channel as m
 from sglang_scout.worker.arena import MEMFD_NAME
 
 _POST_BITS, _EPOCH_SHIFT = (1 << 40) - 1, 40
@@ -34,8 +32,8 @@ class Victim:
 
     def __init__(self, servers: PDCluster) -> None:
         self._servers = servers
-        self.server_pid = scheduler_pid(servers)
-        own = duplicate(self.server_pid, descriptors(self.server_pid, f"/memfd:{MEMFD_NAME}")[0])
+        pid = scheduler_pid(servers)
+        own = duplicate(pid, descriptors(pid, f"/memfd:{MEMFD_NAME}")[0])
         self.arena = writable(own)
         os.close(own)
         self.ring = RingView(self.arena)
@@ -115,18 +113,6 @@ def _killed_with_a_record(victim: Victim) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _all_lost(victim: Victim) -> None:
-    victim.pid()  # one is connected
-    with server_end(victim.server_pid) as server:
-        server.shutdown(socket.SHUT_RD)
-
-
-def _told_to_stop(victim: Victim) -> None:
-    pid = victim.pid()
-    with server_end(victim.server_pid) as server:
-        server.sendall(frames(pid, m.encode(m.Stop())))
-
-
 def _page_ids(victim: Victim) -> None:
     with victim.stopped() as (_, slot):
         _, pages, n_pages = victim.ring.record_data(slot)
@@ -173,8 +159,6 @@ FAULTS = {
     "stopped": Fault(_signal(signal.SIGSTOP), "was silent for", COMPUTED_HERE),
     "slow": Fault(_bursts),
     "killed with a record": Fault(_killed_with_a_record, "was killed by SIGKILL", COMPUTED_HERE),
-    "told to stop": Fault(_told_to_stop, "ended with exit code 0", COMPUTED_HERE),
-    "all messages lost": Fault(_all_lost, "was silent for", COMPUTED_HERE),
     "page ids damaged": Fault(_page_ids, "", ("refused", *COMPUTED_HERE), True),
     "claim damaged": Fault(_claimed, "finished nothing", COMPUTED_HERE),
     "answers are no numbers": Fault(_no_numbers, "", COMPUTED_HERE, True),
