@@ -24,13 +24,8 @@ def device() -> str:
     return "cpu" if triton.interpreted() else "cuda"
 
 
-def refusal(*, untimed: bool, needs_worker: bool = False) -> str:
+def refusal(*, untimed: bool) -> str:
     """Why it cannot run here, "" if it can. In the interpreter only what is ``untimed`` can: checks, rehearsals."""
-    if needs_worker:
-        try:
-            from sglang_scout import _native  # noqa: F401
-        except ImportError as error:
-            return f"the native module is absent ({error}): no CPU attention process could answer"
     if device() == "cuda" and not torch.cuda.is_available():
         return "no CUDA device: nothing can be measured here"
     if device() == "cpu" and not untimed:
@@ -113,7 +108,6 @@ def run(
     check: Callable[[argparse.Namespace], str],
     measure: Callable[[argparse.Namespace], int],
     *,
-    needs_worker: bool = False,
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> int:
     """``--check-only`` or ``--out FILE``. Returns the exit code: 2 where it cannot run here.
@@ -128,7 +122,7 @@ def run(
     parser.add_argument("--check-only", action="store_true")
     arguments = parser.parse_args()
     untimed = arguments.check_only or getattr(arguments, "rehearse", False)
-    if why := refusal(untimed=untimed, needs_worker=needs_worker):
+    if why := refusal(untimed=untimed):
         print(why, file=sys.stderr)
         return 2
     if arguments.check_only:

@@ -116,7 +116,7 @@ def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = Fa
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": versions,
-        "command": command_line(sys.argv),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "load_average": [round(x, 2) for x in os.getloadavg()],
     }
@@ -131,15 +131,6 @@ def nvidia_smi() -> dict[str, str]:
         return dict(zip(_SMI, map(str.strip, values), strict=True))
     except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:
         return {"absent": f"nvidia-smi: {error}"}
-
-
-def command_line(argv: Sequence[str]) -> str:
-    """As typed in the root of the repository."""
-    script = Path(argv[0]).resolve()
-    if not script.is_relative_to(ROOT):
-        return shlex.join(["python", str(script), *argv[1:]])
-    module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
-    return shlex.join(["python", "-m", module, *argv[1:]])
 
 
 def cpu_model() -> str:

@@ -129,12 +129,6 @@ def key_of(setting: Setting) -> Row:
     return {"policy": setting.policy, "budget_tokens": setting.budget_tokens}
 
 
-def lacks(file: RowFile, args: argparse.Namespace, setting: Setting) -> bool:
-    """Whether a length or task of a setting is missing in the file."""
-    places = [{"length_tokens": length, "task": t} for length in args.lengths for t in args.tasks]
-    return not all(file.has(**key_of(setting), **place) for place in places)
-
-
 def ask_full(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
     """Rows of full attention, grouped by text, as tasks may share one."""
     plain = PlainAnswers(args.model_path)
@@ -157,7 +151,8 @@ def run_settings(
     args: argparse.Namespace, settings: Sequence[Setting], file: RowFile, progress: Progress
 ) -> None:
     """Runs the settings with missing rows, those on servers ``--at-once`` at a time."""
-    todo = [setting for setting in settings if lacks(file, args, setting)]
+    places = [{"length_tokens": length, "task": t} for length in args.lengths for t in args.tasks]
+    todo = [s for s in settings if not all(file.has(**key_of(s), **place) for place in places)]
     if FULL_SETTING in todo:
         todo.remove(FULL_SETTING)
         ask_full(args, file, progress)

@@ -295,4 +295,4 @@ def check_all(options: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(device.run(__doc__, check_all, measure, needs_worker=True, add_options=add_options))
+    sys.exit(device.run(__doc__, check_all, measure, add_options=add_options))

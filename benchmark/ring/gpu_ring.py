@@ -184,4 +184,4 @@ def measure(options: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     where = device.device()
-    sys.exit(device.run(__doc__, lambda options: check(where), measure, needs_worker=True))
+    sys.exit(device.run(__doc__, lambda options: check(where), measure))

@@ -25,8 +25,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from benchmark import rows
+from sglang_scout.ops.attend import attend_pages_reference
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
@@ -85,16 +87,13 @@ class Bench:
 
 
 def check_result(bench: Bench, arena: Arena) -> None:
-    """Compares the answer with numpy in float64; raises AssertionError."""
+    """Compares the answer with the op's reference; raises AssertionError."""
     bench.block("client", 0, 1)
-    k, v = (
-        (plane[0, :, 0].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        for plane in (arena.k_pages(0), arena.v_pages(0))
-    )
-    logits = k @ bench.q[0, 0].astype(np.float64) * SPEC.scale
-    weights = np.exp(logits - logits.max())
-    expected = weights / weights.sum() @ v
-    np.testing.assert_allclose(bench.out[0, 0], expected, rtol=1e-5, atol=1e-5)
+    k, v = (torch.from_numpy(x(0)).view(torch.bfloat16) for x in (arena.k_pages, arena.v_pages))
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    q = torch.from_numpy(bench.q)
+    expected, _ = attend_pages_reference(q, k, v, table, None, None, SPEC.scale)
+    torch.testing.assert_close(torch.from_numpy(bench.out), expected, rtol=1e-5, atol=1e-5)
 
 
 def run(writer: rows.Writer, cpus: list[int], quick: bool, shared: rows.Row) -> None:
