@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -57,13 +58,10 @@ MODELS = {  # H, G, D, dtype of KV, batch, pages: every size and dtype once, not
 
 def cases() -> Iterator[Case]:
     attend.processors = lambda _device: PROCESSORS
-    for model in MODELS:
-        of_policies = [
-            *(of_learned_policies(model) if learned else ()),
-            *(of_hgca(model) if hgca else ()),
-        ]
-        every = *choosing_and_attending(model), *pages_of_all_layers(model), *of_policies
-        for call, about, arguments in every:
+    makers = [choosing_and_attending, pages_of_all_layers]
+    makers += [of_learned_policies] * bool(learned) + [of_hgca] * bool(hgca)
+    for model, make in itertools.product(MODELS, makers):
+        for call, about, arguments in make(model):
             yield call, f"{about}, {model}", arguments
     yield from parts_of_a_step()
     yield from ring_calls()
@@ -178,11 +176,8 @@ def parts_of_a_step() -> Iterator[Case]:
     for dtype in (BF16, E4M3, E5M2):
         pool = empty(4096, 32, 8, 128, dtype=dtype)
         yield pages.append_tokens, f", {dtype}", (new, new, row, (pool, pool, row))
-        yield (
-            pages.append_tokens,
-            f" with mirror, {dtype}",
-            (new, new, row, *[(pool, pool, row)] * 2),
-        )
+        arguments = (new, new, row, *[(pool, pool, row)] * 2)
+        yield pages.append_tokens, f" with mirror, {dtype}", arguments
 
 
 def ring_calls() -> Iterator[Case]:

@@ -56,15 +56,16 @@ class Fleet(PDCluster):
 
         On a busy machine SGLang may abort the transfer of a prompt; then the request is retried.
         """
-        for left in reversed(range(TRIES)):
+        said = ""
+        for _ in range(TRIES):
             try:
                 return dict(self.ask_pair(payload, self._server_of[setting]))
             except (RequestFailed, OSError) as error:
                 for server in self.all_servers():
                     server.check()
-                if not left or "status 500" not in str(error):
+                if "status 500" not in (said := str(error)):
                     raise
-        raise AssertionError
+        raise RequestFailed(f"{TRIES} times: {said}")
 
     def counters(self, setting: Setting) -> dict[str, Any]:
         """The offload counters of a setting's decode server."""
