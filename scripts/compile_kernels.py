@@ -201,7 +201,6 @@ def parts_of_a_step() -> Iterator[Case]:
     for N, chosen in ((4096, 64), (1250, 64), (8192, 512), (128, 16)):
         arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
         yield select.select_pages, f", {N} pages, k={chosen}", arguments
-        yield select.select_pages, f" by mass, {N} pages", (*arguments, 1, 1, 0.98)
     new = empty(4, 8, 128, dtype=BF16)
     for dtype in (BF16, E4M3, E5M2):
         pool = empty(4096, 32, 8, 128, dtype=dtype)

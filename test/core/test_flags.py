@@ -71,11 +71,9 @@ def test_refused(kwargs, parts):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("policy", "keys"),
-    [("hgca", {"mass": 0.5}), ("sparda", {"exact_layers": [1]}), ("rheo", {"exact_layers": [1]})],
-)
-def test_keys_that_mean_nothing_to_a_policy_are_refused(policy, keys):
+@pytest.mark.parametrize("policy", ["hgca", "sparda", "rheo"])
+def test_keys_that_mean_nothing_to_a_policy_are_refused(policy):
+    keys = {"exact_layers": [1]}
     with pytest.raises(ConfigError, match=f"has no effect with --kv-offload {policy}; drop"):
         parse_config(policy=policy, policies=policies(), config=keys, available_cpus={0})
 

@@ -37,7 +37,6 @@ KEYS = st.fixed_dictionaries(
         "recent_pages": st.integers(0, 2),
     }
 )
-MASSES = [{}, {"mass": 0.5}]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -47,18 +46,15 @@ MASSES = [{}, {"mass": 0.5}]
     chooser=st.sampled_from(CHOOSERS),
     only_selected=st.booleans(),
     keys=KEYS,
-    mass=st.sampled_from(MASSES),
     lengths=st.lists(st.integers(1, 14 * SIZE), min_size=1, max_size=3),
     resident=st.sampled_from([8 * SIZE, 40 * SIZE]),
     seed=st.integers(0, 99),
 )
 def test_any_axes_attend_to_exactly_their_pages(
-    residency_of, route, chooser, only_selected, keys, mass, lengths, resident, seed
+    residency_of, route, chooser, only_selected, keys, lengths, resident, seed
 ):
     digest, grain, query = chooser
     keys = keys | {"grain": grain, "digest": "minmax"}  # embeddings have no key
-    if grain == "layer":
-        keys |= mass
 
     def made(context):
         policy = make_policy(context)

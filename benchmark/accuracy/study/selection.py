@@ -56,8 +56,6 @@ class Setting:
             vector per key-value head.
         exact_layers: layers that select and attend with the real query.
         dense_layers: layers that attend to everything.
-        stop_mass: if the budget does not cover all pages, select only until they hold this share of the mass estimated
-            by the digest.
         attends: whose query attends to the selected pages, except the first and the newest, which are always on the
             device: the real one; the predicted one for all of them, or for those that the previous token had not
             selected ("-missing"); "reweighed": with their joint log mass corrected by the digest, + est(q) -
@@ -72,7 +70,6 @@ class Setting:
     query: str = "real"
     exact_layers: tuple[int, ...] = ()
     dense_layers: tuple[int, ...] = ()
-    stop_mass: float = 1.0
     attends: str = "real"
 
     def __post_init__(self) -> None:
@@ -247,10 +244,4 @@ def choose(setting: Setting, score: Tensor, full: Tensor) -> Tensor:
     key = score.masked_fill(~offered, -torch.inf).masked_fill(forced & offered, torch.inf)
     k = min(setting.budget_tokens // setting.page_tokens, len(page))
     found, best = key.topk(k, -1)
-    kept = found > -torch.inf
-    if setting.stop_mass < 1:
-        held = score.gather(-1, best)
-        before = held.cumsum(-1) - held
-        wanted = (before < setting.stop_mass * score.sum(-1, keepdim=True)) | (found == torch.inf)
-        kept &= wanted | (full[:, None] <= k)
-    return torch.zeros_like(key, dtype=torch.bool).scatter_(-1, best, kept)
+    return torch.zeros_like(key, dtype=torch.bool).scatter_(-1, best, found > -torch.inf)

@@ -118,13 +118,6 @@ class OffloadConfig:
         "`rotated-2`, but finds the important pages less well (measured on one small model). `calibrated` takes 0.6 "
         "and needs `digest_file`. Give the same to both servers",
     )
-    mass: Annotated[float, Meta(ge=0.01, le=1.0)] = _key(
-        1.0,
-        "Share of the attention mass that the selected pages should hold, as the digests estimate it. Below 1, a "
-        "layer selects no more pages than it needs for that share, which saves CPU time and copies and costs "
-        "accuracy. Has no effect on a request that fits the budget",
-        needs=("grain", "layer"),
-    )
     exact_layers: tuple[Annotated[int, Meta(ge=0)], ...] = _key(
         (),
         "Layers that select pages with their real query and then wait for CPU attention. If accuracy suffers, list "

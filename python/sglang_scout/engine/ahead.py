@@ -214,9 +214,7 @@ class LookAhead(Selector):
             tables = candidates.list_table, candidates.list_n_full, self._inputs.slot_of[layer]
             forced = rule.sink_pages, rule.recent_pages
             out = self._results.of(layer, len(by_list))
-            selection = select_pages(
-                scores, *tables, self._sizes.budget_pages, *forced, rule.mass, out
-            )
+            selection = select_pages(scores, *tables, self._sizes.budget_pages, *forced, out)
         if self._verifier is not None:
             self._verifier.check_selection(selection.pages)
         attended = (selection.pages, None) if rule.only_selected else candidates[:2]

@@ -232,5 +232,5 @@ def choose_hint(
     places = torch.arange(len(pages), dtype=torch.int32, device=device)
     of_layers = torch.cat(scores), places.repeat(layers, 1), n_full, torch.zeros_like(places)
     forced = rule.sink_pages, rule.recent_pages
-    chosen = select_pages(*of_layers, HINT_PAGES, *forced, rule.mass)
+    chosen = select_pages(*of_layers, HINT_PAGES, *forced)
     return chosen.pages.cpu().numpy()

@@ -37,7 +37,6 @@ class SelectionRule:
         weights: the policy's trained weights, if any.
         by_head: each KV head selects its own pages, not all heads of a layer together.
         sink_pages, recent_pages: leading and newest full pages that are always selected.
-        mass: select no more pages than hold this share of the attention (``ops/select.py``).
         only_selected: attend to the selected pages only, not to other resident ones.
         reweigh: if digests estimate a page's mass, re-weight the predicted query's result by their estimates for the
             real query.
@@ -48,7 +47,6 @@ class SelectionRule:
     by_head: bool = False
     sink_pages: int = 1
     recent_pages: int = 1
-    mass: float = 1.0
     only_selected: bool = True
     reweigh: bool = True
 

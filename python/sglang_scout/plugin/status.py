@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PUBLISH_INTERVAL_S = 1.0
-_FACTS = "policy budget_tokens digest mass precompute exact_layers recall".split()
+_FACTS = "policy budget_tokens digest precompute exact_layers recall".split()
 _OF_WORKER = (
     "pid state restarts cpus cpu_nodes pages remote_pages refused refused_messages local_tickets late_tickets "
     "last_error"

@@ -111,7 +111,7 @@ def selection_rule(
             )
         choices["weights"] = trained_weights(config, "digest")
     kinds = KINDS | {kind.name: kind for kind in own_kinds}
-    keys = "sink_pages", "recent_pages", "mass", "reweigh"
+    keys = "sink_pages", "recent_pages", "reweigh"
     of_keys = {key: getattr(config, key) for key in keys}
     by_head = config.grain == "head"
     return SelectionRule(kinds[config.digest], by_head=by_head, **of_keys | choices)
