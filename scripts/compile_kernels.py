@@ -36,7 +36,7 @@ from triton.runtime.jit import JITFunction
 from sglang_scout.ops import triton as kernels
 from sglang_scout.ops.doorbell import DeviceRing, write_stamp
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.rotated import STATS_BYTES, Coordinates, planes_shape
+from sglang_scout.ops.rotated import STATS_BYTES, planes_shape
 from sglang_scout.ops.triton import (
     attend,
     doorbell,
@@ -107,11 +107,10 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     digests = empty(P, H, D, dtype=own), empty(P, H, D, dtype=own)
     table = empty(B, N, dtype=I32)
     yield score.score_pages, "", (q, *digests, table, row, 0.1)
-    for bits, parts in rotated_parts(model, P).items():
-        by, about = coordinates(bits, H, D), f", {bits} bits"
-        yield rotated_scores.score_rotated, about, (q, *parts, table, row, 0.1, by)
-        arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1, by)
-        yield rotated_scores.mass_change_rotated, about, arguments
+    parts = rotated_parts(model, P)
+    yield rotated_scores.score_rotated, "", (q, *parts, table, row, 0.1)
+    arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1)
+    yield rotated_scores.mass_change_rotated, "", arguments
     yield attend.attend_pages, "", (real_q, k, v, table, row, row, 0.1, table[0], row)
     if model in ("Qwen3-14B", "D=256"):
         lists, counts = empty(B * H, N, dtype=I32), empty(B * H, dtype=I32)
@@ -147,24 +146,11 @@ def of_hgca(model: str) -> Iterator[Case]:
     yield hgca.salient_bits, "", (empty(3, B, W, H, 32), row, row, empty(3, B, H))
 
 
-def rotated_parts(model: str, *lead: int) -> dict[int, list[torch.Tensor]]:
-    """By bits: planes and stats of pages [*lead, H]."""
+def rotated_parts(model: str, *lead: int) -> list[torch.Tensor]:
+    """Planes and stats of pages [*lead, H]."""
     H, _, D, *_ = MODELS[model]
-    all_bits = (1, 2) if model in ("Qwen3-14B", "D=256", "all one") else (2,)
-    return {
-        bits: [
-            empty(*lead, H, *x, dtype=torch.uint8)
-            for x in (planes_shape(bits, D), (D + STATS_BYTES,))
-        ]
-        for bits in all_bits
-    }
-
-
-def coordinates(bits: int, *size: int) -> Coordinates | None:
-    """Of digests of one bit, for heads and dimension ``size``, or layers before them."""
-    *lead, D = size
-    square = empty(*size, D)
-    return Coordinates(square, square, empty(*lead, 4, D)) if bits == 1 else None
+    shapes = planes_shape(D), (D + STATS_BYTES,)
+    return [empty(*lead, H, *x, dtype=torch.uint8) for x in shapes]
 
 
 def pages_of_all_layers(model: str) -> Iterator[Case]:
@@ -172,13 +158,11 @@ def pages_of_all_layers(model: str) -> Iterator[Case]:
     L, P, own = 3, 4096, MODEL_DTYPES.get(dtype, dtype)
     k = empty(P, 32, H, D, dtype=dtype)
     layers, ids = LayerPages.of([k] * L, [k] * L, "meta"), empty(64, dtype=I64)
-    bounds, by_bits = [empty(L, P, H, D, dtype=own)] * 2, rotated_parts(model, L, P)
+    bounds, parts = [empty(L, P, H, D, dtype=own)] * 2, rotated_parts(model, L, P)
     of_slots = {" of slots": empty(L, 64, dtype=I64)} if model == "Qwen3-14B" else {}
     for of, rows in {"": None, **of_slots}.items():
         yield pages.build_layer_digests, of, (layers, ids, *bounds, rows)
-        for bits, parts in by_bits.items():
-            arguments = (layers, ids, *parts, rows, coordinates(bits, L, H, D))
-            yield rotated.build_layer_rotated, f", {bits} bits{of}", arguments
+        yield rotated.build_layer_rotated, of, (layers, ids, *parts, rows)
     slots = [k.new_empty(L, 9, *k.shape[1:])] * 2
     yield pages.copy_layer_pages, "", (layers, empty(3, 64, dtype=I64), *slots)
     for heads in (H, 1):

@@ -1,14 +1,12 @@
 """Random weights that choose pages, as trained ones are held."""
 
 import numpy as np
-import torch
 
 from sglang_scout.core.forecast import VERSION, Header, PageWeights
 from sglang_scout.core.profile import ModelIdentity
 from sglang_scout.engine.digest_kinds import DigestKind
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.policy import SelectionRule
-from sglang_scout.ops.rotated import Coordinates
 from sglang_scout.policy import policies
 
 
@@ -37,39 +35,6 @@ def pilot_weights(model=None, rank=8):
     return PageWeights(Header(VERSION, "pilot", model), {"w_k": w_k, "w_q": w_q})
 
 
-def coordinates(*size, seed=0):
-    """Of KV heads and dimension ``size``, or layers before them: channels of none to four bits."""
-    draw, D = torch.Generator().manual_seed(seed), size[-1]
-    turn = torch.linalg.qr(torch.randn(*size, D, generator=draw)).Q
-    scale = 0.5 + torch.rand(*size, 1, generator=draw)
-    bits = torch.zeros(size, dtype=torch.long)
-    for of_head in bits.view(-1, D):
-        while (left := D - int(of_head.sum())) > 0:
-            channel = int(torch.randint(D, (), generator=draw))
-            of_head[channel] = max(
-                of_head[channel], int(torch.randint(1, min(4, left) + 1, (), generator=draw))
-            )
-        while int(of_head.sum()) > D:
-            of_head[of_head.argmax()] -= 1
-    rows = []
-    for of_head in bits.view(-1, D).tolist():
-        of_bits = [(c, 2.0 ** (n - 1 - i), 2.0**i) for c, n in enumerate(of_head) for i in range(n)]
-        rows.append(torch.tensor(of_bits).T)
-    channel, width, levels = torch.stack(rows, 1)
-    gain = torch.full_like(width, D**-0.5)
-    table = torch.stack([channel, 0.4 * width, levels, gain], 1)
-    return Coordinates(
-        (scale * turn).contiguous(), (turn / scale).contiguous(), table.view(*size[:-1], 4, D)
-    )
-
-
-def digest_weights(model=None):
-    model = model or identity()
-    made = coordinates(model.num_layers, model.num_kv_heads, model.head_dim)
-    arrays = {name: x.contiguous().numpy() for name, x in made._asdict().items()}
-    return PageWeights(Header(VERSION, "digest", model), arrays)
-
-
 def digest_kinds():
     """All kinds by name, those of policies too."""
     policies()  # imports them
@@ -83,9 +48,8 @@ def digest_kinds():
 
 def rule_of(kind, model=None, weights=None, **choices):
     """A rule with this kind of digest, with random weights if it is trained."""
-    made = {"pilot": pilot_weights, "calibrated": digest_weights}.get(kind)
-    if weights is None and made is not None:
-        weights = made(model)
+    if weights is None and kind == "pilot":
+        weights = pilot_weights(model)
     return SelectionRule(digest_kinds()[kind], weights, **choices)
 
 

@@ -20,12 +20,9 @@ import torch
 
 from benchmark.decode.model import DummyModel, ModelSize, QueryDrift
 from benchmark.device import captured, times_us
-from benchmark.kernels.gpu_pools import signs
 from benchmark.mapped import wait_mapped
 from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
 from sglang_scout.core.flags import parse_config
-from sglang_scout.core.forecast import VERSION, Header, PageWeights
-from sglang_scout.core.profile import ModelIdentity
 from sglang_scout.engine.device import lock_memory
 from sglang_scout.engine.digest_kinds import KINDS
 from sglang_scout.engine.digest_pool import DigestPool
@@ -127,17 +124,8 @@ class Store:
     @functools.cached_property
     def digests(self) -> DigestPool:
         """The digests of all pages, built from the host pages at first use."""
-        return self.built(DEFAULT_DIGEST)
-
-    def built(self, digest: str) -> DigestPool:
-        """Digests of all pages; calibrated ones with coordinates that a step takes as long for as for a model's."""
-        pages, size = self.arena.spec.num_pages, self.size
-        parts = signs(size.layers, size.kv_heads, D=size.head_dim)._asdict()
-        model = ModelIdentity("", size.layers, size.q_heads, size.kv_heads, size.head_dim, "")
-        arrays = {name: x.numpy() for name, x in parts.items()}
-        weights = PageWeights(Header(VERSION, "digest", model), arrays)
-        rule = SelectionRule(KINDS[digest], weights)
-        pool = DigestPool(self.shape, pages, self.device, rule)
+        pages = self.arena.spec.num_pages
+        pool = DigestPool(self.shape, pages, self.device, SelectionRule(KINDS[DEFAULT_DIGEST]))
         pool.build(np.arange(pages, dtype=np.int64), self.host)
         return pool
 

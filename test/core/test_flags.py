@@ -53,7 +53,7 @@ REFUSED_CONFIGS = [
     ({"step_log": "\ud800"}, ["step_log", "name a file"]),
     ({"trace": "a", "step_log": "./a"}, ["step_log = './a'", "trace = 'a' names the same file"]),
     ({"resident_tokens": 33}, ["resident_tokens", "33", "32"]),
-    ({"digest": "mean"}, ["digest = 'mean'", "minmax, rotated-2, calibrated"]),
+    ({"digest": "mean"}, ["digest = 'mean'", "minmax, rotated-2"]),
     ({"exact_layers": 3}, ["exact_layers = 3", "a list of layers"]),
     ({"exact_layers": [1], "precompute": False}, ["= (1,)", "no effect", "precompute = false"]),
 ]

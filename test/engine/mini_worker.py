@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from page_weights import digest_weights, identity, pilot_weights
+from page_weights import identity, pilot_weights
 from sglang_scout.core.flags import parse_config
 from sglang_scout.engine.digest_kinds import MARK_BYTES
 from sglang_scout.engine.digest_pool import DigestPool
@@ -143,7 +143,7 @@ class MiniWorker:
         """With random weights in place of those in files."""
         shape = self.shape
         sizes = shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim
-        made = {"pilot": pilot_weights, "digest": digest_weights, "forecast": lambda *_: None}
+        made = {"pilot": pilot_weights, "forecast": lambda *_: None}
 
         def load(_, kind):
             return made[kind](identity(*sizes))

@@ -26,7 +26,7 @@ QUERIES = {
 EMBEDDINGS = product([kind for kind in digest_kinds() if kind not in KINDS], ["head"], QUERIES)
 CHOOSERS = [
     *product([kind for kind in KINDS if kind != "none"], ["layer"], QUERIES),
-    *product([kind for kind in KINDS if kind not in ("none", "calibrated")], ["head"], QUERIES),
+    *product([kind for kind in KINDS if kind != "none"], ["head"], QUERIES),
     *(x for x in EMBEDDINGS if (x[0] == "mean16") == (x[2] == "forecast")),
 ]
 KEYS = st.fixed_dictionaries(

@@ -52,7 +52,6 @@ def test_a_covering_budget_is_exact_full_attention(make, settings, layers):
         {"dtype": torch.bfloat16},
         {"fp8": torch.float8_e4m3fn},
         {"fp8": torch.float8_e5m2, "config": '{"digest": "minmax"}'},
-        {"config": '{"digest_file": "w"}'},
     ],
     ids=str,
 )

@@ -41,7 +41,7 @@ UNWRITTEN = 0xFF  # NaN as the bytes of a float
 
 def unwritten(op, L, P, H, D, dtype=torch.float32):
     if op is build_layer_rotated:
-        shapes, dtype = [planes_shape(2, D), (D + STATS_BYTES,)], torch.uint8
+        shapes, dtype = [planes_shape(D), (D + STATS_BYTES,)], torch.uint8
     else:
         shapes = {
             "build_layer_digests": [(D,), (D,)],

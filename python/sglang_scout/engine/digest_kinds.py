@@ -5,7 +5,6 @@ Shapes: L layers, P pages, S tokens a page, H KV heads, D head size.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.minmax import build_layer_digests, score_pages
-from sglang_scout.ops.rotated import STATS_BYTES, Coordinates, build_layer_rotated, planes_shape
+from sglang_scout.ops.rotated import STATS_BYTES, build_layer_rotated, planes_shape
 from sglang_scout.ops.rotated_scores import mass_change_rotated, score_rotated
 
 Parts = tuple[Tensor, Tensor]
@@ -37,13 +36,13 @@ class DigestKind:
 
     Attributes:
         name: as the key ``digest`` has it.
-        mark: the last word of every digest that is written, None: any.
+        has_mark: the last word of every digest that is written is 0; the pool writes it.
         mass_change: see :meth:`Rotated.mass_change`; None: scores are bounds, not estimates.
     """
 
     name = "none"
     trained: tuple[str, ...] = ()
-    mark: int | None = 0
+    has_mark = True
     mass_change: Callable[..., Tensor] | None = None
 
     def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[Tensor]) -> None:
@@ -53,11 +52,6 @@ class DigestKind:
     def part_bytes(cls, shape: ModelShape, weights: PageWeights | None) -> tuple[int, int]:
         """Bytes of the two parts for one page and KV head."""
         return MARK_BYTES, 2 * MARK_BYTES
-
-    @classmethod
-    def weight_bytes(cls, shape: ModelShape) -> int:
-        """Device memory of what a kind holds besides the pages' digests."""
-        return 0
 
     def build(self, source: LayerPages, ids: Tensor, rows: Tensor | None) -> None:
         """As :func:`build_layer_digests`."""
@@ -73,7 +67,7 @@ class MinMax(DigestKind):
     """Bounds of each channel, and so of scores."""
 
     name = "minmax"
-    mark = None
+    has_mark = False
     score_op: Callable[..., Tensor] = staticmethod(score_pages)
 
     def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[Tensor]) -> None:
@@ -86,36 +80,29 @@ class MinMax(DigestKind):
     def build(self, source: LayerPages, ids: Tensor, rows: Tensor | None) -> None:
         build_layer_digests(source, ids, self.first, self.second, rows)
 
-    def trained_of(self, layer: int) -> dict[str, Coordinates]:
-        """More arguments of the ops of a layer."""
-        return {}
-
     def score(self, layer: int, query: Tensor, of: Candidates, scale: float) -> Tensor:
         parts = self.first[layer], self.second[layer]
         if of.lists > 1:  # each head's digests as separate pages
             parts = tuple(part.flatten(0, 1).unsqueeze(1) for part in parts)
-        pages, more = (of.digest_rows, of.list_n_scored), self.trained_of(layer)
-        return self.score_op(query, *parts, *pages, scale, **more)
+        return self.score_op(query, *parts, of.digest_rows, of.list_n_scored, scale)
 
 
 class Rotated(MinMax):
     """Bits of rotated keys about the page's mean."""
 
     name = "rotated-2"
-    bits = 2
     score_op = staticmethod(score_rotated)
-    coordinates: Coordinates | None = None
 
     def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[Tensor]) -> None:
         first, self.second = parts
-        self.first = first.unflatten(-1, planes_shape(self.bits, shape.head_dim))
+        self.first = first.unflatten(-1, planes_shape(shape.head_dim))
 
     @classmethod
     def part_bytes(cls, shape: ModelShape, weights: PageWeights | None) -> tuple[int, int]:
-        return cls.bits * 4 * shape.head_dim, shape.head_dim + STATS_BYTES
+        return 8 * shape.head_dim, shape.head_dim + STATS_BYTES
 
     def build(self, source: LayerPages, ids: Tensor, rows: Tensor | None) -> None:
-        build_layer_rotated(source, ids, self.first, self.second, rows, self.coordinates)
+        build_layer_rotated(source, ids, self.first, self.second, rows)
 
     def mass_change(
         self,
@@ -136,34 +123,9 @@ class Rotated(MinMax):
             pages: ``[B * C, k]``, of which each row has the first ``n_pages`` ``[B * C]``; the change is 0 for a row
                 without any.
         """
-        parts, more = (self.first[layer], self.second[layer]), self.trained_of(layer)
-        return mass_change_rotated(query, query_ahead, *parts, pages, n_pages, scale, **more)
+        parts = self.first[layer], self.second[layer]
+        return mass_change_rotated(query, query_ahead, *parts, pages, n_pages, scale)
 
 
-class Calibrated(Rotated):
-    """The same in coordinates of a file; digests made with another file have another mark."""
-
-    name = "calibrated"
-    bits = 1
-    trained = Coordinates._fields
-
-    def __init__(self, parts: Parts, shape: ModelShape, weights: Sequence[Tensor]) -> None:
-        super().__init__(parts, shape, weights)
-        self.coordinates = Coordinates(*weights)
-        self._by_layer = [{"coordinates": Coordinates(*x)} for x in zip(*weights, strict=True)]
-        sums = [zlib.crc32(x.cpu().numpy()) for x in weights]
-        self.mark = 1 + sum(sums) % (UNSET - 1)
-
-    @classmethod
-    def weight_bytes(cls, shape: ModelShape) -> int:
-        D = shape.head_dim
-        return 4 * shape.num_layers * shape.num_kv_heads * (2 * D * D + 4 * D)
-
-    def trained_of(self, layer: int) -> dict[str, Coordinates]:
-        return self._by_layer[layer]
-
-
-KINDS: dict[str, type[DigestKind]] = {
-    kind.name: kind for kind in (DigestKind, MinMax, Rotated, Calibrated)
-}
+KINDS: dict[str, type[DigestKind]] = {kind.name: kind for kind in (DigestKind, MinMax, Rotated)}
 """Kinds for selection by all heads of a layer, or for none; policies may have others."""

@@ -98,14 +98,14 @@ class DigestPool:
     """The digest of every page, and which are valid.
 
     A digest can arrive with the KV from the prefill server or be built here. Until it is written it holds a sentinel,
-    by which arrival is recognised. One made with another digest file counts as not arrived.
+    by which arrival is recognised.
 
     Args:
         rule: its kind of digest, and this rank's part of its weights.
         hints: whether the prefill server sends hints.
 
     Attributes:
-        kind, trained: name of the kind; arrays of its weights on the device.
+        kind: name of the kind.
         score, mass_change: those of the kind (:class:`DigestKind`).
         parts: ``[L, P, H, bytes]`` uint8 each, on ``device``.
         valid: ``[P]`` bool on the host; this page's digests are valid in every layer.
@@ -122,19 +122,17 @@ class DigestPool:
     ) -> None:
         of_kind, weights = rule.digest, rule.weights
         if of_kind.trained and weights is None:
-            raise ValueError(
-                "this kind of digest needs the weights of a pilot_file or a digest_file"
-            )
+            raise ValueError("this kind of digest needs the weights of a pilot_file")
         arrays = weights.arrays if weights is not None else {}
         self.kind = of_kind.name
-        self.trained = [torch.tensor(arrays[name], device=device) for name in of_kind.trained]
+        trained = [torch.tensor(arrays[name], device=device) for name in of_kind.trained]
         size = (shape.num_layers, num_pages, shape.num_kv_heads)
         first, second = (
             torch.zeros((*size, nbytes), dtype=torch.uint8, device=device)
             for nbytes in of_kind.part_bytes(shape, weights)
         )
         self.parts = first, second
-        self._of_kind = of_kind(self.parts, shape, self.trained)
+        self._of_kind = of_kind(self.parts, shape, trained)
         self.score, self.mass_change = self._of_kind.score, self._of_kind.mass_change
         unset(self.parts, torch.arange(num_pages, device=device))
         self.hints = PageHints(*size[:2]) if hints else None
@@ -175,10 +173,9 @@ class DigestPool:
         A real page has the word of an unset one with probability 1/65,536; its digest is then rebuilt. The host waits
         for the current stream, which must be that of :meth:`unset` or ordered after it.
         """
-        mark, ids = self._of_kind.mark, self._ids(pages)
-        first, last = (words[:, ids] for words in _marks(self.parts))
-        wrong = (first == UNSET) | (last == UNSET if mark is None else last != mark)
-        complete = ~wrong.any(0).cpu().numpy()
+        ids = self._ids(pages)
+        first, last = (words[:, ids] != UNSET for words in _marks(self.parts))
+        complete = (first & last).all(0).cpu().numpy()
         self.valid[pages[complete]] = True
         self.received += int(complete.sum())
         return pages[~complete]
@@ -196,8 +193,8 @@ class DigestPool:
 
     def _build(self, pages: Ids, source: LayerPages, ids: Tensor, rows: Tensor | None) -> None:
         self._of_kind.build(source, ids, rows)
-        if self._of_kind.mark is not None:
-            _marks(self.parts)[1].index_fill_(1, ids, self._of_kind.mark)
+        if self._of_kind.has_mark:
+            _marks(self.parts)[1].index_fill_(1, ids, 0)
         if self.device.type == "cuda":
             self._built = torch.cuda.Event()
             self._built.record()

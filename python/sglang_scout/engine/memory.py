@@ -119,10 +119,9 @@ class ServerSize:
 
     @cached_property
     def step_bytes(self) -> int:
-        """Device memory for pages fetched ahead, lists per KV head, trained weights of digests, and the policy's own
-        needs."""
+        """Device memory for pages fetched ahead, lists per KV head, and the policy's own needs."""
         shape, sizes = self.shape, self.step_sizes
-        held = self.policy.device_bytes(self) + self.policy.rule.digest.weight_bytes(shape)
+        held = self.policy.device_bytes(self)
         if self.policy.route == "fetch":
             held += staging_bytes(shape, self.max_batch, self.budget_pages)
         if sizes.lists > 1:

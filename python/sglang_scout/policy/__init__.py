@@ -95,21 +95,7 @@ def selection_rule(
     Args:
         own_kinds: of digest, that the policy has besides the common ones.
         choices: of the policy, whatever the keys say.
-
-    Raises:
-        ConfigError: calibrated digests without their file, or with a policy or a grain that has no use for them.
     """
-    if config.digest == "calibrated":
-        other = ""
-        if "digest_file" not in policies()[config.policy]:
-            other = f"{FLAGS['policy']} {config.policy}"
-        elif config.grain != "layer":
-            other = f"grain = {config.grain!r}"
-        if other:
-            raise ConfigError(
-                f"{FLAGS['config']}: digest = 'calibrated' cannot be used with {other}; drop one"
-            )
-        choices["weights"] = trained_weights(config, "digest")
     kinds = KINDS | {kind.name: kind for kind in own_kinds}
     keys = "sink_pages", "recent_pages", "reweigh"
     of_keys = {key: getattr(config, key) for key in keys}
