@@ -4,8 +4,7 @@ import numpy as np
 
 from sglang_scout.core.forecast import VERSION, Header, PageWeights
 from sglang_scout.core.profile import ModelIdentity
-from sglang_scout.engine.digest_kinds import DigestKind
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.digests import DigestKind, DigestPool
 from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.policy import policies
 

@@ -24,8 +24,7 @@ from benchmark.mapped import wait_mapped
 from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
 from sglang_scout.core.flags import parse_config
 from sglang_scout.engine.device import lock_memory
-from sglang_scout.engine.digest_kinds import KINDS
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.digests import KINDS, DigestPool
 from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes

@@ -12,8 +12,7 @@ import torch
 
 from page_weights import identity, pilot_weights
 from sglang_scout.core.flags import parse_config
-from sglang_scout.engine.digest_kinds import MARK_BYTES
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.digests import MARK_BYTES, DigestPool
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes
 from sglang_scout.ops.attend import attend_pages_reference

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import mini_worker
 from mini_worker import SIZE, MiniWorker, check_table
 from page_weights import digest_kinds, identity, rule_of
-from sglang_scout.engine.digest_kinds import KINDS
+from sglang_scout.engine.digests import KINDS
 from sglang_scout.engine.policy import QuerySource
 from sglang_scout.policy import make_policy, policies
 

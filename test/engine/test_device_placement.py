@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from op_calls import replaced
 from page_weights import identity, pilot_weights
 from sglang_scout.core.flags import parse_config
-from sglang_scout.engine import digest_pool
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine import digests
+from sglang_scout.engine.digests import DigestPool
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes
 from sglang_scout.engine.transport import GraphTransport
@@ -216,4 +216,4 @@ def test_pages_that_change_hands(on_cuda):
     part = torch.zeros(3, 9, 2, 32, dtype=torch.uint8, device="cuda")
     ids = torch.zeros(5, dtype=torch.int64, device="cuda")
     with NoCopies():
-        digest_pool.unset((part, part), ids)
+        digests.unset((part, part), ids)

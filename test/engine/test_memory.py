@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from page_weights import identity, pilot_weights, rule_of
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import parse_config
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.digests import DigestPool
 from sglang_scout.engine.memory import HEADROOM_BYTES, ServerSize, check_memory
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy import Context, make_policy, policies

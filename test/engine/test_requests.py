@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from mini_worker import SIZE, with_slow_link
-from sglang_scout.engine.digest_pool import HINT_PAGES, PageHints, choose_hint
+from sglang_scout.engine.requests import HINT_PAGES, PageHints, choose_hint
+from sglang_scout.engine.stores import ModelShape
 
 PROMPT = 60 * SIZE + 7
 BUDGET = 8  # pages
@@ -127,7 +128,8 @@ def test_a_prompt_within_the_budget_has_all_its_pages_even_if_their_copies_are_l
 
 
 def test_a_hint_is_in_the_row_of_its_prompts_last_page():
-    hints, places = PageHints(3, 9), np.full((3, HINT_PAGES), -1, np.int32)
+    shape = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
+    hints, places = PageHints(shape, 9), np.full((3, HINT_PAGES), -1, np.int32)
     places[:, :3] = 0, 7, 5
     assert hints.of(4, 8) is None
     hints.put(4, places)

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from mini_worker import SIZE
-from page_weights import rule_of
-from sglang_scout.engine import step
-from sglang_scout.engine.policy import RESULT_DELAY_STEPS
-from sglang_scout.engine.step_inputs import Candidates
+from sglang_scout.engine import RESULT_DELAY_STEPS, step
+from sglang_scout.engine.step_buffers import Candidates
 from sglang_scout.engine.verify import co_attention_reference
 
 FP32_TOLERANCE = 1e-5
@@ -154,11 +152,7 @@ def test_counters(make):
     assert counters.steps == 5
 
 
-def test_sizes_that_do_not_fit_are_refused(make):
-    with pytest.raises(ValueError, match="sink, recent and tail"):
-        make(budget_tokens=128, max_batch=4, resident_tokens=SIZE)
-    with pytest.raises(ValueError, match="digests are minmax, the policy scores rotated-2"):
-        make(config='{"digest": "rotated-2"}', pool_rule=rule_of("minmax"))
+def test_a_batch_beyond_the_buffers_is_refused(make):
     worker = make(max_batch=1)
     worker.admit(3)
     worker.admit(3)

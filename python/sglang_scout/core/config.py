@@ -19,7 +19,7 @@ PAGE_SIZE_TOKENS = 32
 """Page size that ``--kv-offload`` implies (the paper's block size)."""
 
 Digest = Literal["minmax", "rotated-2"]
-"""Page digests to choose from; see ``engine/digest_kinds.py``."""
+"""Page digests to choose from; see ``engine/digests.py``."""
 
 DEFAULT_DIGEST = "rotated-2"
 DEFAULT_BUDGET_TOKENS = 1024

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from sglang_scout.engine.device import ForkedStream
 from sglang_scout.engine.requests import Batch
-from sglang_scout.engine.step_inputs import StepInputs, of_lists
-from sglang_scout.engine.step_results import StepResults
+from sglang_scout.engine.step_buffers import StepInputs, StepResults, of_lists
 from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.trace import DeviceClock, Tracer
 from sglang_scout.engine.transport import Transport

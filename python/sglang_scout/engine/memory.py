@@ -14,7 +14,7 @@ import torch
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.digest_pool import hint_bytes
+from sglang_scout.engine.requests import hint_bytes
 from sglang_scout.engine.policy import Policy
 from sglang_scout.engine.stores import ModelShape, Sizes
 from sglang_scout.engine.transport import staging_bytes

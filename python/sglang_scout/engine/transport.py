@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_scout.engine.step_inputs import of_lists
+from sglang_scout.engine.step_buffers import of_lists
 from sglang_scout.engine.stores import ModelShape, Parts
 from sglang_scout.engine.trace import DeviceClock
 from sglang_scout.ops.attend import attend_pages, merge_states
@@ -146,8 +146,6 @@ class GraphTransport(Transport):
         ring.errors()  # discard those of another engine
 
     def pause(self) -> None:
-        if self.stamps:
-            self.stamps.pause()
         self._ring.set_epoch(0)
         self._epoch = 0
 
@@ -156,8 +154,6 @@ class GraphTransport(Transport):
             self._ring.set_epoch(epoch)
             self._epoch = epoch
         self._ring.begin_step(step)
-        if self.stamps:
-            self.stamps.begin_step()
 
     def post(self, layer: int, query: Tensor, pages: Tensor, n_pages: Tensor) -> None:
         with self._slice("ahead", "post", layer):

@@ -18,7 +18,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import check_layers
 from sglang_scout.core.forecast import Kind, PageWeights, load_weights
 from sglang_scout.core.profile import RecallProfile
-from sglang_scout.engine.digest_kinds import KINDS, DigestKind
+from sglang_scout.engine.digests import KINDS, DigestKind
 from sglang_scout.engine.policy import Policy, QuerySource, SelectionRule
 
 

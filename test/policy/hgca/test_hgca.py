@@ -10,8 +10,8 @@ import torch
 
 from hgca_worker import LANDS_AFTER, WINDOW, HgcaWorker
 from mini_worker import SIZE
+from sglang_scout.engine import RESULT_DELAY_STEPS
 from sglang_scout.engine.memory import ServerSize
-from sglang_scout.engine.policy import RESULT_DELAY_STEPS
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.policy import Policy, QuerySource, Residency
-from sglang_scout.engine.step_inputs import StepInputs
+from sglang_scout.engine.step_buffers import StepInputs
 from sglang_scout.engine.stores import Parts, Sizes
 from sglang_scout.engine.transport import Transport
 from sglang_scout.policy import Context, selection_rule

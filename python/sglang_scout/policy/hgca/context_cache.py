@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.policy import RESULT_DELAY_STEPS, Ids
+from sglang_scout.engine import RESULT_DELAY_STEPS, Ids
 from sglang_scout.engine.stores import HostPages
 from sglang_scout.ops.pages import copy_tokens
 from sglang_scout.ops.residency import rank_within

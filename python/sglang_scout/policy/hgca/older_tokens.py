@@ -28,7 +28,7 @@ from torch import Tensor
 from sglang_scout.engine.ahead import Ahead, Selector
 from sglang_scout.engine.device import Fetching, Staging, upload
 from sglang_scout.engine.requests import Batch, Request
-from sglang_scout.engine.step_inputs import StepInputs
+from sglang_scout.engine.step_buffers import StepInputs
 from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.transport import Transport
 from sglang_scout.policy.hgca.context_cache import ContextCache, Ids, Kept

@@ -18,8 +18,8 @@ from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
 from sglang_scout.core.forecast import PageWeights
-from sglang_scout.engine.digest_kinds import MARK_BYTES, DigestKind, Parts
-from sglang_scout.engine.step_inputs import Candidates
+from sglang_scout.engine.digests import MARK_BYTES, DigestKind, Parts
+from sglang_scout.engine.step_buffers import Candidates
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.layers import LayerPages, limited, source_rows
 from sglang_scout.ops.tolerances import of_every_dtype, once_rounded
