@@ -209,7 +209,7 @@ def test_digests_score_as_the_servers_op():
 @pytest.mark.rheo
 @pytest.mark.parametrize("kind", ["window", "pilot"])
 def test_embeddings_score_as_the_servers_op(kind):
-    from sglang_scout.policy.learned.embed import half_means, pooled, score_embeddings
+    from sglang_scout.policy.learned import half_means, pooled, score_embeddings
 
     N, D = 7, 16
     pages, by_page, _, q, table = made(6, N, D)

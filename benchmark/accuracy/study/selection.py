@@ -127,7 +127,7 @@ class Digest:
         if kind == "window":
             return (pages.unflatten(2, (2, -1)).mean(3),)
         if kind == "pilot":
-            from sglang_scout.policy.learned.embed import pooled
+            from sglang_scout.policy.learned import pooled
 
             of_pages = pooled(pages.permute(1, 2, 0, 3))
             return (torch.einsum("hrx,nhx->hnr", self._trained[0], of_pages),)

@@ -37,22 +37,13 @@ class Context:
         return max(1, int(self.config.recall_step_mib * 2**20) // self.page_bytes)
 
 
-def _modules(package: ModuleType) -> dict[str, ModuleType]:
-    found = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        if info.name == "kernels":  # they import triton
-            continue
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
-        if hasattr(module, "make"):
-            found[info.name] = module
-        elif info.ispkg:
-            found |= _modules(module)
-    return found
-
-
 @cache
 def _policies() -> dict[str, ModuleType]:
-    return dict(sorted(_modules(importlib.import_module(__name__)).items()))
+    names = (info.name for info in pkgutil.walk_packages(__path__, f"{__name__}."))
+    # Kernels import triton.
+    modules = [importlib.import_module(name) for name in names if not name.endswith(".kernels")]
+    made = {x.__name__.rpartition(".")[2]: x for x in modules if hasattr(x, "make")}
+    return dict(sorted(made.items()))
 
 
 def policies() -> dict[str, dict[str, Any]]:
@@ -97,10 +88,8 @@ def selection_rule(
         choices: of the policy, whatever the keys say.
     """
     kinds = KINDS | {kind.name: kind for kind in own_kinds}
-    keys = "sink_pages", "recent_pages", "reweigh"
-    of_keys = {key: getattr(config, key) for key in keys}
-    by_head = config.grain == "head"
-    return SelectionRule(kinds[config.digest], by_head=by_head, **of_keys | choices)
+    keys = {key: getattr(config, key) for key in ("sink_pages", "recent_pages", "reweigh")}
+    return SelectionRule(kinds[config.digest], by_head=config.grain == "head", **keys | choices)
 
 
 def query_source(config: OffloadConfig) -> QuerySource:

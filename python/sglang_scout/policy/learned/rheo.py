@@ -16,7 +16,7 @@ from sglang_scout.engine import RESULT_DELAY_STEPS, Ids, Ints
 from sglang_scout.engine.policy import Policy, StepReport
 from sglang_scout.ops.residency import PageUses
 from sglang_scout.policy import Context, query_source, selection_rule, trained_weights
-from sglang_scout.policy.learned.embed import Pilots
+from sglang_scout.policy.learned import Pilots
 from sglang_scout.policy.residency import ImportantPages
 
 DEFAULTS: dict[str, Any] = {
