@@ -12,10 +12,15 @@ from torch import Tensor
 from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.minmax import build_layer_digests, score_pages
-from sglang_scout.ops.rotated import STATS_BYTES, build_layer_rotated, planes_shape
-from sglang_scout.ops.rotated_scores import mass_change_rotated, score_rotated
+from sglang_scout.ops.pages import LayerPages
+from sglang_scout.ops.rotated import (
+    STATS_BYTES,
+    build_layer_rotated,
+    mass_change_rotated,
+    planes_shape,
+    score_rotated,
+)
 
 Parts = tuple[Tensor, Tensor]
 

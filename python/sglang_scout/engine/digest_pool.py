@@ -26,7 +26,7 @@ from sglang_scout.engine.digest_kinds import UNSET, Parts
 from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.step_inputs import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 from sglang_scout.ops.select import select_pages
 
 HINT_PAGES = 64

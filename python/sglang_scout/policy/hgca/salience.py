@@ -6,18 +6,10 @@ import torch
 from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 
-from sglang_scout.ops.layers import resident_slots
-from sglang_scout.ops.tolerances import of_every_dtype
+from sglang_scout.ops.pages import resident_slots
 from sglang_scout.ops.triton import Lazy
 
 kernels = Lazy(f"{__package__}.kernels")
-
-TOLERANCES = {
-    "decay_mass": of_every_dtype(
-        1e-5, 1e-5, "e^(s - lse) of fp32 sums of up to 256 products in another order"
-    ),
-    "salient_bits": of_every_dtype(0.0, 0.0, "comparisons of given numbers"),
-}
 
 
 def decay_mass(
