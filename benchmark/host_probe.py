@@ -31,7 +31,7 @@ from benchmark import device, rows
 from benchmark.kernels.read_loop import ReadLoop
 from sglang_scout.engine.device import lock_memory
 from sglang_scout.ops import triton as kernels
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 from sglang_scout.worker.host_memory import populate_together, shmem_mode
 
 GIB = 2**30

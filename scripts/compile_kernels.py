@@ -33,9 +33,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
+from sglang_scout.engine.device import write_stamp
+from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.ops import triton as kernels
-from sglang_scout.ops.doorbell import DeviceRing, write_stamp
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 from sglang_scout.ops.rotated import STATS_BYTES, planes_shape
 from sglang_scout.ops.triton import (
     attend,
@@ -196,11 +197,15 @@ def parts_of_a_step() -> Iterator[Case]:
         )
 
 
+def ring_of(spec: ArenaSpec, **more: object) -> GraphTransport:
+    arena = SimpleNamespace(address=1 << 46, layout=layout_of(spec), spec=spec)
+    return GraphTransport(arena, lambda: 1, device="meta", **more)
+
+
 def ring_calls() -> Iterator[Case]:
     out, lse = empty(16, 40, 128), empty(16, 40)
     spec = ArenaSpec(40, 4096, 32, 8, 40, 128, "bfloat16", 0.1, 16, 64, q_dtype="bfloat16")
-    place = 1 << 46, layout_of(spec)
-    ring = DeviceRing(*place, spec, split=Split(36, 8, 4), timeout_us=1000, device="meta")
+    ring = ring_of(spec, split=Split(36, 8, 4), timeout_us=1000)
     chosen_pages = empty(16, 64, dtype=I32)
     yield doorbell.post, "", (ring, 7, out, chosen_pages, empty(16, dtype=I32))
     yield doorbell.merge, "", (ring, 7, out, lse, lse, BF16)
@@ -209,7 +214,7 @@ def ring_calls() -> Iterator[Case]:
     yield doorbell.merge, " of one row", (ring, 1, out[:1], lse[:1], None, F32)
     # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
     one_layer = dataclasses.replace(spec, num_layers=1, q_dtype="float32")
-    ring = DeviceRing(*place, one_layer, split=Split(), timeout_us=10_000_000, device="meta")
+    ring = ring_of(one_layer, split=Split(), timeout_us=10_000_000)
     yield doorbell.post, " without a split", (ring, 0, out, chosen_pages, empty(16, dtype=I32))
     yield doorbell.merge, " after a long wait", (ring, 0, out.to(BF16), lse, None, BF16)
 

@@ -144,12 +144,12 @@ def agree() -> Callable[..., None]:
     ``times`` widens it where the inputs are larger than those it was declared for.
     """
 
-    from sglang_scout.ops.tolerances import tolerances
+    from benchmark.kernels.tolerances import tolerance_of
 
     def check(op, actual, expected, dtype="float32", times=1.0):
         actual = actual if isinstance(actual, tuple) else (actual,)
         expected = expected if isinstance(expected, tuple) else (expected,)
-        declared = tolerances(op)[str(dtype).removeprefix("torch.")]
+        declared = tolerance_of(op, dtype)
         tolerance = declared._replace(atol=times * declared.atol, rtol=times * declared.rtol)
         for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
             mismatch = tolerance.mismatch(a.double(), e.double())

@@ -25,10 +25,10 @@ from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
 from sglang_scout.core.flags import parse_config
 from sglang_scout.engine.device import lock_memory
 from sglang_scout.engine.digests import KINDS, DigestPool
+from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes
-from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
@@ -104,7 +104,14 @@ class Store:
         self.host = HostPages(self.shape, k, v)
         config = WorkerConfig(spin_us=SPIN_US, ready_timeout_s=120.0, populate=device == "cuda")
         self.worker = WorkerClient(self.arena, cpus, config=config)
-        self.ring = device_ring(self.arena, self.worker, device, timeout_s=10.0)
+        self.worker.serve_device()
+        self.ring = GraphTransport(
+            self.arena,
+            lambda: self.worker.device_epoch,
+            timeout_us=10_000_000,
+            device=device,
+            split=self.worker.split,
+        )
         self.worker.start()
         self.steps = 0  # across all engines: step numbers of a ring must increase
 
@@ -191,10 +198,12 @@ class Harness:
             rule = dataclasses.replace(policy.rule, digest=KINDS[digests.kind])
             policy = dataclasses.replace(policy, rule=rule)
         held = digests or DigestPool(shape, pages, store.device, policy.rule)
+        store.ring.pause()
+        store.ring.errors()  # discard those of another engine
         self.engine = StepEngine(
             Parts(policy, shape, Sizes(budget, slots, batch, each), store.host, held),
             [self._projector(layer) for layer in range(shape.num_layers)],
-            GraphTransport(store.ring, lambda: store.worker.device_epoch),
+            store.ring,
             verify,
         )
         self.engine._step = store.steps  # the ring's slots alternate across engines

@@ -21,31 +21,28 @@ from benchmark.kernels.gpu_pools import (
     name_of,
     plain,
 )
+from sglang_scout.engine.device import write_stamp
 from sglang_scout.ops import (
     attend,
     minmax,
     pages,
     predict,
     rotated,
-    rotated_scores,
     select,
 )
 from sglang_scout.ops import triton as kernels
-from sglang_scout.ops.doorbell import write_stamp
 from sglang_scout.ops.pages import Pool
 
 ATTEND = Op(kernels.attend.attend_pages, attend.attend_pages_reference)
 MERGE = Op(kernels.attend.merge_states, attend.merge_states_reference)
 SELECT = Op(kernels.select.select_pages, select.select_pages_reference)
-MASS_CHANGE = Op(
-    kernels.rotated_scores.mass_change_rotated, rotated_scores.mass_change_rotated_reference
-)
+MASS_CHANGE = Op(kernels.rotated_scores.mass_change_rotated, rotated.mass_change_rotated_reference)
 COPY = Op(kernels.pages.copy_layer_pages, pages.copy_layer_pages_reference)
 STAGE = Op(kernels.pages.stage_pages, pages.stage_pages_reference)
 APPEND = Op(kernels.pages.append_tokens, pages.append_tokens_reference)
 ADD_NORM = Op(kernels.predict.add_norm, predict.add_norm_reference)
 ROTATE_HEADS = Op(kernels.predict.rotate_heads, predict.rotate_heads_reference)
-_BY_BITS = Op(kernels.rotated_scores.score_rotated, rotated_scores.score_rotated_reference)
+_BY_BITS = Op(kernels.rotated_scores.score_rotated, rotated.score_rotated_reference)
 _ROTATE = Op(kernels.rotated.build_layer_rotated, rotated.build_layer_rotated_reference)
 
 HIDDEN = 5120  # of Qwen3-14B, with 8 KV heads of 5 query heads each

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from benchmark.kernels.tolerances import Tolerance, tolerance_of
 from sglang_scout.ops import rotated
-from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.tolerances import Tolerance, tolerances
+from sglang_scout.ops.pages import LayerPages
 
 PILOT_RANK = 32
 S, G, D = 32, 5, 128  # Qwen3-14B, which has 8 KV heads
@@ -35,7 +35,7 @@ class Op:
 
     @property
     def tolerance(self) -> Tolerance:
-        return tolerances(self.reference)["bfloat16"]
+        return tolerance_of(self.reference, DTYPE)
 
 
 @dataclass

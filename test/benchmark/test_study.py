@@ -13,14 +13,14 @@ from benchmark.accuracy.study import run, table
 from benchmark.accuracy.study.decode import Text, decode_window
 from benchmark.accuracy.study.model import Model
 from benchmark.accuracy.study.selection import Digest, Setting, choose, page_scores, reduced
-from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.minmax import score_pages_reference
+from sglang_scout.ops.pages import LayerPages
 from sglang_scout.ops.rotated import (
     STATS_BYTES,
     build_layer_rotated_reference,
     planes_shape,
+    score_rotated_reference,
 )
-from sglang_scout.ops.rotated_scores import score_rotated_reference
 from sglang_scout.ops.select import select_pages
 
 LENGTH, START = 640, 512

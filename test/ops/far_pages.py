@@ -5,7 +5,7 @@ import mmap
 import torch
 
 from sglang_scout.ops import rotated
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 
 N, S, H, D = 3, 32, 1, 16
 KV_AT, WORDS_AT, DIGESTS_AT, PLANES_AT = 2**23, 2**24, 2**28, 2**27

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from op_calls import of_policies
-from sglang_scout.ops import minmax, rotated, rotated_scores, triton
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops import minmax, rotated, triton
+from sglang_scout.ops.pages import LayerPages
 
 OPS = {
     "minmax": minmax.score_pages,
-    "rotated-2": rotated_scores.score_rotated,
+    "rotated-2": rotated.score_rotated,
     **of_policies("SCORES"),
 }
 IMPLEMENTATIONS = {
@@ -19,10 +19,10 @@ IMPLEMENTATIONS = {
         triton.score.score_pages,
         minmax.score_pages_reference,
     ),
-    rotated_scores.score_rotated: (
-        rotated_scores._score_rotated_native,
+    rotated.score_rotated: (
+        rotated._score_rotated_native,
         triton.rotated_scores.score_rotated,
-        rotated_scores.score_rotated_reference,
+        rotated.score_rotated_reference,
     ),
     **of_policies("IMPLEMENTATIONS"),
 }

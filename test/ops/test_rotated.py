@@ -19,12 +19,12 @@ from score_cases import (
     scores,
 )
 from sglang_scout.ops import rotated, triton
-from sglang_scout.ops.layers import LARGEST
-from sglang_scout.ops.rotated import rotate
-from sglang_scout.ops.rotated_scores import (
+from sglang_scout.ops.pages import LARGEST
+from sglang_scout.ops.rotated import (
     _mass_change_rotated_native,
     mass_change_rotated,
     mass_change_rotated_reference,
+    rotate,
     score_rotated,
 )
 

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sglang_scout.ops import triton as kernels
 from sglang_scout.worker.host_memory import populate_together
 
 LOCK_CHUNK_BYTES = 4 * 2**30
@@ -237,3 +239,14 @@ class Fetching:
         if self._end is not None:
             self._end.synchronize()
         return [t.numpy() for t in self._there]
+
+
+def write_stamp(stamps: Tensor, index: int) -> None:
+    """Write the device clock in nanoseconds to ``stamps[index]``, int64, in order on the current stream.
+
+    A captured graph writes it again in every replay. On the CPU device the clock is ``time.monotonic_ns``.
+    """
+    if stamps.device.type == "cpu" and not kernels.interpreted():
+        stamps[index] = time.monotonic_ns()
+    else:
+        kernels.common.stamp_kernel[(1,)](stamps, index, num_warps=1)

@@ -19,10 +19,15 @@ from sglang_scout.engine import PageIds
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.step_buffers import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
-from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.minmax import build_layer_digests, score_pages
-from sglang_scout.ops.rotated import STATS_BYTES, build_layer_rotated, planes_shape
-from sglang_scout.ops.rotated_scores import mass_change_rotated, score_rotated
+from sglang_scout.ops.pages import LayerPages
+from sglang_scout.ops.rotated import (
+    STATS_BYTES,
+    build_layer_rotated,
+    mass_change_rotated,
+    planes_shape,
+    score_rotated,
+)
 
 if TYPE_CHECKING:
     from sglang_scout.engine.policy import SelectionRule

@@ -26,13 +26,14 @@ from sglang_scout.core.step_log import StepLog
 from sglang_scout.engine import Ids, Ints
 from sglang_scout.engine.ahead import Ahead, LookAhead, QueryProjector, Selector
 from sglang_scout.engine.boundary import StepBoundary
+from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.engine.pages import Pages
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Requests
 from sglang_scout.engine.step_buffers import StepInputs, StepResults
 from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.trace import DeviceClock
-from sglang_scout.engine.transport import Fetch, GraphTransport, HostTransport, Transport
+from sglang_scout.engine.transport import Fetch, HostTransport, Transport
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.pages import Pool, append_tokens

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sglang_scout.engine import Ids
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.worker.arena import Arena, PageChecksums
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from sglang_scout.engine import Ids
-from sglang_scout.ops.doorbell import write_stamp
+from sglang_scout.engine.device import write_stamp
 from sglang_scout.worker.client import WorkerClient
 
 logger = logging.getLogger(__name__)

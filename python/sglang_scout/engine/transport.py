@@ -8,15 +8,14 @@ no page is counted twice.
     cpu     ids and query go to the ring               the CPU's (out, lse) by log-sum-exp
     fetch   pages are copied into staging slots        the real query attends to these
 
-Route ``cpu`` has two implementations. :class:`HostTransport` is the ring's client on the host. :class:`GraphTransport`
-launches the ring's kernels, which a CUDA graph can capture and replay. Route ``fetch`` is :class:`Fetch`.
+Route ``cpu`` has two implementations. :class:`HostTransport` is the ring's client on the host; ``GraphTransport``
+(``graph_transport.py``) launches the ring's kernels, which a CUDA graph can capture and replay. Route ``fetch`` is
+:class:`Fetch`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,7 @@ from sglang_scout.engine.step_buffers import of_lists
 from sglang_scout.engine.stores import ModelShape, Parts
 from sglang_scout.engine.trace import DeviceClock
 from sglang_scout.ops.attend import attend_pages, merge_states
-from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.pages import stage_pages
-from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import Ticket, WorkerClient
 
 Attended = tuple[Tensor, Tensor]
@@ -130,68 +127,6 @@ class HostTransport(Transport):
             lse = lse - change  # equivalent: lower the device's part instead
         with self._tracer.slice("attention", "merge", layer=layer):
             return merge_states(out, lse, cpu_out, cpu_lse)[0].to(query.dtype)
-
-
-class GraphTransport(Transport):
-    """Route ``cpu`` from a device's stream, by the kernels of :class:`DeviceRing`.
-
-    Args:
-        ring: to the attention process.
-        epoch: for records of the next step; never 0.
-    """
-
-    def __init__(self, ring: DeviceRing, epoch: Callable[[], int]) -> None:
-        super().__init__(ring.waited_ns)
-        self._ring, self._epoch_now, self._epoch = ring, epoch, 0
-        ring.errors()  # discard those of another engine
-
-    def pause(self) -> None:
-        self._ring.set_epoch(0)
-        self._epoch = 0
-
-    def begin_step(self, step: int) -> None:
-        if (epoch := self._epoch_now()) != self._epoch:
-            self._ring.set_epoch(epoch)
-            self._epoch = epoch
-        self._ring.begin_step(step)
-
-    def post(self, layer: int, query: Tensor, pages: Tensor, n_pages: Tensor) -> None:
-        with self._slice("ahead", "post", layer):
-            self._ring.post(layer, query, pages, n_pages)
-
-    def merge(
-        self, layer: int, ticket: None, query: Tensor, here: Attended, change: Tensor | None = None
-    ) -> Tensor:
-        with self._slice("attention", "merge", layer):
-            return self._ring.merge(layer, *here, change, query.dtype)
-
-    def _slice(self, row: str, name: str, layer: int) -> AbstractContextManager[None]:
-        return self.stamps.slice(row, name, layer=layer) if self.stamps else nullcontext()
-
-    def faults(self) -> list[str]:
-        return self._ring.faults()
-
-
-def device_ring(
-    arena: Arena,
-    worker: WorkerClient,
-    device: torch.device | str,
-    timeout_s: float,
-    faults: Tensor | None = None,
-    rank: int = 0,
-) -> DeviceRing:
-    """The ring, driven by a device's stream; ``worker``, not yet started, will serve it.
-
-    Args:
-        timeout_s: how long a step waits for CPU attention.
-        faults, rank: as of :class:`DeviceRing`.
-    """
-    worker.serve_device()
-    of_arena, timeout_us = (arena.address, arena.layout, arena.spec), int(timeout_s * 1e6)
-    of_ranks = {"faults": faults, "rank": rank}
-    return DeviceRing(
-        *of_arena, split=worker.split, timeout_us=timeout_us, device=device, **of_ranks
-    )
 
 
 def staging_bytes(shape: ModelShape, max_batch: int, budget_pages: int) -> int:

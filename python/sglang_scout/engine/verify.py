@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sglang_scout.engine.requests import Batch
 from sglang_scout.engine.stores import Parts
-from sglang_scout.ops.layers import resident_slots
+from sglang_scout.ops.pages import resident_slots
 
 if TYPE_CHECKING:
     from sglang_scout.engine.ahead import Ahead

@@ -9,7 +9,7 @@ from jaxtyping import Float32, Int32
 from torch import Tensor
 
 from . import triton as kernels
-from .layers import resident_slots
+from .pages import resident_slots
 
 MAX_COLUMNS, MAX_PAGES = 8192, 512  # that one program of the kernel holds
 _LARGEST = torch.finfo(torch.float32).max
@@ -37,16 +37,14 @@ def select_pages(
     """Top-k pages of every request; sink and recent pages are always included.
 
     Args:
-        scores: see `score_pages`; only columns < n_full count, NaN ranks last.
+        scores: see `score_pages`; only columns < n_full count, NaN ranks last. Ties may be broken either way.
         table: page ids below P; negative ones are padding.
         n_full: full pages per request; may be 0, or less than k: then all are selected.
-        slot_of: slot of a resident page, -1 if the page is not resident.
+        slot_of: negative if the page is not resident.
         k: pages to select, at least sink_pages + recent_pages. Above MAX_PAGES, or MAX_COLUMNS columns, a device sorts
             with torch: budgets and prompts beyond what is usual.
         sink_pages, recent_pages: number of first and last full pages selected regardless of score.
         out: ``pages`` and ``missing`` to write into, instead of new tensors.
-    Returns:
-        :class:`Selection`. Ties may be broken either way.
     Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages: ours.
     """
     if k < max(1, sink_pages + recent_pages):

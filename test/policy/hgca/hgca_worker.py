@@ -11,7 +11,7 @@ import torch
 from hgca_oracle import Oracle
 from mini_worker import SIZE, HereInstead, MiniWorker
 from sglang_scout.engine.stores import HostPages
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 
 WINDOW = 96
 LANDS_AFTER = 2

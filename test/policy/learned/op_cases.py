@@ -3,7 +3,7 @@
 import torch
 
 from far_pages import COUNT, PLANES_AT, QUERY, TABLE, D, H, pool
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 from sglang_scout.policy import learned
 from sglang_scout.policy.learned import (
     build_layer_means,

@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layers import LARGEST
+from ..pages import LARGEST
 from ..rotated import FIRST, FLIP, PAGE_TOKENS, SECOND, STATS_BYTES
-from .exact import limited, rounded, widened
+from .common import limited, rounded, widened
 from .pages import for_each_page, layer_pointer, source_of
 
 _FIRST, _SECOND = tl.constexpr(FIRST), tl.constexpr(SECOND)
@@ -77,10 +77,8 @@ def digits(x):
 @triton.jit
 def query_digits(q, row, kept, scale, D: tl.constexpr):
     """The rotated queries at ``q + row`` [G] as integers, for the mean and each plane [2 G, BLOCK_D]; the unit of these
-    integers [G], and the dequantized sum of the planes' [G].
-
-    A plane's are scaled by its level and 2^-r, in its operand's order: channel 4 c + r at r BLOCK_D / 4 + c.
-    """
+    integers [G], and the dequantized sum of the planes' [G]. A plane's are scaled by its level and 2^-r, in its
+    operand's order: channel 4 c + r at r BLOCK_D / 4 + c."""
     G: tl.constexpr = row.shape[0]
     BLOCK_D: tl.constexpr = width_of(D)
     power = (1 << tl.arange(0, BLOCK_D) // (BLOCK_D // 4)).to(tl.float32)[None, :]
@@ -96,11 +94,7 @@ def query_digits(q, row, kept, scale, D: tl.constexpr):
 
 
 @triton.jit
-def query_digits_kernel(
-    q, digits_to, numbers,
-    scale,
-    G: tl.constexpr, D: tl.constexpr,
-):
+def query_digits_kernel(q, digits_to, numbers, scale, G: tl.constexpr, D: tl.constexpr):
     """`query_digits` of a request's KV head. q [B, HQ, D]; digits_to [B, HQ, 2, 3, BLOCK_D] int8, of the mean and the
     planes; numbers [2, B, HQ]: units, totals."""
     BLOCK_G: tl.constexpr = heads_of(G)

@@ -31,10 +31,8 @@ def joined(x):
 
 @triton.jit
 def plane_sums(words, query, sums):
-    """``sums`` [N, 2 BLOCK_G] plus the digits at set bits, for the token in the low nibbles of all bytes.
-
-    words: [N, W] int32, 16 channels each; query [2 BLOCK_G, 16 W].
-    """
+    """``sums`` [N, 2 BLOCK_G] plus the digits at set bits, for the token in the low nibbles of all bytes of ``words``
+    [N, W] int32, 16 channels each. query [2 BLOCK_G, 16 W]."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     even = tl.join(words & 0x01010101, words & 0x04040404)
@@ -132,11 +130,8 @@ def rotated_sums_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """`block_sums` of every parts-th block of pages for the G query heads of one KV head, like `score.bounds_kernel`.
-    The sums are weighted by value norms, but normalized by the unweighted mass.
-
-    digits_of, numbers: see `query_digits_kernel`; planes [P, H, 2, 16, D / 16] int32; means, scales: the stats
-    [P, H, bytes] as int8 and int32.
-    """
+    The sums are weighted by value norms, but normalized by the unweighted mass. digits_of, numbers: see
+    `query_digits_kernel`; planes [P, H, 2, 16, D / 16] int32; means, scales: the stats as int8 and int32."""
     BLOCK_G: tl.constexpr = heads_of(G)
     BLOCK_D: tl.constexpr = width_of(D)
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -204,8 +199,7 @@ def mass_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
 ):
     """The G query heads of one KV head. The real and the predicted queries are rows of one operand, so that every
-    digest is read once. q, q_ahead [B, HQ, D]; planes, means, scales: see `rotated_sums_kernel`; pages [B * C, N];
-    n_pages [B * C]; change [B, HQ]."""
+    digest is read once. planes, means, scales: see `rotated_sums_kernel`."""
     BLOCK_G: tl.constexpr = heads_of(G)
     h, b = tl.program_id(0), tl.program_id(1)
     g = tl.arange(0, BLOCK_G)

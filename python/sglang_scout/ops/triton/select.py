@@ -1,7 +1,5 @@
-"""`select_pages` on the device: one program per row, nothing comes back to the host.
-
-At 4,096 pages 32 KiB move: what counts is the number of dependent steps, up to 6 histograms of the row (as a rule 4,
-for 24 bits), one prefix sum, one pass over the chosen. What that is in instructions: docs/gpu-design.md. """
+"""`select_pages` on the device: one program per row. At 4,096 pages 32 KiB move: what counts is the number of dependent
+steps, up to 6 histograms of the row (as a rule 4, for 24 bits), one prefix sum, one pass over the chosen."""
 
 import torch
 import triton

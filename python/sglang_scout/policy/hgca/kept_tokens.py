@@ -22,20 +22,11 @@ from torch import Tensor
 
 from sglang_scout.engine import RESULT_DELAY_STEPS, Ids, Ints
 from sglang_scout.engine.stores import HostPages
-from sglang_scout.ops.layers import resident_slots
-from sglang_scout.ops.pages import copy_tokens
+from sglang_scout.ops.pages import copy_tokens, resident_slots
 from sglang_scout.ops.residency import rank_within
-from sglang_scout.ops.tolerances import of_every_dtype
 from sglang_scout.ops.triton import Lazy
 
 kernels = Lazy(f"{__package__}.kernels")
-
-TOLERANCES = {
-    "decay_mass": of_every_dtype(
-        1e-5, 1e-5, "e^(s - lse) of fp32 sums of up to 256 products in another order"
-    ),
-    "salient_bits": of_every_dtype(0.0, 0.0, "comparisons of given numbers"),
-}
 
 
 def decay_mass(

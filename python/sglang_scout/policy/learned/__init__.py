@@ -21,19 +21,10 @@ from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.digests import MARK_BYTES, DigestKind, Parts
 from sglang_scout.engine.step_buffers import Candidates
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.ops.layers import LayerPages, limited, source_rows
-from sglang_scout.ops.tolerances import of_every_dtype, once_rounded
+from sglang_scout.ops.pages import LayerPages, limited, source_rows
 from sglang_scout.ops.triton import Lazy
 
 kernels = Lazy(f"{__package__}.kernels")
-
-TOLERANCES = {
-    "build_layer_means": once_rounded(1e-5, "fp32 sums over a page in another order"),
-    "build_layer_pilots": once_rounded(2e-4, "fp32 sums of up to 512 products in another order"),
-    "score_embeddings": of_every_dtype(
-        5e-5, 2e-5, "fp32 sums of up to 256 products in another order"
-    ),
-}
 
 
 def half_means(k: Tensor) -> Tensor:
