@@ -34,7 +34,7 @@ class GraphWorker(MiniWorker):
 
     def _make_host(self, pages):
         s = self.shape
-        sizes = self.max_batch, MAX_PAGES * SIZE, [1]
+        sizes = self.settings.max_batch, MAX_PAGES * SIZE, [1]
         self.arena = Arena.create(ServerSize(self.config, self.policy, s, *sizes).arena(pages))
         flat = [], []
         for half, plane in zip(flat, (self.arena.k_pages, self.arena.v_pages), strict=True):

@@ -79,7 +79,9 @@ def test_bytes_of_a_step_are_those_of_its_buffers(make, policy):
         scores = torch.zeros(candidates.list_table.shape)
         held += [candidates.list_table, candidates.digest_rows, scores, engine._results._both]
     context = 32 * engine.parts.sizes.max_pages
-    planned = ServerSize(made.config, made.policy, made.shape, made.max_batch, context, [1])
+    planned = ServerSize(
+        made.config, made.policy, made.shape, made.settings.max_batch, context, [1]
+    )
     assert planned.step_bytes == sum(x.nbytes for x in held)
 
 

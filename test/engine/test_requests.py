@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from mini_worker import SIZE, with_slow_link
+from mini_worker import SIZE
 from sglang_scout.engine.requests import HINT_PAGES, PageHints, choose_hint
 from sglang_scout.engine.stores import ModelShape
+from stand_ins import with_slow_link
 
 PROMPT = 60 * SIZE + 7
 BUDGET = 8  # pages
@@ -25,7 +26,7 @@ def arrive(worker, request, row):
     full = np.array(request.pages[: request.length // SIZE], np.int64)
     worker.digests.build(full[~worker.digests.valid[full]], worker.host)
     hidden = worker.hidden[:, row : row + 1]
-    queries = torch.cat([worker._projector(i)(x, None) for i, x in enumerate(hidden)])
+    queries = torch.cat([worker.project(i, x) for i, x in enumerate(hidden)])
     rule, scale = worker.engine.parts.policy.rule, worker.shape.scale
     hint = choose_hint(worker.digests, queries, full, rule, scale)
     worker.engine.requests.arrive(request.slot, full, hint)
