@@ -69,15 +69,13 @@ class QueryProjector:
         Runs on the model's stream, as the model overwrites the layer input afterwards. A quantised projection too, K
         and V included, 1 + 2 H / HQ times the work: such GEMMs may share a workspace.
         """
-        x = x.contiguous()  # kernels assume it, as SGLang passes it
-        residual = None if residual is None else residual.contiguous()
-        normed = add_norm(x, residual, self.norm_weight, self.norm_eps)
+        residual = None if residual is None else residual.contiguous()  # as kernels assume
+        normed = add_norm(x.contiguous(), residual, self.norm_weight, self.norm_eps)
         if self.quantized is None:
             return normed
         q_size = self.heads.num_heads * self.heads.head_dim
         qkv, bias = self.quantized(normed)
-        q = qkv[:, :q_size]
-        return q if bias is None else q + bias[:q_size]
+        return qkv[:, :q_size] if bias is None else qkv[:, :q_size] + bias[:q_size]
 
     def finish(self, started: Tensor, positions: Tensor) -> Tensor:
         """``[B, HQ, D]`` query after RoPE, of the model's dtype, at ``positions`` ``[B]``. May run on a side stream."""
@@ -168,8 +166,7 @@ class LookAhead(Selector):
         verifier: Verifier | None,
         clock: Tracer | DeviceClock,
     ) -> None:
-        self._rule, self._query = parts.policy.rule, parts.policy.query
-        self._shape, self._sizes, self._digests = parts.shape, parts.sizes, parts.digests
+        self._parts, self._rule, self._query = parts, parts.policy.rule, parts.policy.query
         self._transport, self._inputs, self._results = transport, inputs, results
         self._projectors, self._verifier, self._clock = projectors, verifier, clock
         # With a list per KV head each selects for itself, even if a rank has only one.
@@ -177,12 +174,12 @@ class LookAhead(Selector):
         # Collectives need order.
         self._beside = ForkedStream(parts.device if self._ranks is None else None)
         self._posts_late = parts.policy.route == "cpu" and not self._query.attends
-        self._ahead: list[Ahead | None] = [None] * self._shape.num_layers
+        self._ahead: list[Ahead | None] = [None] * parts.shape.num_layers
         # Ranks may differ in residency, and would then replay different graphs.
         if parts.ranks is None:
             predicts = self._query.targets(0, 2)
             read_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
-            self.dense_pages = read_bytes // (2 * self._shape.page_bytes)
+            self.dense_pages = read_bytes // (2 * parts.shape.page_bytes)
 
     def begin(self, batch: Batch) -> Batch:
         self._beside.join()
@@ -203,9 +200,10 @@ class LookAhead(Selector):
     def _select(self, layer: int, query: Tensor) -> Ahead:
         """Select the pages of a layer, and post the missing ones."""
         rule, candidates = self._rule, self._inputs.candidates.first(len(query))
-        by_list = of_lists(query, self._sizes.lists)
+        sizes, scale = self._parts.sizes, self._parts.shape.scale
+        by_list = of_lists(query, sizes.lists)
         with self._clock.slice("ahead", "score", layer=layer):
-            scores = self._digests.score(layer, by_list, candidates, self._shape.scale)
+            scores = self._parts.digests.score(layer, by_list, candidates, scale)
             if self._ranks is not None:
                 # Softmax shares are per head over its pages, so they can be summed over any heads.
                 scores = self._ranks.combine(scores, "sum")
@@ -213,7 +211,7 @@ class LookAhead(Selector):
             tables = candidates.list_table, candidates.list_n_full, self._inputs.slot_of[layer]
             forced = rule.sink_pages, rule.recent_pages
             out = self._results.of(layer, len(by_list))
-            selection = select_pages(scores, *tables, self._sizes.budget_pages, *forced, out)
+            selection = select_pages(scores, *tables, sizes.budget_pages, *forced, out)
         if self._verifier is not None:
             self._verifier.check_selection(selection.pages)
         attended = (selection.pages, None) if rule.only_selected else candidates[:2]

@@ -144,8 +144,7 @@ KINDS: dict[str, type[DigestKind]] = {kind.name: kind for kind in (DigestKind, M
 
 def _marks(parts: Parts) -> list[Tensor]:
     """``[L, P]`` int16 each: the first word of a page's digest and the last one."""
-    first, second = (part.view(torch.int16) for part in parts)
-    return [first[:, :, 0, 0], second[:, :, -1, -1]]
+    return [x.view(torch.int16)[:, :, at, at] for x, at in zip(parts, (0, -1), strict=True)]
 
 
 def unset(parts: Parts, ids: Tensor) -> None:
@@ -179,14 +178,12 @@ class DigestPool:
         hints: PageHints | None = None,
     ) -> None:
         of_kind, weights = rule.digest, rule.weights
-        arrays = weights.arrays if weights is not None else {}
         self.kind, self.hints = of_kind.name, hints
+        arrays = weights.arrays if weights is not None else {}
         trained = [torch.tensor(arrays[name], device=device) for name in of_kind.trained]
-        size = (shape.num_layers, num_pages, shape.num_kv_heads)
-        first, second = (
-            torch.zeros((*size, nbytes), dtype=torch.uint8, device=device)
-            for nbytes in of_kind.part_bytes(shape, weights)
-        )
+        size = shape.num_layers, num_pages, shape.num_kv_heads
+        sizes = ((*size, nbytes) for nbytes in of_kind.part_bytes(shape, weights))
+        first, second = (torch.zeros(x, dtype=torch.uint8, device=device) for x in sizes)
         self.parts = first, second
         self._of_kind = of_kind(self.parts, shape, trained)
         self.score, self.mass_change = self._of_kind.score, self._of_kind.mass_change

@@ -59,17 +59,14 @@ class Sizes:
     """Sizes of a rank's buffers.
 
     Attributes:
-        budget_pages: k, pages selected per request and layer.
-        num_slots: device slots per layer.
-        max_batch, max_pages: most requests in a step, and pages of one.
         lists: C, selection lists of a request in a layer: one, or one per KV head. Row ``r`` of a selection is list ``r
             % C`` of its request. Pages are resident for all heads either way.
     """
 
-    budget_pages: int
-    num_slots: int
-    max_batch: int
-    max_pages: int
+    budget_pages: int  # k, selected per request and layer
+    num_slots: int  # of each layer on the device
+    max_batch: int  # most requests in a step
+    max_pages: int  # most pages of a request
     lists: int = 1
 
 
@@ -82,10 +79,8 @@ class Ranks(Protocol):
     """
 
     def combine(self, x: Tensor, how: str) -> Tensor:
-        """Element-wise ``how``, "sum" or "max", of every rank's ``x``: the same bits on every rank.
-
-        ``x`` may be written into.
-        """
+        """Element-wise ``how``, "sum" or "max", of every rank's ``x``, which may be written into: the same bits on
+        every rank."""
 
 
 def context_pages(arena: Arena, shape: ModelShape) -> LayerPages | None:
@@ -103,7 +98,6 @@ class HostPages:
     Args:
         k, v: per layer ``[P * S, H, D]``, as SGLang's pool holds them, fp8 as bytes; viewed here as pages.
         context: ``[C, S, D]`` context pages of one head, if any.
-        checksums: of the pages, if any.
     """
 
     def __init__(
@@ -158,8 +152,7 @@ class ResidentCache:
     """Device copies of the important pages: ``k``, ``v`` ``[L, slots, S, H, D]``."""
 
     def __init__(self, shape: ModelShape, num_slots: int, device: torch.device | str) -> None:
-        page = shape.page_size, shape.num_kv_heads, shape.head_dim
-        size = shape.num_layers, num_slots, *page
+        size = shape.num_layers, num_slots, shape.page_size, shape.num_kv_heads, shape.head_dim
         self.k, self.v = (torch.zeros(size, dtype=shape.kv_dtype, device=device) for _ in "kv")
 
     def as_layers(self) -> LayerPages:

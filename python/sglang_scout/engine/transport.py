@@ -103,12 +103,7 @@ class HostTransport(Transport):
             return self._client.post(layer, self._step, q, ids, counts)
 
     def merge(
-        self,
-        layer: int,
-        ticket: Ticket | None,
-        query: Tensor,
-        here: Attended,
-        change: Tensor | None = None,
+        self, layer: int, ticket: Any, query: Tensor, here: Attended, change: Tensor | None = None
     ) -> Tensor:
         out, lse = here
         if ticket is None:
@@ -143,11 +138,10 @@ class Fetch(Transport):
     """
 
     def __init__(self, parts: Parts) -> None:
-        shape, sizes, device = parts.shape, parts.sizes, parts.device
-        self._shape, self._lists = shape, sizes.lists
+        shape, device, lists = parts.shape, parts.device, parts.sizes.lists
+        self._scale, self._lists = shape.scale, lists
         super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # no merge waits
-        lists = sizes.lists
-        staging = sizes.max_batch * lists * sizes.budget_pages
+        staging = parts.sizes.max_batch * lists * parts.sizes.budget_pages
         slot = shape.page_size, shape.num_kv_heads // lists, shape.head_dim
         # [K or V, layer parity, slot, S, H / C, D]
         self._staged = torch.zeros((2, 2, staging, *slot), dtype=shape.kv_dtype, device=device)
@@ -160,15 +154,10 @@ class Fetch(Transport):
         return self._slots[: pages.numel()].view_as(pages).masked_fill(pages < 0, -1)
 
     def merge(
-        self,
-        layer: int,
-        ticket: Tensor,
-        query: Tensor,
-        here: Attended,
-        change: Tensor | None = None,
+        self, layer: int, ticket: Any, query: Tensor, here: Attended, change: Tensor | None = None
     ) -> Tensor:
         by_list, staged = of_lists(query, self._lists), self._staged[:, layer % 2]
-        part, part_lse = attend_pages(by_list, *staged, ticket, None, None, self._shape.scale)
+        part, part_lse = attend_pages(by_list, *staged, ticket, None, None, self._scale)
         out, lse = here
         of_staged = part.view_as(out).float(), part_lse.view_as(lse)
         return merge_states(out.float(), lse, *of_staged)[0].to(query.dtype)
