@@ -28,19 +28,14 @@ from sglang_scout.ops.select import select_pages
 
 @dataclass(frozen=True)
 class QueryHeads:
-    """How a layer makes its query of the projection's output: head norm and RoPE; see :func:`rotate_heads`.
-
-    Attributes:
-        cos_sin: returns the table, which SGLang replaces by one of another dtype.
-        norm_weight, norm_eps: RMSNorm per head, or None.
-    """
+    """How a layer makes its query of the projection's output: head norm and RoPE; see :func:`rotate_heads`."""
 
     num_heads: int
     head_dim: int
     rotary_dim: int
     is_neox: bool
-    cos_sin: Callable[[], Tensor]
-    norm_weight: Tensor | None = None
+    cos_sin: Callable[[], Tensor]  # the table, which SGLang replaces by one of another dtype
+    norm_weight: Tensor | None = None  # RMSNorm per head, or None
     norm_eps: float = 0.0
 
 
@@ -49,16 +44,14 @@ class QueryProjector:
     """A layer's query from any layer's input, in two parts.
 
     Attributes:
-        norm_weight, norm_eps: of the RMSNorm before the projection.
-        w_q, b_q: ``[HQ * D, hidden]``, and a bias or None.
         quantized: the layer's own projection, in place of ``w_q``: normed input -> (q, k, v side by side, and a bias
             that it has not added or None).
     """
 
-    norm_weight: Tensor
+    norm_weight: Tensor  # of the RMSNorm before the projection
     norm_eps: float
     heads: QueryHeads
-    w_q: Tensor | None = None
+    w_q: Tensor | None = None  # [HQ * D, hidden]
     b_q: Tensor | None = None
     quantized: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
     weight_bytes: int = 0
@@ -89,23 +82,16 @@ class QueryProjector:
 
 @dataclass
 class Ahead:
-    """One layer's selection, from look-ahead to merge; B requests of C lists.
+    """One layer's selection, from look-ahead to merge; B requests of C lists."""
 
-    Attributes:
-        query: ``[B, HQ, D]``, attends to the missing pages: the predicted one, or the real one.
-        pages: ``[B * C, N]``, or ``[B, N]`` for all lists: the device attends to those that are resident.
-        n_pages: how many each row of ``pages`` has; None: -1 padded.
-        missing, n_missing: ``[B * C, k]``, and ``[B * C]`` how many of each row: the selected pages that are not
-            resident, for the CPU.
-        ticket: of the transport.
-    """
-
-    query: Tensor
-    pages: Tensor
-    n_pages: Tensor | None
-    missing: Tensor
-    n_missing: Tensor
-    ticket: Any = None
+    query: Tensor  # [B, HQ, D] attends to the missing pages: the predicted one, or the real one
+    pages: (
+        Tensor  # [B * C, N], or [B, N] for all lists: the device attends to those that are resident
+    )
+    n_pages: Tensor | None  # how many each row of these has; None: -1 padded
+    missing: Tensor  # [B * C, k] selected pages that are not resident, for the CPU
+    n_missing: Tensor  # [B * C] how many
+    ticket: Any = None  # of the transport
 
 
 class Selector:

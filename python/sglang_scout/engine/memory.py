@@ -33,21 +33,13 @@ _ON_DEVICE = "digests", "input buffers", "resident slots", "step buffers"
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Counts and bytes of the three stores, and the additional memory of CPU attention.
+    """Counts and bytes of the three stores, and the additional memory of CPU attention."""
 
-    Attributes:
-        num_pages: P, host pages including the padding page.
-        num_slots: device slots per layer: resident pages, tails, and room for in-flight recalls.
-        budget_pages: as of :class:`ServerSize`.
-        arena: sizes of the memory that is shared with the attention process.
-        rows: what takes memory: name, count, bytes.
-    """
-
-    num_pages: int
-    num_slots: int
-    budget_pages: int
-    arena: ArenaSpec = field(compare=False)
-    rows: tuple[tuple[str, int, int], ...]
+    num_pages: int  # P, host pages including the padding page
+    num_slots: int  # of the device per layer: resident pages, tails, and room for in-flight recalls
+    budget_pages: int  # as of ServerSize
+    arena: ArenaSpec = field(compare=False)  # memory that is shared with the attention process
+    rows: tuple[tuple[str, int, int], ...]  # what takes memory: name, count, bytes
 
     def bytes_of(self, *names: str) -> int:
         return sum(nbytes for name, _, nbytes in self.rows if name in names)
@@ -81,18 +73,16 @@ class DeviceRoom(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerSize:
-    """A rank of a decode server for at most ``max_batch`` requests.
-
-    Attributes:
-        node_cpus: CPUs of CPU attention on each memory node that the pages are divided among.
-    """
+    """A rank of a decode server for at most ``max_batch`` requests."""
 
     config: OffloadConfig
     policy: Policy
     shape: ModelShape
     max_batch: int
     context_tokens: int
-    node_cpus: Sequence[int]
+    node_cpus: Sequence[
+        int
+    ]  # CPUs of CPU attention, of each memory node that has a part of the pages
 
     @property
     def page_bytes(self) -> int:

@@ -32,7 +32,6 @@ class SelectionRule:
     """How a page is summarised and scored.
 
     Attributes:
-        digest: the kind of digest.
         weights: the policy's trained weights, if any.
         by_head: each KV head selects its own pages, not all heads of a layer together.
         sink_pages, recent_pages: leading and newest full pages that are always selected.

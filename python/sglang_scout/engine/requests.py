@@ -116,25 +116,17 @@ def choose_hint(
 
 @dataclass(eq=False)
 class Request:
-    """A request.
+    """A request, from its arrival to its end."""
 
-    Attributes:
-        first_pages: ``[L, n]`` host pages to load first, -1 padded; None: it resumes after a retraction.
-        generations: ``[L, n]`` of them, on arrival.
-        is_covered: these are all its pages: it needs them in its first step.
-        is_started: their copies have started, before it joined.
-        end_tokens: length that it may reach.
-        first_step: the step it joined with, 0: has not yet.
-        full_pages: how many it had at its last boundary.
-    """
-
-    first_pages: PageIds | None = None
-    generations: PageIds | None = None
-    is_covered: bool = False
-    is_started: bool = False
-    end_tokens: int = 0
-    first_step: int = 0
-    full_pages: int = 0
+    first_pages: PageIds | None = (
+        None  # [L, n] to load first, -1 padded; None: resumes after a retraction
+    )
+    generations: PageIds | None = None  # [L, n] of them, on arrival
+    is_covered: bool = False  # these are all its pages: it needs them in its first step
+    is_started: bool = False  # their copies have started, before it joined
+    end_tokens: int = 0  # length that it may reach
+    first_step: int = 0  # the step it joined with, 0: has not yet
+    full_pages: int = 0  # how many it had at its last boundary
 
 
 @dataclass

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine import Ids, Ints
 from sglang_scout.engine.ahead import Ahead, Selector
 from sglang_scout.engine.device import Fetching, Staging, upload
@@ -42,23 +43,6 @@ from sglang_scout.policy.hgca.kept_tokens import (
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
-
-
-@dataclass(frozen=True)
-class Salience:
-    """What is kept of the window.
-
-    Args:
-        window_tokens: tokens on the device.
-        alpha, beta: of Algorithm 1; the paper gives no alpha, and 1 for beta.
-        cap_tokens: most kept tokens of a request, layer and head; None: no limit, as in the paper. A head at its cap
-            doubles its beta (ours).
-    """
-
-    window_tokens: int
-    alpha: float
-    beta: float
-    cap_tokens: int | None
 
 
 @dataclass(eq=False)
@@ -79,21 +63,17 @@ class Older:
 
 
 class OlderTokens(Selector):
-    """Tracks requests and posts their older tokens.
-
-    Args:
-        parts: whose host pages have context pages.
-    """
+    """Tracks requests and posts their older tokens. ``parts`` have host pages with context pages."""
 
     def __init__(
-        self, parts: Parts, salience: Salience, transport: Transport, inputs: StepInputs
+        self, parts: Parts, config: OffloadConfig, transport: Transport, inputs: StepInputs
     ) -> None:
-        self._salience, self._transport, self._inputs = salience, transport, inputs
+        self._config, self._transport, self._inputs = config, transport, inputs
         self._parts, self._shape, self._device = parts, (shape := parts.shape), parts.device
         self._sinks, self._recent = parts.policy.rule.sink_pages, parts.policy.rule.recent_pages
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, parts.sizes.max_batch
         lists, max_pages = (layers, rows, heads), parts.sizes.max_pages
-        self._cache = ContextCache(parts.host, max_pages, salience.cap_tokens)
+        self._cache = ContextCache(parts.host, max_pages, config.context_cap_tokens)
         places = layers, rows, self._recent + 1, heads, shape.page_size
         self._maw = torch.zeros(places, device=self._device)
         self._threshold = torch.zeros(lists, device=self._device)
@@ -168,14 +148,15 @@ class OlderTokens(Selector):
 
     def _joined(self, row: int, begin: int, pages: Ints) -> Older:
         """A request is new in ``row``; ``pages`` are before its window."""
-        betas = torch.full(self._threshold[:, 0].shape, self._salience.beta)
+        # Infinite if too large for float32.
+        betas = torch.tensor(self._config.hgca_beta).expand_as(self._threshold[:, 0])
         own = self._cache.empty(), betas, self._queries[:, row], pages.tolist()
         older = Older(self._free_states.pop(), begin, *own)
         self._set_threshold(older)
         return older
 
     def _set_threshold(self, older: Older) -> None:
-        threshold = older.betas / self._salience.window_tokens
+        threshold = older.betas / self._config.budget_tokens
         self._threshold[:, older.state] = upload(threshold.numpy(), self._device)
 
     def _forget(self, batch: Sequence[Request]) -> None:
@@ -231,7 +212,7 @@ class OlderTokens(Selector):
         self._raise(older, self._cache.add(older.kept, *tokens))
 
     def _raise(self, older: Older, was_full: npt.NDArray[np.bool_]) -> None:
-        """Double the beta of lists ``[L, H]`` that had no room for all tokens."""
+        """Double the beta of lists ``[L, H]`` that had no room for all tokens (ours)."""
         if was_full.any():
             self._parts.counters.raised_thresholds += int(was_full.sum())
             doubled = torch.where(older.betas > 0, 2 * older.betas, 1.0)
@@ -277,7 +258,7 @@ class OlderTokens(Selector):
         """The device attended to a window of a layer; arguments as of :func:`decay_mass`, without those known here."""
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, : len(query)]
         window = query, lse, k, pages, recent, *slots, first_at, state, fresh
-        decay_mass(*window, self._maw[layer], self._salience.alpha, self._shape.scale)
+        decay_mass(*window, self._maw[layer], self._config.hgca_alpha, self._shape.scale)
 
     def wait(self) -> None:
         """Wait for all evaluations in progress."""
