@@ -7,22 +7,16 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import torch
 
-from sglang_scout.ops.doorbell import DeviceRing, write_stamp
-from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.rotated import STATS_BYTES, Coordinates, planes_shape
-from sglang_scout.ops.triton import (
-    attend,
-    doorbell,
-    pages,
-    predict,
-    rotated,
-    rotated_scores,
-    score,
-    select,
-)
+from sglang_scout.engine.device import write_stamp
+from sglang_scout.engine.graph_transport import GraphTransport
+from sglang_scout.ops import triton as kernels
+from sglang_scout.ops.pages import LayerPages
+from sglang_scout.ops.rotated import STATS_BYTES, planes_shape
+from sglang_scout.ops.triton import attend, doorbell, pages, predict, rotated, rotated_scores, score
 from sglang_scout.worker.ring import ArenaSpec, Split, layout_of
 
 learned = hgca = None
@@ -77,11 +71,10 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     digests = empty(P, H, D, dtype=own), empty(P, H, D, dtype=own)
     table = empty(B, N, dtype=I32)
     yield score.score_pages, "", (q, *digests, table, row, 0.1)
-    for bits, parts in rotated_parts(model, P).items():
-        by, about = coordinates(bits, H, D), f", {bits} bits"
-        yield rotated_scores.score_rotated, about, (q, *parts, table, row, 0.1, by)
-        arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1, by)
-        yield rotated_scores.mass_change_rotated, about, arguments
+    parts = rotated_parts(model, P)
+    yield rotated_scores.score_rotated, "", (q, *parts, table, row, 0.1)
+    arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1)
+    yield rotated_scores.mass_change_rotated, "", arguments
     yield attend.attend_pages, "", (real_q, k, v, table, row, row, 0.1, table[0], row)
     if model in ("Qwen3-14B", "D=256"):
         lists, counts = empty(B * H, N, dtype=I32), empty(B * H, dtype=I32)
@@ -89,7 +82,7 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
         yield attend.attend_pages, ", a list per head", arguments
     if model == "all one":
         yield attend.attend_pages, " without a last page", (real_q, k, v, table, None, None, 0.1)
-        yield select.select_pages, "", (empty(1, 1), table, row, row, 1, 1, 0)
+        yield kernels.select.select_pages, "", (empty(1, 1), table, row, row, 1, 1, 0)
 
 
 def of_learned_policies(model: str) -> Iterator[Case]:
@@ -117,24 +110,11 @@ def of_hgca(model: str) -> Iterator[Case]:
     yield hgca.salient_bits, "", (empty(3, B, W, H, 32), row, row, empty(3, B, H))
 
 
-def rotated_parts(model: str, *lead: int) -> dict[int, list[torch.Tensor]]:
-    """By bits: planes and stats of pages [*lead, H]."""
+def rotated_parts(model: str, *lead: int) -> list[torch.Tensor]:
+    """Planes and stats of pages [*lead, H]."""
     H, _, D, *_ = MODELS[model]
-    all_bits = (1, 2) if model in ("Qwen3-14B", "D=256", "all one") else (2,)
-    return {
-        bits: [
-            empty(*lead, H, *x, dtype=torch.uint8)
-            for x in (planes_shape(bits, D), (D + STATS_BYTES,))
-        ]
-        for bits in all_bits
-    }
-
-
-def coordinates(bits: int, *size: int) -> Coordinates | None:
-    """Of digests of one bit, for heads and dimension ``size``, or layers before them."""
-    *lead, D = size
-    square = empty(*size, D)
-    return Coordinates(square, square, empty(*lead, 4, D)) if bits == 1 else None
+    shapes = planes_shape(D), (D + STATS_BYTES,)
+    return [empty(*lead, H, *x, dtype=torch.uint8) for x in shapes]
 
 
 def pages_of_all_layers(model: str) -> Iterator[Case]:
@@ -142,13 +122,11 @@ def pages_of_all_layers(model: str) -> Iterator[Case]:
     L, P, own = 3, 4096, MODEL_DTYPES.get(dtype, dtype)
     k = empty(P, 32, H, D, dtype=dtype)
     layers, ids = LayerPages.of([k] * L, [k] * L, "meta"), empty(64, dtype=I64)
-    bounds, by_bits = [empty(L, P, H, D, dtype=own)] * 2, rotated_parts(model, L, P)
+    bounds, parts = [empty(L, P, H, D, dtype=own)] * 2, rotated_parts(model, L, P)
     of_slots = {" of slots": empty(L, 64, dtype=I64)} if model == "Qwen3-14B" else {}
     for of, rows in {"": None, **of_slots}.items():
         yield pages.build_layer_digests, of, (layers, ids, *bounds, rows)
-        for bits, parts in by_bits.items():
-            arguments = (layers, ids, *parts, rows, coordinates(bits, L, H, D))
-            yield rotated.build_layer_rotated, f", {bits} bits{of}", arguments
+        yield rotated.build_layer_rotated, of, (layers, ids, *parts, rows)
     slots = [k.new_empty(L, 9, *k.shape[1:])] * 2
     yield pages.copy_layer_pages, "", (layers, empty(3, 64, dtype=I64), *slots)
     for heads in (H, 1):
@@ -170,8 +148,7 @@ def parts_of_a_step() -> Iterator[Case]:
     yield write_stamp, "", (empty(64, dtype=I64), 3)
     for N, chosen in ((4096, 64), (1250, 64), (8192, 512), (128, 16)):
         arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
-        yield select.select_pages, f", {N} pages, k={chosen}", arguments
-        yield select.select_pages, f" by mass, {N} pages", (*arguments, 1, 1, 0.98)
+        yield kernels.select.select_pages, f", {N} pages, k={chosen}", arguments
     new = empty(4, 8, 128, dtype=BF16)
     for dtype in (BF16, E4M3, E5M2):
         pool = empty(4096, 32, 8, 128, dtype=dtype)
@@ -180,11 +157,15 @@ def parts_of_a_step() -> Iterator[Case]:
         yield pages.append_tokens, f" with mirror, {dtype}", arguments
 
 
+def ring_of(spec: ArenaSpec, **more: object) -> GraphTransport:
+    arena = SimpleNamespace(address=1 << 46, layout=layout_of(spec), spec=spec)
+    return GraphTransport(arena, lambda: 1, device="meta", **more)
+
+
 def ring_calls() -> Iterator[Case]:
     out, lse = empty(16, 40, 128), empty(16, 40)
     spec = ArenaSpec(40, 4096, 32, 8, 40, 128, "bfloat16", 0.1, 16, 64, q_dtype="bfloat16")
-    place = 1 << 46, layout_of(spec)
-    ring = DeviceRing(*place, spec, split=Split(36, 8, 4), timeout_us=1000, device="meta")
+    ring = ring_of(spec, split=Split(36, 8, 4), timeout_us=1000)
     chosen_pages = empty(16, 64, dtype=I32)
     yield doorbell.post, "", (ring, 7, out, chosen_pages, empty(16, dtype=I32))
     yield doorbell.merge, "", (ring, 7, out, lse, lse, BF16)
@@ -193,6 +174,6 @@ def ring_calls() -> Iterator[Case]:
     yield doorbell.merge, " of one row", (ring, 1, out[:1], lse[:1], None, F32)
     # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
     one_layer = dataclasses.replace(spec, num_layers=1, q_dtype="float32")
-    ring = DeviceRing(*place, one_layer, split=Split(), timeout_us=10_000_000, device="meta")
+    ring = ring_of(one_layer, split=Split(), timeout_us=10_000_000)
     yield doorbell.post, " without a split", (ring, 0, out, chosen_pages, empty(16, dtype=I32))
     yield doorbell.merge, " after a long wait", (ring, 0, out.to(BF16), lse, None, BF16)

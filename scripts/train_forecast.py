@@ -1,10 +1,8 @@
 #!/usr/bin/env python3
-"""Makes the files by which pages are selected: a forecast of the next layer's selection, a pilot's embeddings, or the
-coordinates of calibrated digests.
+"""Makes the files by which pages are selected: a forecast of the next layer's selection, or a pilot's embeddings.
 
     .venv/bin/python scripts/train_forecast.py                  SmolLM2-135M, about 15 minutes on two CPU cores
     .venv/bin/python scripts/train_forecast.py --kind pilot
-    .venv/bin/python scripts/train_forecast.py --kind digest    one minute: prefills three texts, trains nothing
     .venv/bin/python scripts/train_forecast.py --model FOLDER   a Llama-, Qwen2- or Qwen3-shaped model
 
 The model is frozen. What a text trains on is computed once, with full attention, so the first pass over the texts takes
@@ -14,8 +12,7 @@ forecast  initialized with the layer's own W_q, averaged over the query heads of
           layer whose input it is applied to
 pilot     initialized with the principal directions of the queries of the first text, on a page's mean key
 
-Prints the path of the file, for the key `forecast_file`, `pilot_file` or
-`digest_file` of --kv-offload-config.
+Prints the path of the file, for the key `forecast_file` or `pilot_file` of --kv-offload-config.
 """
 
 from __future__ import annotations
@@ -33,14 +30,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from packages import CACHE, print_paths
-from sglang_scout.core.forecast import (
-    VERSION,
-    Header,
-    Kind,
-    PageWeights,
-    load_weights,
-    save_weights,
-)
+from sglang_scout.core.forecast import Kind, load_weights
 from sglang_scout.core.profile import ModelIdentity, config_digest
 from smollm2 import smollm2
 from texts import SOURCES, load_text
@@ -48,7 +38,6 @@ from texts import SOURCES, load_text
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmark.accuracy.forecast_training.coordinates import coordinates, moments  # noqa: E402
 from benchmark.accuracy.forecast_training.loss import PAGE_TOKENS  # noqa: E402
 from benchmark.accuracy.forecast_training.trainer import Plan, Trainer, train  # noqa: E402
 from benchmark.accuracy.study.model import Config, Model  # noqa: E402
@@ -106,12 +95,6 @@ def made(args: argparse.Namespace) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     sizes = args.steps, args.tokens, args.texts, args.lr, args.rank, args.top_pages, args.seed
     text = texts_of(folder, args.tokens, args.texts + 1)
-    if args.kind == "digest":
-        with torch.no_grad():
-            found = coordinates(*moments(Model(folder), map(text, range(len(SOURCES)))))
-        arrays = {name: x.numpy() for name, x in found.items()}
-        save_weights(PageWeights(Header(VERSION, args.kind, identity), arrays), str(out))
-        return out
     train(Trainer(Model(folder), identity, Plan(args.kind, *sizes), text), out)
     return out
 
@@ -120,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argument_parser(__doc__)
     add = parser.add_argument
     kinds = get_args(Kind)
-    add("--kind", choices=kinds, default="forecast", help="which policy or digest the file is for")
+    add("--kind", choices=kinds, default="forecast", help="which policy the file is for")
     add("--model", type=Path, help="folder in Hugging Face format (default: SmolLM2-135M)")
     add("--out", type=Path, help="file to write (default: .cache/weights/MODEL-KIND.npz)")
     add("--steps", type=int, default=400, help="training steps, each on one text")

@@ -14,8 +14,8 @@ import pytest
 import reference
 from sglang_scout.cli import COMMANDS
 from sglang_scout.core.config import KEYS, PUBLIC_KEYS, OffloadConfig
-from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.policy import Policy
+from sglang_scout.engine.stores import Counters
 from sglang_scout.plugin import status
 from sglang_scout.policy import Context, policies
 

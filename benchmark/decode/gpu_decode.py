@@ -22,8 +22,7 @@ Rows (format: rows.py); `model`, `context`, `batch`, `kv`, `step_us` in samples_
     scout-simulated   the step of a host with more memory: 32 requests whose pages are drawn at random from
                       those that are there, so that several have the same page in different places; drift is adjusted
                       until 12 % of the budget are missing. `simulated` says so. Step, kernels, ring, CPU attention and
-                      copies are real, also in bytes, but digests of shared pages may come from the device's cache. A
-                      second row has `digest` calibrated, by signs of channels, which takes a step as long as any other
+                      copies are real, also in bytes, but digests of shared pages may come from the device's cache
 
 No requests join or leave, and there is no server overhead: an upper bound for a server.
 """
@@ -165,8 +164,8 @@ class Measurement:
         for number, variant in enumerate(variants):
             self.scout_row(store, about | variant | {"repeat": variants[:number].count(variant)})
             device.free()
-        for digest in (DEFAULT_DIGEST, "calibrated") if varied else ():
-            self.simulated_row(store, context, digest)
+        if varied:
+            self.simulated_row(store, context)
             device.free()
 
     def full_row(self, kind: str, kv: DeviceKV, context: int) -> None:
@@ -200,13 +199,13 @@ class Measurement:
             device.times_us(harness.step, self.options.warm_up)
             self.measured("scout", store, harness, about)
 
-    def simulated_row(self, store: Store, context: int, digest: str) -> None:
+    def simulated_row(self, store: Store, context: int) -> None:
         """Many requests over the pages of fewer, with Figure 6's share of missing pages."""
         requests = self.options.requests
         shared = self.host_pages - 1 - requests * self.room
         words = f"{requests} requests over the pages of {shared // (context // PAGE)}"
         about = self.about(context, requests) | {"precompute": True, "recall": "fixed"}
-        about |= {"cache": "budget", "digest": digest, "rho": self.rho}
+        about |= {"cache": "budget", "digest": DEFAULT_DIGEST, "rho": self.rho}
         about |= {"simulated": f"a host that holds {requests} requests: {words}"}
         with self.noted("scout-simulated", about):
             if shared < context // PAGE:
@@ -228,16 +227,16 @@ class Measurement:
     ) -> contextlib.closing[Harness]:
         drift = QueryDrift(self.size, about["batch"], self.rho, store.device)
         settings = {"precompute": about["precompute"], "recall": about["recall"]}
-        is_other = about.get("digest") == "calibrated"
         sizes = about["batch"], about["context"], self.options.budget, self.room, shared
+        slots = None if about["cache"] == "budget" else self.slots_of_device(about["batch"])
         harness = Harness(
             store,
             self.model,
             drift,
             Requests(*sizes),
             settings=json.dumps(settings),
-            slots=None if about["cache"] == "budget" else self.slots_of_device(about["batch"]),
-            digests=store.built("calibrated") if is_other else store.digests,
+            slots=slots,
+            digests=store.digests,
         )
         return contextlib.closing(harness)
 

@@ -20,19 +20,15 @@ import torch
 
 from benchmark.decode.model import PAGE, DummyModel, ModelSize, QueryDrift, Requests
 from benchmark.device import captured, times_us
-from benchmark.kernels.gpu_pools import signs
 from benchmark.mapped import wait_mapped
 from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
 from sglang_scout.core.flags import parse_config
-from sglang_scout.core.forecast import VERSION, Header, PageWeights
-from sglang_scout.core.profile import ModelIdentity
 from sglang_scout.engine.device import lock_memory
-from sglang_scout.engine.digest_kinds import KINDS
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.digests import KINDS, DigestPool
+from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes
-from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
@@ -107,7 +103,14 @@ class Store:
         self.host = HostPages(self.shape, k, v)
         config = WorkerConfig(spin_us=SPIN_US, ready_timeout_s=120.0, populate=device == "cuda")
         self.worker = WorkerClient(self.arena, cpus, config=config)
-        self.ring = device_ring(self.arena, self.worker, device, timeout_s=10.0)
+        self.worker.serve_device()
+        self.ring = GraphTransport(
+            self.arena,
+            lambda: self.worker.device_epoch,
+            timeout_us=10_000_000,
+            device=device,
+            split=self.worker.split,
+        )
         self.worker.start()
         self.steps = 0  # across all engines: step numbers of a ring must increase
 
@@ -126,17 +129,8 @@ class Store:
     @functools.cached_property
     def digests(self) -> DigestPool:
         """The digests of all pages, built from the host pages at first use."""
-        return self.built(DEFAULT_DIGEST)
-
-    def built(self, digest: str) -> DigestPool:
-        """Digests of all pages; calibrated ones with coordinates that a step takes as long for as for a model's."""
-        pages, size = self.arena.spec.num_pages, self.size
-        parts = signs(size.layers, size.kv_heads, D=size.head_dim)._asdict()
-        model = ModelIdentity("", size.layers, size.q_heads, size.kv_heads, size.head_dim, "")
-        arrays = {name: x.numpy() for name, x in parts.items()}
-        weights = PageWeights(Header(VERSION, "digest", model), arrays)
-        rule = SelectionRule(KINDS[digest], weights)
-        pool = DigestPool(self.shape, pages, self.device, rule)
+        pages = self.arena.spec.num_pages
+        pool = DigestPool(self.shape, pages, self.device, SelectionRule(KINDS[DEFAULT_DIGEST]))
         pool.build(np.arange(pages, dtype=np.int64), self.host)
         return pool
 
@@ -196,10 +190,12 @@ class Harness:
             rule = dataclasses.replace(policy.rule, digest=KINDS[digests.kind])
             policy = dataclasses.replace(policy, rule=rule)
         held = digests or DigestPool(shape, pages, store.device, policy.rule)
+        store.ring.pause()
+        store.ring.errors()  # discard those of another engine
         self.engine = StepEngine(
             Parts(policy, shape, Sizes(budget, slots, batch, requests.max_pages), store.host, held),
             [self._projector(layer) for layer in range(shape.num_layers)],
-            GraphTransport(store.ring, lambda: store.worker.device_epoch),
+            store.ring,
             mode == "verify",
         )
         self.engine._step = store.steps  # the ring's slots alternate across engines

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from sglang_scout.engine.step_inputs import Candidates
+from sglang_scout.engine.step_buffers import Candidates
 from sglang_scout.ops.predict import add_norm
 
 if TYPE_CHECKING:

@@ -21,39 +21,35 @@ from benchmark.kernels.gpu_pools import (
     name_of,
     plain,
 )
+from sglang_scout.engine.device import write_stamp
 from sglang_scout.ops import (
     attend,
     minmax,
     pages,
     predict,
     rotated,
-    rotated_scores,
     select,
 )
 from sglang_scout.ops import triton as kernels
-from sglang_scout.ops.doorbell import write_stamp
 from sglang_scout.ops.pages import Pool
 
 ATTEND = Op(kernels.attend.attend_pages, attend.attend_pages_reference)
 MERGE = Op(kernels.attend.merge_states, attend.merge_states_reference)
 SELECT = Op(kernels.select.select_pages, select.select_pages_reference)
-MASS_CHANGE = Op(
-    kernels.rotated_scores.mass_change_rotated, rotated_scores.mass_change_rotated_reference
-)
+MASS_CHANGE = Op(kernels.rotated_scores.mass_change_rotated, rotated.mass_change_rotated_reference)
 COPY = Op(kernels.pages.copy_layer_pages, pages.copy_layer_pages_reference)
 STAGE = Op(kernels.pages.stage_pages, pages.stage_pages_reference)
 APPEND = Op(kernels.pages.append_tokens, pages.append_tokens_reference)
 ADD_NORM = Op(kernels.predict.add_norm, predict.add_norm_reference)
 ROTATE_HEADS = Op(kernels.predict.rotate_heads, predict.rotate_heads_reference)
-_BY_BITS = Op(kernels.rotated_scores.score_rotated, rotated_scores.score_rotated_reference)
+_BY_BITS = Op(kernels.rotated_scores.score_rotated, rotated.score_rotated_reference)
 _ROTATE = Op(kernels.rotated.build_layer_rotated, rotated.build_layer_rotated_reference)
 
 HIDDEN = 5120  # of Qwen3-14B, with 8 KV heads of 5 query heads each
-SCORES = {0: Op(kernels.score.score_pages, minmax.score_pages_reference), 1: _BY_BITS, 2: _BY_BITS}
+SCORES = {0: Op(kernels.score.score_pages, minmax.score_pages_reference), 2: _BY_BITS}
 """By bits per key element; 0: per-channel bounds."""
 BUILDS = {
     "bounds": Op(kernels.pages.build_layer_digests, minmax.build_layer_digests_reference),
-    "1 bit": _ROTATE,
     "2 bits": _ROTATE,
 }
 
@@ -65,8 +61,7 @@ def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
     tables = [pools.ids(B, N, pages=len(digests[0])) for _ in range(REPEATS)]
 
     def call(function: Any, table: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-        arguments = (q[rows], *digests, table[rows], n_full[rows], D**-0.5)
-        return function(*arguments, *(pools.coordinates[1],) * (bits == 1))
+        return function(q[rows], *digests, table[rows], n_full[rows], D**-0.5)
 
     def check() -> str:
         rows = (slice(b, b + 1) for b in range(B))
@@ -138,9 +133,6 @@ def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYP
     more: tuple[Any, ...] = ()
     if kind == "pilots":
         more = (pools.random(L, pools.H, PILOT_RANK, 2 * D),)
-    if kind == "1 bit":
-        of_layer = (x[None].repeat(L, *[1] * x.dim()) for x in pools.coordinates[1])
-        more = None, rotated.Coordinates(*of_layer)
 
     def call(function: Any, which: torch.Tensor) -> object:
         of = pools.layers(source, kv, wide=True) if function is op.reference else layers
@@ -248,6 +240,6 @@ def mass_changes(pools: Pools, B: int, k: int, bits: int) -> Case:
     digests = pools.digests[bits]
     q, table = pools.random(B, pools.HQ, D), pools.ids(B, k, pages=len(digests[0]))
     queries = q, q + 0.1 * pools.random(B, pools.HQ, D)
-    arguments = (*queries, *digests, table, pools.full(k, B), D**-0.5, pools.coordinates.get(bits))
+    arguments = (*queries, *digests, table, pools.full(k, B), D**-0.5)
     nbytes = B * k * (sum(part[0].nbytes for part in digests) + 4) + 2 * q.nbytes
     return plain(MASS_CHANGE, {"B": B, "k": k, "bits": bits}, nbytes, *arguments)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from benchmark.kernels.tolerances import Tolerance, tolerance_of
 from sglang_scout.ops import rotated
-from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.tolerances import Tolerance, tolerances
+from sglang_scout.ops.pages import LayerPages
 
 PILOT_RANK = 32
 S, G, D = 32, 5, 128  # Qwen3-14B, which has 8 KV heads
@@ -20,14 +20,6 @@ DTYPE, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 DIGESTS = 8  # per page with K and V
 LAYER_PAGES = 512  # at most: what the host has of a layer is page-locked by each process
 ROUNDED = Tolerance(2**-8, 2**-8, "result or softmax weights rounded to bfloat16")
-
-
-def signs(*heads: int, D: int = D, device: torch.device | str = "cpu") -> rotated.Coordinates:
-    """Coordinates of ([layers,] heads) that keep keys and queries as they are, with one bit per channel."""
-    unit = torch.eye(D, device=device).repeat(*heads, 1, 1)
-    bits = torch.ones(*heads, 4, D, device=device)
-    bits[..., 0, :], bits[..., 3, :] = torch.arange(D, device=device), D**-0.5
-    return rotated.Coordinates(unit, unit, bits)
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class Op:
 
     @property
     def tolerance(self) -> Tolerance:
-        return tolerances(self.reference)["bfloat16"]
+        return tolerance_of(self.reference, DTYPE)
 
 
 @dataclass
@@ -85,15 +77,11 @@ class Pools:
         stats[..., D : D + 64].view(torch.bfloat16).fill_(1)
         stats[..., D + 64 : D + 72].view(torch.float32).fill_(1)
         self.digests = {0: (torch.minimum(one, other), torch.maximum(one, other))}
-        self.digests |= {
-            bits: (self.noise(*rotated.planes_shape(bits, D)), stats) for bits in (1, 2)
-        }
-        self.coordinates = {1: signs(self.H, device=device)}
+        self.digests[2] = self.noise(*rotated.planes_shape(D)), stats
         self.means = torch.stack((one, other), 2)
         self.pilots = one[:, :, None, :PILOT_RANK].contiguous()
         self.digests_of = {
             "bounds": self.digests[0],
-            "1 bit": self.digests[1],
             "2 bits": self.digests[2],
             "means": (self.means,),
             "pilots": (self.pilots,),

@@ -28,20 +28,20 @@ HAS_LEARNED, HAS_HGCA = (
     find_spec(f"sglang_scout.policy.{name}") is not None for name in ("learned", "hgca")
 )
 if HAS_LEARNED:
-    from sglang_scout.policy.learned import embed
-    from sglang_scout.policy.learned import kernels as learned
+    from sglang_scout.policy import learned
+    from sglang_scout.policy.learned import kernels
 
-    EMBEDDING_SCORES = Op(learned.score_embeddings, embed.score_embeddings_reference)
+    EMBEDDING_SCORES = Op(kernels.score_embeddings, learned.score_embeddings_reference)
     gpu_cases.BUILDS |= {
-        "means": Op(learned.build_layer_means, embed.build_layer_means_reference),
-        "pilots": Op(learned.build_layer_pilots, embed.build_layer_pilots_reference),
+        "means": Op(kernels.build_layer_means, learned.build_layer_means_reference),
+        "pilots": Op(kernels.build_layer_pilots, learned.build_layer_pilots_reference),
     }
 if HAS_HGCA:
+    from sglang_scout.policy.hgca import kept_tokens
     from sglang_scout.policy.hgca import kernels as hgca
-    from sglang_scout.policy.hgca import salience
 
-    DECAY_MASS = Op(hgca.decay_mass, salience.decay_mass_reference)
-    SALIENT_BITS = Op(hgca.salient_bits, salience.salient_bits_reference)
+    DECAY_MASS = Op(hgca.decay_mass, kept_tokens.decay_mass_reference)
+    SALIENT_BITS = Op(hgca.salient_bits, kept_tokens.salient_bits_reference)
 
 
 def check_cases(pools: Pools) -> Iterator[Case]:

@@ -26,8 +26,8 @@ import torch
 
 from benchmark import device, rows
 from sglang_scout.engine.device import lock_memory
+from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.ops.attend import attend_pages_reference
-from sglang_scout.ops.doorbell import DeviceRing
 
 LAYERS, PAGES, S, H, HQ, D, K = 8, 64, 32, 8, 40, 128, 64
 EPOCH, SPIN_US = 1, 600_000_000
@@ -50,9 +50,9 @@ class Server:
         self.threads = len(cpus)
         self._producer = _native.RingProducer(arena.address, arena.nbytes)  # to read the counters
         self.runtime = _native.RingRuntime(arena.address, arena.nbytes, EPOCH, cpus, SPIN_US, 1)
-        self.ring = DeviceRing(
-            arena.address, arena.layout, arena.spec, timeout_us=5_000_000, device=device
-        )
+        self.epoch = EPOCH
+        of_ring = {"timeout_us": 5_000_000, "device": device}
+        self.ring = GraphTransport(arena, lambda: self.epoch, **of_ring)
 
     def records(self) -> int:
         return self._producer.totals()["records"]
@@ -107,18 +107,17 @@ class Step:
             for layer in block:
                 ring.post(layer, self.q, self.pages, self.counts)
             for layer in block:
-                ring.merge(layer, self.out, self.lse)
+                ring.merge(layer, None, self.out, (self.out, self.lse))
 
 
 def check(device: str) -> str:
     """The problem with an answer, "" if there is none."""
     with server(device, 2, 1) as running:
         step, ring = Step(running, 2), running.ring
-        ring.set_epoch(EPOCH)
         for number in (1, 2):
             ring.begin_step(number)
             ring.post(3, step.q, step.pages, step.counts)
-            merged = ring.merge(3, step.out, step.lse)
+            merged = ring.merge(3, None, step.out, (step.out, step.lse))
         errors = ring.errors()
         k, v = (torch.from_numpy(x(3)) for x in (running.arena.k_pages, running.arena.v_pages))
         want = attend_pages_reference(step.q.cpu(), k, v, step.pages.cpu(), None, None, D**-0.5)
@@ -136,9 +135,9 @@ def samples_us(step: Step, epoch: int) -> list[float]:
         RuntimeError: a replay failed, or not all records were answered. After an error merges no longer wait.
     """
     ring, records = step.running.ring, step.running.records
-    ring.set_epoch(0)
+    ring.pause()
     graph = device.captured(step)
-    ring.set_epoch(epoch)
+    step.running.epoch = epoch
     before, samples = records(), []
     for number in range(1, WARM_UP + SAMPLES + 1):
         ring.begin_step(number)

@@ -156,21 +156,14 @@ void score_pages(const In<float, 3>& q, const AnyIn<3>& kmin, const AnyIn<3>& km
 
 void score_rotated(const In<float, 3>& q, const In<uint8_t, 5>& planes, const In<uint8_t, 3>& stats,
                    const In<int32_t, 2>& table, const In<int32_t, 1>& n_full, float scale,
-                   bool log_masses, const std::optional<In<float, 3>>& turn,
-                   const std::optional<In<float, 3>>& bits, const Out<float, 2>& out, int threads) {
+                   bool log_masses, const Out<float, 2>& out, int threads) {
   const char* const op = "score_rotated";
   const int64_t P = planes.shape(0), H = planes.shape(1), HQ = q.shape(1), D = q.shape(2);
   const int columns = static_cast<int>(table.shape(1));
   const int group = group_of(op, HQ, H, D, scout::kRotatedMaxDim);
-  require(op, turn.has_value() == bits.has_value(), "turn without bits, or the reverse");
-  expect_shape(op, "planes", planes, {P, H, turn ? 1 : 2, 16, D / 4});
+  expect_shape(op, "planes", planes, {P, H, 2, 16, D / 4});
   expect_shape(op, "stats", stats, {P, H, D + scout::kStatsBytes});
-  if (turn) {
-    expect_shape(op, "turn", *turn, {H, D, D});
-    expect_shape(op, "bits", *bits, {H, 4, D});
-  }
-  const scout::Coordinates by{turn ? turn->data() : nullptr, bits ? bits->data() : nullptr};
-  const scout::RotatedDigests digests{planes.data(), stats.data(), by, static_cast<int>(H),
+  const scout::RotatedDigests digests{planes.data(), stats.data(), static_cast<int>(H),
                                       static_cast<int>(D)};
   score_requests(op, q, table, n_full, P, out, log_masses ? HQ : columns,
                  scout::rotated_scratch_floats(static_cast<int>(HQ), static_cast<int>(D), columns),

@@ -1,12 +1,10 @@
 // Python bindings of copies and digests of the pages of all layers; see ops/pages.py, ops/minmax.py
 // and ops/rotated.py. Calls release the GIL.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <cstring>
-#include <optional>
 #include <vector>
 
 #include "pages.h"
@@ -28,7 +26,6 @@ using scout::require;
 using scout::sizes;
 
 using Pages = std::vector<AnyIn<4>>;  // K or V of each layer, [P, S, H, D]
-using Weights = std::optional<In<float, 4>>;
 
 // `count` layers of the same shape and dtype.
 template <int N, class... Of>
@@ -159,33 +156,25 @@ void digest_layers(const Pages& k, const In<int64_t, 1>& ids, const AnyIn<1>& va
 }
 
 void rotate_layers(const Pages& k, const Pages& v, const In<int64_t, 1>& ids,
-                   const Out<uint8_t, 6>& planes, const Out<uint8_t, 4>& stats, const Weights& turn,
-                   const Weights& bits) {
+                   const Out<uint8_t, 6>& planes, const Out<uint8_t, 4>& stats) {
   const char* const op = "build_layer_rotated";
-  const int64_t L = planes.shape(0), n = ids.shape(0), bits_per_key = turn ? 1 : 2;
+  const int64_t L = planes.shape(0), n = ids.shape(0);
   expect_layers(op, k, v, L);
   const auto [P, S, H, D] = sizes<4>(k[0]);
   require(op, H > 0 && D > 0 && D % 16 == 0 && D <= scout::kRotatedMaxDim,
           "expected heads, D a multiple of 16 up to 1024");
   require(op, S == scout::kRotatedTokens, "expected pages of 32 tokens");
-  expect_shape(op, "planes", planes, {L, P, H, bits_per_key, 16, D / 4});
+  expect_shape(op, "planes", planes, {L, P, H, 2, 16, D / 4});
   expect_shape(op, "stats", stats, {L, P, H, D + scout::kStatsBytes});
   expect_ids(op, "ids", ids.data(), n, P);
-  require(op, turn.has_value() == bits.has_value(), "turn without bits, or the reverse");
-  if (turn) {
-    expect_shape(op, "turn", *turn, {L, H, D, D});
-    expect_shape(op, "bits", *bits, {L, H, 4, D});
-  }
   for (int64_t l = 0; l < L; ++l) {
     scout::rotate_pages({k[l].data(),
                          v[l].data(),
                          scout::dtype_of(op, k[0].dtype()),
                          ids.data(),
                          n,
-                         planes.data() + l * P * H * bits_per_key * 4 * D,
+                         planes.data() + l * P * H * 8 * D,
                          stats.data() + l * P * H * (D + scout::kStatsBytes),
-                         {turn ? turn->data() + l * H * D * D : nullptr,
-                          bits ? bits->data() + l * H * 4 * D : nullptr},
                          static_cast<int>(H),
                          static_cast<int>(D)});
   }

@@ -106,47 +106,37 @@ struct CodeSums {
     query.offset = static_cast<int16_t>(offset);
   }
 
-  // Unpacks the planes of a page and head into table indices.
-  void load(const uint8_t* planes, int of_bits, int dim) {
-    bits = of_bits;
-    pairs = 0;
+  // Unpacks both planes of a page and head into table indices.
+  void load(const uint8_t* planes, int dim) {
     const ptrdiff_t plane_bytes = 4 * dim;
 #ifdef __AVX512BW__
-    if (bits == 2) {
-      pairs = make_indices<BothPlanes>(planes, plane_bytes, dim, indices);
-      return;
-    }
+    pairs = make_indices<BothPlanes>(planes, plane_bytes, dim, indices);
+#else
+    pairs = make_indices<Plane>(planes, 0, dim, indices);
+    make_indices<Plane>(planes + plane_bytes, 0, dim, indices + 128 * pairs);
 #endif
-    for (int i = 0; i < bits; ++i) {
-      pairs = make_indices<Plane>(planes + i * plane_bytes, 0, dim, indices + i * 128 * pairs);
-    }
   }
 
   // levels [32]: sum_d q_d level_d of every token, to be multiplied by its scale and the result.
   float add_up(const float* table, const Query& query, float* levels) const {
     __m256i even[2], odd[2];
-    even[1] = odd[1] = _mm256_setzero_si256();
 #ifdef __AVX512BW__
-    if (bits == 2) {
-      add_plane<BothPlanes>(indices, table, query, even, odd);
-    } else {
-      add_plane<Plane>(indices, table, query, even, odd);
-    }
+    add_plane<BothPlanes>(indices, table, query, even, odd);
 #else
-    for (int i = 0; i < bits; ++i) {
+    for (int i = 0; i < 2; ++i) {
       add_plane<Plane>(indices + i * 128 * pairs, table, query, even + i, odd + i);
     }
 #endif
     constexpr float kUnit = 32767.0f;
-    const int second = bits == 2 ? static_cast<int>(kUnit * kSecond / kFirst + 0.5f) : 0;
-    const __m256i weights = _mm256_set1_epi32(second << 16 | static_cast<int>(kUnit));
+    constexpr int kSecondUnit = static_cast<int>(kUnit * kSecond / kFirst + 0.5f);
+    const __m256i weights = _mm256_set1_epi32(kSecondUnit << 16 | static_cast<int>(kUnit));
     const __m256i words[4] = {
         _mm256_unpacklo_epi16(even[0], even[1]), _mm256_unpackhi_epi16(even[0], even[1]),
         _mm256_unpacklo_epi16(odd[0], odd[1]), _mm256_unpackhi_epi16(odd[0], odd[1])};
     for (int i = 0; i < 4; ++i) {
       _mm256_store_ps(levels + 8 * i, _mm256_cvtepi32_ps(_mm256_madd_epi16(words[i], weights)));
     }
-    return (bits == 1 ? 1.0f : kFirst) / kUnit * query.step;
+    return kFirst / kUnit * query.step;
   }
 
   // The tokens' scales in the order of levels: even tokens first; within each half, tokens 0..7 and
@@ -257,7 +247,6 @@ struct CodeSums {
   }
 
   alignas(64) uint8_t indices[2 * kPlaneIndices];
-  int bits;
   int pairs;
 };
 

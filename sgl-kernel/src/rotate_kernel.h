@@ -41,18 +41,6 @@ inline void rotate(float* x, int dim) {
   }
 }
 
-// matrix x for each column of x [dim, kColumns]; matrix [dim, dim].
-template <int kColumns>
-inline void turn(const float* matrix, const float* x, int dim, float* to) {
-  for (int i = 0; i < dim; ++i) {
-    float sums[kColumns] = {};
-    for (int d = 0; d < dim; ++d) {
-      for (int c = 0; c < kColumns; ++c) sums[c] += matrix[i * dim + d] * x[d * kColumns + c];
-    }
-    __builtin_memcpy(to + i * kColumns, sums, sizeof sums);
-  }
-}
-
 inline void make_finite(float* x, int count) {
   for (int i = 0; i < count; ++i) {
     float v = x[i] == x[i] ? x[i] : 0.0f;
@@ -136,8 +124,8 @@ inline uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// Packs the bits of four channels, x [4, 32], into a byte of each of the 16 rows of every plane.
-inline void pack_channels(const float* x, const float* bounds, int bits, ptrdiff_t row_bytes,
+// Packs the bits of four channels, x [4, 32], into a byte of each of the 16 rows of both planes.
+inline void pack_channels(const float* x, const float* bounds, ptrdiff_t row_bytes,
                           uint8_t* planes) {
   int32_t words[2][kRotatedTokens] = {};
   for (int i = 0; i < 4; ++i) {
@@ -149,7 +137,7 @@ inline void pack_channels(const float* x, const float* bounds, int bits, ptrdiff
       words[1][t] |= (first == outside) << i;
     }
   }
-  for (int plane = 0; plane < bits; ++plane) {
+  for (int plane = 0; plane < 2; ++plane) {
     for (int j = 0; j < 16; ++j) {
       planes[(plane * 16 + j) * row_bytes] =
           static_cast<uint8_t>(words[plane][j] | words[plane][16 + j] << 4);
@@ -157,56 +145,20 @@ inline void pack_channels(const float* x, const float* bounds, int bits, ptrdiff
   }
 }
 
-// Bits of calibrated coordinates: x [dim, 32] becomes 1 or -1 for each bit [dim, 32], and scales
-// [32] the tokens' scales.
-inline void take_bits(const float* bits, int dim, float* x, float* scales) {
-  alignas(64) float y[kRotatedMaxDim * kRotatedTokens];
-  __builtin_memcpy(y, x, sizeof(float) * dim * kRotatedTokens);
-  for (int t = 0; t < kRotatedTokens; ++t) scales[t] = 0.0f;
-  for (int i = 0; i < dim; ++i) {
-    const float* const of = y + static_cast<int>(bits[i]) * kRotatedTokens;
-    const float gain = bits[3 * dim + i];
-    for (int t = 0; t < kRotatedTokens; ++t) scales[t] += of[t] * gain * (of[t] * gain);
-  }
-  for (int t = 0; t < kRotatedTokens; ++t) scales[t] = __builtin_sqrtf(scales[t]);
-  for (int i = 0; i < dim; ++i) {
-    const float* const of = y + static_cast<int>(bits[i]) * kRotatedTokens;
-    const float step = 2.0f * bits[dim + i], levels = bits[2 * dim + i];
-    for (int t = 0; t < kRotatedTokens; ++t) {
-      const float unit = step * scales[t] > kLeastStep ? step * scales[t] : kLeastStep;
-      float level = __builtin_floorf(of[t] / unit);
-      level = level < levels - 1.0f ? level : levels - 1.0f;
-      level = (level > -levels ? level : -levels) + levels;
-      x[i * kRotatedTokens + t] = static_cast<int>(level) & 1 ? 1.0f : -1.0f;
-    }
-  }
-}
-
 template <DType T>
-void rotate_head(const char* k, const char* v, ptrdiff_t row_bytes, int dim, const Coordinates& by,
-                 uint8_t* planes, uint8_t* stats) {
+void rotate_head(const char* k, const char* v, ptrdiff_t row_bytes, int dim, uint8_t* planes,
+                 uint8_t* stats) {
   alignas(64) float x[kRotatedMaxDim * kRotatedTokens];
   load_keys<T>(k, row_bytes, dim, x);
-  if (by.turn == nullptr) {
-    rotate<kRotatedTokens>(x, dim);
-  } else {
-    alignas(64) float y[kRotatedMaxDim * kRotatedTokens];
-    turn<kRotatedTokens>(by.turn, x, dim, y);
-    __builtin_memcpy(x, y, sizeof(float) * dim * kRotatedTokens);
-  }
+  rotate<kRotatedTokens>(x, dim);
   const float step = take_mean(x, dim, reinterpret_cast<int8_t*>(stats));
-  float bounds[kRotatedTokens] =
-      {};  // the scales, then the thresholds between inner and outer levels
-  if (by.turn != nullptr) {
-    take_bits(by.bits, dim, x, bounds);
-  } else {
-    for (int d = 0; d < dim; ++d) {
-      for (int t = 0; t < kRotatedTokens; ++t) {
-        bounds[t] += x[d * kRotatedTokens + t] * x[d * kRotatedTokens + t];
-      }
+  float bounds[kRotatedTokens] = {};  // the scales, then the thresholds between the levels
+  for (int d = 0; d < dim; ++d) {
+    for (int t = 0; t < kRotatedTokens; ++t) {
+      bounds[t] += x[d * kRotatedTokens + t] * x[d * kRotatedTokens + t];
     }
-    for (float& bound : bounds) bound = __builtin_sqrtf(bound / static_cast<float>(dim));
   }
+  for (float& bound : bounds) bound = __builtin_sqrtf(bound / static_cast<float>(dim));
   uint16_t scales[kRotatedTokens];
   for (int t = 0; t < kRotatedTokens; ++t) {
     scales[t] = to_bf16(bounds[t]);
@@ -219,7 +171,7 @@ void rotate_head(const char* k, const char* v, ptrdiff_t row_bytes, int dim, con
   __builtin_memcpy(rest + kStepAt, &step, sizeof step);
   __builtin_memcpy(rest + kNormStepAt, &norm_step, sizeof norm_step);
   for (int c = 0; c < dim / 4; ++c) {
-    pack_channels(x + c * 4 * kRotatedTokens, bounds, by.planes(), dim / 4, planes + c);
+    pack_channels(x + c * 4 * kRotatedTokens, bounds, dim / 4, planes + c);
   }
 }
 
@@ -234,13 +186,8 @@ void rotate_all_of(const RotateArgs& args) {
     const char* const v = static_cast<const char*>(args.v) + page;
     for (int h = 0; h < args.kv_heads; ++h) {
       const ptrdiff_t head = static_cast<ptrdiff_t>(args.ids[i]) * args.kv_heads + h;
-      Coordinates by = args.coordinates;
-      if (by.turn != nullptr) {
-        by = {by.turn + static_cast<ptrdiff_t>(h) * dim * dim, by.bits + h * 4 * dim};
-      }
-      rotate_head<T>(k + h * head_bytes, v + h * head_bytes, row_bytes, dim, by,
-                     args.planes + head * by.planes() * 4 * dim,
-                     args.stats + head * (dim + kStatsBytes));
+      rotate_head<T>(k + h * head_bytes, v + h * head_bytes, row_bytes, dim,
+                     args.planes + head * 8 * dim, args.stats + head * (dim + kStatsBytes));
     }
   }
 }

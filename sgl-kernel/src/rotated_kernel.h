@@ -23,15 +23,13 @@ struct RotatedQueries {
   float* word_units;  // [HQ]
 };
 
-// Prepares one row of queries, in log2 units: q [D] for the page means and `of_bits` [D] for the
-// bits, both already rotated.
-inline void prepare_query(const RotatedQueries& to, ptrdiff_t row, const float* q,
-                          const float* of_bits, int dim) {
+// Prepares one row of queries, q [D] rotated, in log2 units.
+inline void prepare_query(const RotatedQueries& to, ptrdiff_t row, const float* q, int dim) {
   float sums[4 * kRotatedMaxDim];
   for (int c = 0; c < dim / 4; ++c) {
     for (int i = 0; i < 16; ++i) {
       float sum = 0.0f;
-      for (int k = 0; k < 4; ++k) sum += i >> k & 1 ? of_bits[4 * c + k] : -of_bits[4 * c + k];
+      for (int k = 0; k < 4; ++k) sum += i >> k & 1 ? q[4 * c + k] : -q[4 * c + k];
       sums[16 * c + i] = sum;
     }
   }
@@ -61,18 +59,8 @@ inline void prepare_queries(const RotatedDigests& digests, const ScoreArgs& args
       q[d] = args.q[static_cast<ptrdiff_t>(row) * dim + d] * args.scale * kLog2e;
     }
     make_finite(q, dim);
-    const Coordinates& by = digests.coordinates;
-    if (by.turn == nullptr) {
-      rotate<1>(q, dim);
-      prepare_query(to, row, q, q, dim);
-      continue;
-    }
-    const ptrdiff_t head = row / args.group;
-    float turned[kRotatedMaxDim], of_bits[kRotatedMaxDim];
-    turn<1>(by.turn + head * dim * dim, q, dim, turned);
-    const float* const bits = by.bits + head * 4 * dim;
-    for (int i = 0; i < dim; ++i) of_bits[i] = turned[static_cast<int>(bits[i])] * bits[dim + i];
-    prepare_query(to, row, turned, of_bits, dim);
+    rotate<1>(q, dim);
+    prepare_query(to, row, q, dim);
   }
 }
 
@@ -118,7 +106,7 @@ inline void sum_tokens(float* levels, const float* scales, const float* norms, c
 // Prefetches part of the planes' lines. A CPU drops prefetches while its miss queue is full, so a
 // few are issued per query head, not all at once.
 inline void prefetch_part(const RotatedDigests& digests, int64_t head, int part, int parts) {
-  const int bytes = digests.coordinates.planes() * 4 * digests.head_dim;
+  const int bytes = 8 * digests.head_dim;
   const char* const at = reinterpret_cast<const char*>(digests.planes + head * bytes);
   for (int i = part * 64; i < bytes; i += parts * 64) prefetch(at + i);
 }
@@ -141,8 +129,7 @@ inline void sum_head(const RotatedDigests& digests, const RotatedQueries& querie
     prefetch(reinterpret_cast<const char*>(stats_ahead + i));
   }
   CodeSums codes;
-  const int bits = digests.coordinates.planes();
-  codes.load(digests.planes + head * bits * 4 * dim, bits, dim);
+  codes.load(digests.planes + head * 8 * dim, dim);
   int16_t mean[kRotatedMaxDim];
   for (int d = 0; d < dim; ++d) mean[d] = static_cast<int8_t>(stats[d]);
   const uint8_t* const rest = stats + dim;

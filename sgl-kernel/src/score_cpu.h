@@ -18,20 +18,11 @@ struct Digests {
   int32_t head_dim;
 };
 
-// Calibrated coordinates of a layer, see ops/rotated.py; null with rotated digests.
-struct Coordinates {
-  const float* turn;  // [H, D, D], of keys or of queries
-  const float* bits;  // [H, 4, D]: each bit's channel, width, number of levels below 0, gain
-
-  int32_t planes() const { return turn == nullptr ? 2 : 1; }
-};
-
-// Rotated digests of pages of 32 tokens, with the layout of ops/rotated.py: planes [P, H, planes,
-// 16, D / 4], stats [P, H, D + kStatsBytes]; D a multiple of 16 up to kRotatedMaxDim.
+// Rotated digests of pages of 32 tokens, with the layout of ops/rotated.py: planes [P, H, 2, 16,
+// D / 4], stats [P, H, D + kStatsBytes]; D a multiple of 16 up to kRotatedMaxDim.
 struct RotatedDigests {
   const uint8_t* planes;
   const uint8_t* stats;
-  Coordinates coordinates;
   int32_t kv_heads;
   int32_t head_dim;
 };
@@ -78,7 +69,6 @@ struct RotateArgs {
   int64_t n;
   uint8_t* planes;
   uint8_t* stats;
-  Coordinates coordinates;
   int32_t kv_heads;
   int32_t head_dim;
 };

@@ -8,23 +8,19 @@ import pytest
 import torch
 
 from benchmark.accuracy import planted, tasks
-from benchmark.accuracy.forecast_training.coordinates import coordinates as coordinates_of
 from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.study import run, table
 from benchmark.accuracy.study.decode import Text, decode_window
 from benchmark.accuracy.study.model import Model
 from benchmark.accuracy.study.selection import Digest, Setting, choose, page_scores, reduced
-from page_weights import coordinates
-from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.minmax import score_pages_reference
+from sglang_scout.ops.pages import LayerPages
 from sglang_scout.ops.rotated import (
     STATS_BYTES,
-    Coordinates,
     build_layer_rotated_reference,
     planes_shape,
-    rotate,
+    score_rotated_reference,
 )
-from sglang_scout.ops.rotated_scores import score_rotated_reference
 from sglang_scout.ops.select import select_pages
 
 LENGTH, START = 640, 512
@@ -187,22 +183,17 @@ def test_bounds_choose_what_the_servers_op_chooses():
         assert set(chosen[row].nonzero().ravel().tolist()) == set(selected[row].tolist()) - {-1}
 
 
-@pytest.mark.parametrize("name", ["rotated-2", "calibrated"])
-def test_digests_score_as_the_servers_op(name):
+def test_digests_score_as_the_servers_op():
     N, D = 9, 64
     pages, by_page, q, grouped, table = made(4, N, D)
-    trained = coordinates(H, D) if name == "calibrated" else None
-    shapes = planes_shape(1 if trained else 2, D), (D + STATS_BYTES,)
+    shapes = planes_shape(D), (D + STATS_BYTES,)
     parts = [torch.zeros(1, N, H, *shape, dtype=torch.uint8) for shape in shapes]
     values = torch.randn(N, 32, H, D, generator=torch.Generator().manual_seed(5)) * D**-0.5
     layers = LayerPages.of([by_page], [values], "cpu")
-    of_layers = trained and Coordinates(*(x[None] for x in trained))
-    build_layer_rotated_reference(layers, torch.arange(N), *parts, None, of_layers)
+    build_layer_rotated_reference(layers, torch.arange(N), *parts)
     full = torch.full((W,), N, dtype=torch.int32)
-    expected = score_rotated_reference(
-        q, *(x[0] for x in parts), table, full, D**-0.5, coordinates=trained
-    )
-    digest, norms = Digest(name, pages, trained or ()), values.norm(dim=-1).log().permute(2, 0, 1)
+    expected = score_rotated_reference(q, *(x[0] for x in parts), table, full, D**-0.5)
+    digest, norms = Digest("rotated-2", pages), values.norm(dim=-1).log().permute(2, 0, 1)
     u, of_values = (
         digest.scores(grouped, N, pages[:, :0], x).view(H, W, G, N) for x in (None, norms)
     )
@@ -213,7 +204,7 @@ def test_digests_score_as_the_servers_op(name):
 @pytest.mark.rheo
 @pytest.mark.parametrize("kind", ["window", "pilot"])
 def test_embeddings_score_as_the_servers_op(kind):
-    from sglang_scout.policy.learned.embed import half_means, pooled, score_embeddings
+    from sglang_scout.policy.learned import half_means, pooled, score_embeddings
 
     N, D = 7, 16
     pages, by_page, _, q, table = made(6, N, D)
@@ -228,30 +219,6 @@ def test_embeddings_score_as_the_servers_op(kind):
     expected = score_embeddings(rows, embeddings.contiguous(), table, full)
     expected = expected.view(W, H, N).transpose(0, 1)
     torch.testing.assert_close(got.unflatten(1, (W, G))[:, :, 0], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_calibrated_bits_tell_queries_more():
-    """Half of the error in the logits, or less, of the signs of rotated keys, if channels differ."""
-    D, draw = 64, torch.Generator().manual_seed(6)
-    size = 2.0 ** torch.linspace(2, -2, D)
-    mix = [torch.linalg.qr(torch.randn(H, D, D, generator=draw)).Q for _ in "qk"]
-    pages = (torch.randn(H, 40, 32, D, generator=draw) * size) @ mix[0][:, None]
-    q = (torch.randn(H, 50 * G, D, generator=draw) * size) @ mix[1]
-    rest = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
-    made = coordinates_of(*(x.mT @ x / x.shape[1] for x in (q, rest)))
-    trained = Coordinates(*(made[name] for name in Coordinates._fields))
-    unit = trained.queries @ trained.keys.mT
-    torch.testing.assert_close(unit, torch.eye(D).expand(H, D, D), atol=1e-3, rtol=0)
-    channel, _, levels, _ = trained.bits.unbind(1)
-    count = torch.zeros(H, D).scatter_add_(-1, channel.long(), torch.ones(H, D))
-    assert torch.equal(levels.sum(-1), (2.0**count - 1).sum(-1))
-
-    turned = rotate(pages)
-    rest = turned - turned.mean(2, keepdim=True)
-    lost = rest - rest.abs().mean(-1, keepdim=True) * rest.sign()
-    signs = float((rotate(q) @ lost.flatten(1, 2).mT).square().mean())
-    found = Digest("calibrated", pages, trained)._text[0]
-    assert float((q @ (found - pages).flatten(1, 2).mT).square().mean()) < 0.5 * signs
 
 
 def short_documents(model_path, numbers):

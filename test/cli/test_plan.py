@@ -241,12 +241,6 @@ KEYS = "--kv-offload-config"
             marks=pytest.mark.sparda,
         ),
         ([KEYS, '{"digest": "x"}'], "digest = 'x': Invalid enum value 'x'; it takes minmax"),
-        ([KEYS, '{"digest": "calibrated"}'], "needs --kv-offload-config '{\"digest_file\": FILE}'"),
-        ([KEYS, '{"digest_file": "w", "grain": "head"}'], "cannot be used with grain = 'head'"),
-        (
-            ["--kv-offload", "infinigen", KEYS, '{"digest": "calibrated"}'],
-            "'calibrated' cannot be used with --kv-offload infinigen",
-        ),
     ],
 )
 def test_wrong_arguments_are_named(model, capsys, arguments, words):

@@ -53,7 +53,7 @@ REFUSED_CONFIGS = [
     ({"step_log": "\ud800"}, ["step_log", "name a file"]),
     ({"trace": "a", "step_log": "./a"}, ["step_log = './a'", "trace = 'a' names the same file"]),
     ({"resident_tokens": 33}, ["resident_tokens", "33", "32"]),
-    ({"digest": "mean"}, ["digest = 'mean'", "minmax, rotated-2, calibrated"]),
+    ({"digest": "mean"}, ["digest = 'mean'", "minmax, rotated-2"]),
     ({"exact_layers": 3}, ["exact_layers = 3", "a list of layers"]),
     ({"exact_layers": [1], "precompute": False}, ["= (1,)", "no effect", "precompute = false"]),
 ]
@@ -71,11 +71,9 @@ def test_refused(kwargs, parts):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("policy", "keys"),
-    [("hgca", {"mass": 0.5}), ("sparda", {"exact_layers": [1]}), ("rheo", {"exact_layers": [1]})],
-)
-def test_keys_that_mean_nothing_to_a_policy_are_refused(policy, keys):
+@pytest.mark.parametrize("policy", ["hgca", "sparda", "rheo"])
+def test_keys_that_mean_nothing_to_a_policy_are_refused(policy):
+    keys = {"exact_layers": [1]}
     with pytest.raises(ConfigError, match=f"has no effect with --kv-offload {policy}; drop"):
         parse_config(policy=policy, policies=policies(), config=keys, available_cpus={0})
 

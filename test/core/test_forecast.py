@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from page_weights import digest_weights, forecast_weights, identity, pilot_weights
+from page_weights import forecast_weights, identity, pilot_weights
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import check_weights, load_weights, save_weights
 
 BOTH = pytest.mark.parametrize(
-    "made", [forecast_weights(), pilot_weights(), digest_weights()], ids=lambda x: x.header.kind
+    "made", [forecast_weights(), pilot_weights()], ids=lambda x: x.header.kind
 )
 
 
@@ -57,12 +57,6 @@ def pilot_of_ranks(*ranks):
     return changed(first, w_q=second.arrays["w_q"])
 
 
-def with_bits(row, value):
-    made = digest_weights()
-    made.arrays["bits"][1, 0, row, 5] = value
-    return made
-
-
 FORECAST = forecast_weights()
 NO_HEADS = msgspec.structs.replace(identity(), num_kv_heads=0)
 NARROW, WIDE = np.zeros((3, 31, 24), np.float32), "float32[3, 32, any]"
@@ -82,10 +76,6 @@ RANKS = "have the ranks {}, expected equal ranks from 8 to 31"
         ("pilot", changed(pilot_weights(), {"identity": NO_HEADS}), "w_k is float32"),
         # A rank that saves nothing, and two ranks.
         *(("pilot", pilot_of_ranks(*x), RANKS.format([*x])) for x in ((7, 7), (32, 32), (8, 9))),
-        *(
-            ("digest", with_bits(*x), "bits has a channel outside 0..15, a number of levels")
-            for x in ((0, 16), (0, 0.5), (1, 0), (2, 3), (3, -1))
-        ),
     ],
     ids=itertools.count(),
 )

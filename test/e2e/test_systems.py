@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from harness import PDCluster, assert_same_tokens, random_prompts, stock_answers, wait_for_steps
-from page_weights import digest_weights, forecast_weights, identity, pilot_weights
+from page_weights import forecast_weights, identity, pilot_weights
 from servers.group import flags
 from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.profile import config_digest
@@ -25,7 +25,7 @@ POLICIES = {
     "sparda": {"forecast_file": "forecast"},
     "rheo": {"pilot_file": "pilot"},
     "hgca": {},
-    "scout": {"digest_file": "digest"},
+    "scout": {},
 }
 
 
@@ -45,7 +45,6 @@ def trained(model, tmp_path_factory):
     made = {
         "forecast": forecast_weights(of_model, raw["hidden_size"]),
         "pilot": pilot_weights(of_model, rank=32),
-        "digest": digest_weights(of_model),
     }
     for kind, weights in made.items():
         save_weights(weights, str(folder / f"{kind}.npz"))
@@ -68,11 +67,10 @@ def servers(request, stock, model, trained):
         return flags(kv_offload=policy, **more)
 
     first, *others = POLICIES
-    digest = json.dumps({"digest_file": trained["digest"]})
     with PDCluster(
         model,
         {
-            "prefill": flags(kv_offload="scout", kv_offload_config=digest),
+            "prefill": flags(kv_offload="scout"),
             "decode": arguments(first),
             **{policy: arguments(policy) for policy in others},
         },

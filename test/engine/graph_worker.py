@@ -13,11 +13,10 @@ import torch
 
 from mini_worker import SIZE, MiniWorker
 from sglang_scout import _native
+from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.stores import HostPages, context_pages
-from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops import triton
-from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.worker.arena import Arena, PageChecksums
 
 if not triton.interpreted():
@@ -35,7 +34,7 @@ class GraphWorker(MiniWorker):
 
     def _make_host(self, pages):
         s = self.shape
-        sizes = self.max_batch, MAX_PAGES * SIZE, [1]
+        sizes = self.settings.max_batch, MAX_PAGES * SIZE, [1]
         self.arena = Arena.create(ServerSize(self.config, self.policy, s, *sizes).arena(pages))
         flat = [], []
         for half, plane in zip(flat, (self.arena.k_pages, self.arena.v_pages), strict=True):
@@ -55,10 +54,9 @@ class GraphWorker(MiniWorker):
             self.runtime = _native.RingRuntime(arena.address, arena.nbytes, self.epoch, [cpu], 0, 1)
             self.producer.set_live_epoch(self.epoch)
         self.attendant = _native.RingAttendant(self.producer, 50)
-        self.ring = DeviceRing(
-            arena.address, arena.layout, arena.spec, timeout_us=20_000_000, device="cpu"
-        )
-        return GraphTransport(self.ring, lambda: self.epoch)
+        of_ring = {"timeout_us": 20_000_000, "device": "cpu"}
+        self.ring = GraphTransport(arena, lambda: self.epoch, **of_ring)
+        return self.ring
 
     def end_threads(self):
         """Ends the worker's epoch; from the next step on no worker serves."""

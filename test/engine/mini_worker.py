@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
@@ -10,14 +9,13 @@ from unittest import mock
 import numpy as np
 import torch
 
-from page_weights import digest_weights, identity, pilot_weights
+from page_weights import identity, pilot_weights
 from sglang_scout.core.flags import parse_config
-from sglang_scout.engine.digest_kinds import MARK_BYTES
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.digests import MARK_BYTES, DigestPool
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes
-from sglang_scout.ops.attend import attend_pages_reference
 from sglang_scout.policy import Context, make_policy, policies
+from stand_ins import HereInstead
 
 SIZE = 32
 HIDDEN = 48  # of the layer inputs
@@ -36,29 +34,6 @@ def check_table(table):
         assert not (pending & (slot_of >= 0)).any() and pending.sum() <= reserved
 
 
-class HereInstead:
-    """Stands in for the worker with the reference op, and records its posts."""
-
-    def __init__(self, shape: ModelShape, host: HostPages) -> None:
-        self.shape, self.host = shape, host
-        self.asked: list[tuple[int, np.ndarray]] = []
-        self.queries: dict[int, torch.Tensor] = {}
-
-    def post(self, layer, step, q, pages, n_pages):
-        assert (np.sum(pages >= 0, axis=1) == n_pages).all()
-        self.asked.append((layer, pages.copy()))
-        self.queries[layer] = torch.from_numpy(q.copy())
-        return layer, q.copy(), pages.copy()
-
-    def wait(self, ticket, out, lse):
-        layer, *asked = ticket
-        q, pages = map(torch.from_numpy, asked)
-        kv = self.host.k[layer], self.host.v[layer]
-        got, got_lse = attend_pages_reference(q, *kv, pages, None, None, self.shape.scale)
-        out[:], lse[:] = got.numpy(), got_lse.numpy()
-        return SimpleNamespace(waited_us=1.0, fallback_pages=0)
-
-
 @dataclass
 class Request:
     slot: int
@@ -67,83 +42,91 @@ class Request:
     end_tokens: int  # length that it may reach
 
 
+@dataclass
+class Settings:
+    """Sizes of the model, and of a rank of its server; ``budget_tokens`` to ``config`` as the flags.
+
+    Attributes:
+        drift: how far the layer inputs move from step to step; 0 repeats the same query.
+        rank, of_ranks: this rank's heads. Shards of one seed add up to the worker that has all heads.
+    """
+
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 64
+    dtype: torch.dtype = torch.float32
+    fp8: torch.dtype | None = None
+    pages: int = 80
+    max_pages: int = 120
+    max_batch: int = 4
+    budget_tokens: int = 128
+    resident_tokens: int | None = None
+    policy: str = "scout"
+    config: str = "{}"
+    seed: int = 0
+    drift: float = 0.5
+    rank: int = 0
+    of_ranks: int = 1
+
+
 class MiniWorker:
     """Drives :class:`StepEngine` with random keys, values and layer inputs.
 
     Args:
-        budget_tokens, max_batch, resident_tokens, config: as the flags.
+        settings: of :class:`Settings`.
         around_missing: wraps the worker's stand-in.
-        drift: how far the layer inputs move from step to step; 0 repeats the same query.
-        rank, of_ranks, ranks: this rank's heads, and the connection to the others. Shards of one seed add up to the
-            worker that has all heads.
+        tracer, ranks, verify, step_log: the engine's.
     """
 
     def __init__(
         self,
         *,
-        layers=3,
-        heads=4,
-        kv_heads=2,
-        dim=64,
-        pages=80,
-        max_batch=4,
-        budget_tokens=128,
-        resident_tokens=None,
-        dtype=torch.float32,
-        seed=0,
-        config="{}",
-        drift=0.5,
-        max_pages=120,
-        policy="scout",
         tracer=None,
-        around_missing=None,
-        pool_rule=None,
+        ranks=None,
         verify=True,
         step_log=None,
-        rank=0,
-        of_ranks=1,
-        ranks=None,
-        fp8=None,
+        around_missing=lambda missing: missing,
+        **settings,
     ):
-        self.config = parse_config(
-            policy=policy, policies=policies(), budget_tokens=budget_tokens, config=config
-        )
+        self.settings = of = Settings(**settings)
+        flags = {"policy": of.policy, "budget_tokens": of.budget_tokens, "config": of.config}
+        self.config = parse_config(policies=policies(), **flags)
         # Its own, as ranks run concurrently.
-        self.random = torch.Generator().manual_seed(seed)
-        self.rank, self.of_ranks, self.all_kv_heads = rank, of_ranks, kv_heads
-        own = (heads // of_ranks, kv_heads // of_ranks)
-        self.shape = ModelShape(layers, *own, dim, SIZE, dtype, dim**-0.5, fp8)
-        self.max_batch = max_batch
+        self.random = torch.Generator().manual_seed(of.seed)
+        own = of.heads // of.of_ranks, of.kv_heads // of.of_ranks
+        form = SIZE, of.dtype, of.dim**-0.5, of.fp8
+        self.shape = ModelShape(of.layers, *own, of.dim, *form)
         self.policy = self._policy()
-        self.host = self._make_host(pages)
+        self.host = self._make_host(of.pages)
         budget = self.config.budget_pages
-        slots = (resident_tokens or budget_tokens * max_batch) // SIZE + max_batch + budget
+        resident = (of.resident_tokens or of.budget_tokens * of.max_batch) // SIZE
         self.missing = HereInstead(self.shape, self.host)
-        weights = [self._randn(heads * dim, HIDDEN) * 0.4 for _ in range(layers)]
-        self.weights = [w.chunk(of_ranks)[rank] for w in weights]
-        missing = around_missing(self.missing) if around_missing else self.missing
-        sizes = Sizes(budget, slots, max_batch, max_pages, self.config.lists(own[1]))
-        self.digests = DigestPool(self.shape, pages, "cpu", pool_rule or self.policy.rule)
+        weights = [self._randn(of.heads * of.dim, HIDDEN) * 0.4 for _ in range(of.layers)]
+        self.weights = [w.chunk(of.of_ranks)[of.rank] for w in weights]
+        slots = resident + of.max_batch + budget
+        lists = self.config.lists(own[1])
+        sizes = Sizes(budget, slots, of.max_batch, of.max_pages, lists)
+        self.digests = DigestPool(self.shape, of.pages, "cpu", self.policy.rule)
         stores = self.shape, sizes, self.host, self.digests
         self.engine = StepEngine(
             Parts(self.policy, *stores, tracer, ranks),
-            [self._ahead(layer, self.policy.query.attends) for layer in range(layers)],
-            self._worker(missing),
+            [self._ahead(layer) for layer in range(of.layers)],
+            self._worker(around_missing(self.missing)),
             verify,
             step_log,
         )
         self.table = self.engine.parts.table
-        self.free_pages = list(range(1, pages))
+        self.free_pages = list(range(1, of.pages))
         self.requests: list[Request] = []
-        self.drift = drift
-        self.hidden = self._randn(layers, max_batch, HIDDEN)
+        self.hidden = self._randn(of.layers, of.max_batch, HIDDEN)
         self._digested: set[int] = set()  # pages whose digests were compared
 
     def _policy(self):
         """With random weights in place of those in files."""
         shape = self.shape
         sizes = shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim
-        made = {"pilot": pilot_weights, "digest": digest_weights, "forecast": lambda *_: None}
+        made = {"pilot": pilot_weights, "forecast": lambda *_: None}
 
         def load(_, kind):
             return made[kind](identity(*sizes))
@@ -156,33 +139,29 @@ class MiniWorker:
 
     def _heads(self, *size):
         """K or V of this rank's heads, ``[*size, H, D]``."""
-        found = self._randn(*size, self.all_kv_heads, self.shape.head_dim)
-        return found.chunk(self.of_ranks, dim=-2)[self.rank].contiguous()
+        found = self._randn(*size, self.settings.kv_heads, self.shape.head_dim)
+        return found.chunk(self.settings.of_ranks, dim=-2)[self.settings.rank].contiguous()
 
     def _make_host(self, pages):
-        layers = range(self.shape.num_layers)
-        kv = ([self._heads(pages * SIZE).to(self.shape.kv_dtype) for _ in layers] for _ in range(2))
-        return HostPages(self.shape, *kv)
+        size, dtype, layers = pages * SIZE, self.shape.kv_dtype, range(self.shape.num_layers)
+        return HostPages(self.shape, *([self._heads(size).to(dtype) for _ in layers] for _ in "kv"))
 
     def _worker(self, missing):
         return missing
 
-    def _projector(self, layer):
-        def project(x, positions):
-            q = torch.nn.functional.linear(x, self.weights[layer])
-            q = q.to(self.shape.dtype)
-            return q.view(len(x), self.shape.num_q_heads, self.shape.head_dim)
+    def project(self, layer, x):
+        """``[B, HQ, D]`` the layer's query from an input ``[B, hidden]``."""
+        q = torch.nn.functional.linear(x, self.weights[layer]).to(self.shape.dtype)
+        return q.view(len(x), self.shape.num_q_heads, self.shape.head_dim)
 
-        return project
-
-    def _ahead(self, layer, attends):
+    def _ahead(self, layer):
         """The predicted query; or, if it only selects, one vector per KV head: the mean of its queries."""
-        project, heads = self._projector(layer), self.shape.num_kv_heads
-        return SimpleNamespace(
-            weight_bytes=0,
-            start=lambda x, residual: x + residual,
-            finish=project if attends else lambda *x: project(*x).unflatten(1, (heads, -1)).mean(2),
-        )
+
+        def finish(x, positions):
+            q, heads = self.project(layer, x), self.shape.num_kv_heads
+            return q if self.policy.query.attends else q.unflatten(1, (heads, -1)).mean(2)
+
+        return SimpleNamespace(weight_bytes=0, start=torch.add, finish=finish)
 
     def admit(self, length: int, *args, **kwargs) -> Request:
         """A request with ``length`` tokens of KV already in the host pages joins."""
@@ -197,14 +176,12 @@ class MiniWorker:
         count = -(-length // SIZE)
         pages = [self.free_pages.pop(0) for _ in range(count)]
         taken = {r.slot for r in self.requests}
-        if slot is None:
-            slot = next(i for i in range(99) if i not in taken)
+        slot = next(i for i in range(99) if i not in taken) if slot is None else slot
         request = Request(slot, pages, length, length + max_new)
         self.engine.pages.allocate_pages(np.array(pages, np.int64))
         for page in pages:
-            for both in zip(self.host.k, self.host.v, strict=True):
-                for half in both:
-                    half[page] = self._heads(SIZE)
+            for k, v in zip(self.host.k, self.host.v, strict=True):
+                k[page], v[page] = self._heads(SIZE), self._heads(SIZE)
         arrive(np.array(pages, np.int64))
         return request
 
@@ -250,7 +227,7 @@ class MiniWorker:
             np.array([r.length for r in self.requests], np.int64),
         )
         self.check_digests()
-        self.hidden = self.hidden + self.drift * self._randn(*self.hidden.shape)
+        self.hidden = self.hidden + self.settings.drift * self._randn(*self.hidden.shape)
         self.queries, self.outputs = [], []
         new = [self._new_kv(rows + extra_rows) for _ in range(self.shape.num_layers)]
         self._layers(self.hidden[:, : rows + extra_rows], new)
@@ -278,8 +255,8 @@ class MiniWorker:
         half = x / 2
         self.engine.layer_input(layer, half, half, torch.zeros(len(x), dtype=torch.int64))
         half.fill_(torch.nan)  # a layer overwrites its input
-        q = self._projector(layer)(x, None)
-        return q, self.engine.attend(layer, q.to(self.shape.dtype), k, v)
+        q = self.project(layer, x)
+        return q, self.engine.attend(layer, q, k, v)
 
     def check_digests(self, again: bool = False) -> None:
         """Compare digests with those built from the pages' keys: when a page is full, and ``again`` at the end."""
@@ -305,64 +282,13 @@ class MiniWorker:
     def dense(self, row: int, layer: int, tokens: list[int] | None = None) -> torch.Tensor:
         """Attention of a row over ``tokens``, or its whole context, with the step's real query."""
         request = self.requests[row]
-        ids = torch.tensor(request.pages)
-        k = self.host.k[layer][ids].flatten(0, 1)[: request.length].float()
-        v = self.host.v[layer][ids].flatten(0, 1)[: request.length].float()
-        if tokens is not None:
-            k, v = k[tokens], v[tokens]
+        both = (x[layer][request.pages].flatten(0, 1) for x in (self.host.k, self.host.v))
+        tokens = range(request.length) if tokens is None else tokens
         group = self.shape.num_q_heads // self.shape.num_kv_heads
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        k, v = (x[list(tokens)].float().repeat_interleave(group, 1) for x in both)
         logits = torch.einsum("hd,thd->ht", self.queries[layer][row], k) * self.shape.scale
         return torch.einsum("ht,thd->hd", logits.softmax(1), v)
 
     def close(self) -> None:
         self.check_digests(again=True)
         self.engine.close()
-
-
-class _Copy(Future):
-    def __init__(self, link, work):
-        super().__init__()
-        self.link, self.work = link, work
-
-    def exception(self, timeout=None):
-        if timeout is None:  # an unbounded wait
-            self.link.run_until(self)
-        return super().exception(0)
-
-
-class SlowLink:
-    """Replaces the copy thread of ``engine/recall.py``; copies stay in flight until :meth:`run`."""
-
-    def __init__(self):
-        self.waiting: list[_Copy] = []
-        self.forced = 0  # copies that were waited for
-
-    def submit(self, function, *args):
-        copy = _Copy(self, lambda: function(*args))
-        self.waiting.append(copy)
-        return copy
-
-    def run(self, copies: int) -> None:
-        """The link completes ``copies`` copies, in order."""
-        for _ in range(min(copies, len(self.waiting))):
-            copy = self.waiting.pop(0)
-            copy.set_result(copy.work())
-
-    def run_until(self, copy: _Copy) -> None:
-        while not copy.done():
-            self.forced += 1
-            self.run(1)
-
-    def shutdown(self, wait=True):
-        self.run(len(self.waiting))
-
-
-def with_slow_link(worker) -> SlowLink:
-    """Give a ``MiniWorker`` a slow link and zero patience."""
-    worker.engine.recall.close()
-    link = worker.engine.recall._side = SlowLink()
-    residency = worker.engine.parts.policy.residency
-    if residency.patience_us is not None:
-        residency.patience_us = 0.0
-    return link

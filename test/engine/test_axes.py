@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import mini_worker
 from mini_worker import SIZE, MiniWorker, check_table
 from page_weights import digest_kinds, identity, rule_of
-from sglang_scout.engine.digest_kinds import KINDS
+from sglang_scout.engine.digests import KINDS
 from sglang_scout.engine.policy import QuerySource
 from sglang_scout.policy import make_policy, policies
 
@@ -26,7 +26,7 @@ QUERIES = {
 EMBEDDINGS = product([kind for kind in digest_kinds() if kind not in KINDS], ["head"], QUERIES)
 CHOOSERS = [
     *product([kind for kind in KINDS if kind != "none"], ["layer"], QUERIES),
-    *product([kind for kind in KINDS if kind not in ("none", "calibrated")], ["head"], QUERIES),
+    *product([kind for kind in KINDS if kind != "none"], ["head"], QUERIES),
     *(x for x in EMBEDDINGS if (x[0] == "mean16") == (x[2] == "forecast")),
 ]
 KEYS = st.fixed_dictionaries(
@@ -37,7 +37,6 @@ KEYS = st.fixed_dictionaries(
         "recent_pages": st.integers(0, 2),
     }
 )
-MASSES = [{}, {"mass": 0.5}]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -47,18 +46,15 @@ MASSES = [{}, {"mass": 0.5}]
     chooser=st.sampled_from(CHOOSERS),
     only_selected=st.booleans(),
     keys=KEYS,
-    mass=st.sampled_from(MASSES),
     lengths=st.lists(st.integers(1, 14 * SIZE), min_size=1, max_size=3),
     resident=st.sampled_from([8 * SIZE, 40 * SIZE]),
     seed=st.integers(0, 99),
 )
 def test_any_axes_attend_to_exactly_their_pages(
-    residency_of, route, chooser, only_selected, keys, mass, lengths, resident, seed
+    residency_of, route, chooser, only_selected, keys, lengths, resident, seed
 ):
     digest, grain, query = chooser
     keys = keys | {"grain": grain, "digest": "minmax"}  # embeddings have no key
-    if grain == "layer":
-        keys |= mass
 
     def made(context):
         policy = make_policy(context)

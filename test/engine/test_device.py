@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_scout.engine import device
-from sglang_scout.engine.device import ForkedStream, StreamCopy
+from sglang_scout.engine.device import ForkedStream, SideStream
 
 
 class Streams:
@@ -75,21 +75,21 @@ def test_a_part_is_behind_what_came_before_and_before_what_joins_it(monkeypatch)
     ]
 
 
-def test_what_a_stream_waited_for_copies_is_counted_once_it_is_known(make):
+def test_what_a_stream_waited_for_copies_is_counted_once_it_is_known(make, monkeypatch):
     def event(ms, known=True):
         return SimpleNamespace(ms=ms, query=lambda: known, elapsed_time=lambda other: other.ms - ms)
 
-    worker = make()
-    recall, counters = worker.engine.recall, worker.engine.parts.counters
-    copy = StreamCopy(event(1.0), event(3.0))
-    copy._wait = event(5.0), event(5.25, known=False)
-    recall._untimed.append((4, copy))
+    monkeypatch.setattr(torch, "cuda", Streams())
+    side, recall = SideStream(torch.device("cuda")), (engine := make().engine).recall
+    recall._side, copy_thread = side, recall._side
+    side._waits += [(event(5.0), event(5.25)), (event(6.0), event(6.5, known=False))]
     recall.commit(1)
-    assert counters.recall_wait_us == 0 and recall.link_pages_per_us == 0.0
-    copy._wait = event(5.0), event(5.25)
     recall.commit(2)
-    assert counters.recall_wait_us == 250 and not recall._untimed
-    assert recall.link_pages_per_us == 4 / 2000.0
+    assert engine.parts.counters.recall_wait_us == 250
+    side._waits[0] = event(6.0), event(6.5)
+    recall.commit(3)
+    assert engine.parts.counters.recall_wait_us == 750
+    recall._side = copy_thread
 
 
 class FakeRuntime:

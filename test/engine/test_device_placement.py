@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from op_calls import replaced
 from page_weights import identity, pilot_weights
 from sglang_scout.core.flags import parse_config
-from sglang_scout.engine import digest_pool
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine import digests
+from sglang_scout.engine.digests import DigestPool
+from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Parts, Sizes
-from sglang_scout.engine.transport import GraphTransport
-from sglang_scout.ops.doorbell import DeviceRing
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 from sglang_scout.ops.select import Selection
+from sglang_scout.ops.triton import doorbell
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker.ring import ArenaSpec, layout_of
 
@@ -63,30 +63,32 @@ def tensors_in(value):
             yield from tensors_in(part)
 
 
-class NoRing:
-    """Accepts the calls of the ring's kernels."""
+def ring_on(device, lists=1):
+    spec = ArenaSpec(
+        *(LAYERS, PAGES, SIZE, KV_HEADS, HEADS, DIM, "bfloat16", 0.125, 8 * lists, 4096),
+        lists=lists,
+    )
+    arena = SimpleNamespace(address=1 << 46, layout=layout_of(spec), spec=spec)
+    words = torch.zeros(1, dtype=torch.int64)
+    return GraphTransport(arena, lambda: 1, timeout_us=1000, device=device, faults=words)
 
-    def __init__(self):
-        self.waited_ns = torch.zeros(LAYERS, dtype=torch.int64)  # only read back
-        self.posted = []
 
-    def errors(self):
-        return []
+@pytest.fixture
+def posted(monkeypatch):
+    """Layers that were posted by the ring's kernels, which are only called."""
+    layers = []
 
-    faults = errors
-
-    def set_epoch(self, epoch):
-        pass
-
-    begin_step = set_epoch
-
-    def post(self, layer, *tensors):
+    def post(ring, layer, *tensors):
         assert all(t.device == META for t in tensors)
-        self.posted.append(layer)
+        layers.append(layer)
 
-    def merge(self, layer, out, lse, change, dtype):
+    def merge(ring, layer, out, lse, change, dtype):
         assert all(t.device == META for t in (out, lse, change) if t is not None)
         return out.to(dtype)
+
+    monkeypatch.setattr(doorbell, "post", post)
+    monkeypatch.setattr(doorbell, "merge", merge)
+    return layers
 
 
 @pytest.fixture
@@ -133,7 +135,7 @@ def ran(monkeypatch):
         ("hgca", {}),
     ],
 )
-def test_every_tensor_of_a_step_is_on_the_device(ran, monkeypatch, policy, settings):
+def test_every_tensor_of_a_step_is_on_the_device(ran, posted, monkeypatch, policy, settings):
     names, host_memory = ran
     flags = {"policy": policy, "budget_tokens": 4 * SIZE, "config": json.dumps(settings)}
     config = parse_config(policies=policies(), **flags)
@@ -143,7 +145,9 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, monkeypatch, policy, setti
     kept = [torch.zeros(PAGES, SIZE, DIM, dtype=shape.dtype)] * LAYERS
     weights = pilot_weights(identity(LAYERS, HEADS, KV_HEADS, DIM))
     monkeypatch.setattr("sglang_scout.policy.load_weights", lambda *_: weights)
-    made, ring = make_policy(Context(config, LAYERS, 2 * shape.page_bytes)), NoRing()
+    made = make_policy(Context(config, LAYERS, 2 * shape.page_bytes))
+    ring = ring_on(META, config.lists(KV_HEADS))
+    ring.waited_ns = torch.zeros(LAYERS, dtype=torch.int64)  # only read back
 
     def predicted(x, positions):
         return x.new_empty(len(x), HEADS if made.query.attends else KV_HEADS, DIM)
@@ -156,7 +160,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, monkeypatch, policy, setti
         HostPages(shape, planes[:LAYERS], planes[LAYERS:], LayerPages.of(kept, kept, "cpu")),
         DigestPool(shape, PAGES, META, made.rule),
     )
-    engine = StepEngine(parts, [projector] * LAYERS, GraphTransport(ring, lambda: 1))
+    engine = StepEngine(parts, [projector] * LAYERS, ring)
 
     def layers():
         positions = torch.zeros(BATCH, dtype=torch.int64, device=META)
@@ -182,7 +186,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, monkeypatch, policy, setti
         layers()
     engine.close()
     posts = list(range(LAYERS)) * 3 if made.route == "cpu" else []
-    assert sorted(ring.posted) == sorted(posts)
+    assert sorted(posted) == sorted(posts)
     chooses = {"salient_bits", "decay_mass"} if policy == "hgca" else {"select_pages"}
     assert {"append_tokens", "attend_pages", "copy_layer_pages"} | chooses <= names
 
@@ -204,11 +208,8 @@ def on_cuda():
 
 
 def test_the_ring_between_steps(on_cuda):
-    spec = ArenaSpec(2, 8, 32, 2, 4, 64, "bfloat16", 0.1, 4, 4)
-    of_ring = {"timeout_us": 1000, "device": "cuda", "faults": torch.zeros(1, dtype=torch.int64)}
-    ring = DeviceRing(1 << 46, layout_of(spec), spec, **of_ring)
+    ring = ring_on("cuda")
     with NoCopies():
-        ring.set_epoch(3, posts=17)
         ring.begin_step(5)
 
 
@@ -216,4 +217,4 @@ def test_pages_that_change_hands(on_cuda):
     part = torch.zeros(3, 9, 2, 32, dtype=torch.uint8, device="cuda")
     ids = torch.zeros(5, dtype=torch.int64, device="cuda")
     with NoCopies():
-        digest_pool.unset((part, part), ids)
+        digests.unset((part, part), ids)

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from page_weights import digest_weights, identity, pilot_weights, rule_of
+from page_weights import identity, pilot_weights, rule_of
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import parse_config
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.digests import DigestPool
 from sglang_scout.engine.memory import HEADROOM_BYTES, ServerSize, check_memory
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy import Context, make_policy, policies
@@ -53,23 +53,18 @@ def test_bytes_follow_the_model():
     [
         ("minmax", torch.bfloat16, 512),
         ("minmax", torch.float32, 1024),
-        ("calibrated", torch.bfloat16, 752),
         ("rotated-2", torch.float32, 1264),
         pytest.param("pilot", torch.bfloat16, 2 * 96 + 4, marks=pytest.mark.rheo),
     ],
 )
 def test_bytes_of_digests_are_those_of_their_pool(digest, dtype, of_head):
     shape = dataclasses.replace(SHAPE, num_layers=3, dtype=dtype)
-    model = identity(3, 40, 8, 128)
-    weights = pilot_weights(model, rank=96) if digest == "pilot" else digest_weights(model)
-    rule = rule_of(digest, weights=weights)
+    rule = rule_of(digest, weights=pilot_weights(identity(3, 40, 8, 128), rank=96))
     policy = dataclasses.replace(make_policy(Context(config(), 3, 1)), rule=rule)
     made = size(policy=policy, shape=shape, max_batch=1, context_tokens=100, node_cpus=[1])
     held = DigestPool(shape, 7, "cpu", rule)
     planned = made.plan(7).bytes_of("digests")
     assert planned == sum(part.nbytes for part in held.parts) == 7 * 24 * of_head
-    if digest != "pilot":
-        assert made.step_bytes == sum(x.nbytes for x in held.trained)
 
 
 FILES = {"sparda": '{"forecast_file": "w"}', "rheo": '{"pilot_file": "w"}'}
@@ -84,7 +79,9 @@ def test_bytes_of_a_step_are_those_of_its_buffers(make, policy):
         scores = torch.zeros(candidates.list_table.shape)
         held += [candidates.list_table, candidates.digest_rows, scores, engine._results._both]
     context = 32 * engine.parts.sizes.max_pages
-    planned = ServerSize(made.config, made.policy, made.shape, made.max_batch, context, [1])
+    planned = ServerSize(
+        made.config, made.policy, made.shape, made.settings.max_batch, context, [1]
+    )
     assert planned.step_bytes == sum(x.nbytes for x in held)
 
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mini_worker import MiniWorker, with_slow_link
+from mini_worker import MiniWorker
 from sglang_scout.engine.verify import Verifier
+from stand_ins import with_slow_link
 
 TOLERANCE = 2e-5
 STEPS = 18
@@ -127,7 +128,7 @@ def test_a_rank_whose_copies_are_late_chooses_the_same_pages(run):
     links = []
 
     def before_step(worker, step):
-        if worker.rank == 1:
+        if worker.settings.rank == 1:
             if step == 0:
                 links.append(with_slow_link(worker))
             if step % 7 == 6:

@@ -39,7 +39,7 @@ class ReplayingWorker(GraphWorker):
     def capture(self, is_dense=False):
         """The graph, and its output buffers for queries and outputs of all layers."""
         self.engine.pause()
-        self.engine.is_dense = is_dense
+        self.engine.capture(is_dense)
         for graph in (RecordedGraph(), RecordedGraph()):  # the first is the warm-up
             with (
                 graph.capture(),
@@ -49,6 +49,7 @@ class ReplayingWorker(GraphWorker):
                     self._layer(layer, self.static_hidden[layer], k, v)
                     for layer, (k, v) in enumerate(self.static_new)
                 ]
+                self.engine.layer_output()
         return graph, found
 
     def _layers(self, hidden, new):
@@ -168,7 +169,7 @@ def test_a_timeline_of_replayed_steps_is_of_the_devices_clock(make, tmp_path):
     for step in replayed & known:
         names = sorted(e["name"] for e in of_device if e["args"]["step"] == step)
         expected = [f"{kind} {layer}" for kind in KINDS for layer in range(2)]
-        assert names == sorted(["layer 0", *expected])
+        assert names == sorted(["layer 0", "layer 1", *expected])
         times = [(e["ts"], e["ts"] + e["dur"]) for e in of_device if e["args"]["step"] == step]
         assert all(boundaries[step] - SLACK_US <= start <= end for start, end in times)
         following = boundaries.get(step + 1, float("inf"))

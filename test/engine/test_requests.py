@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from mini_worker import SIZE, with_slow_link
-from sglang_scout.engine.digest_pool import HINT_PAGES, PageHints, choose_hint
+from mini_worker import SIZE
+from sglang_scout.engine.requests import HINT_PAGES, PageHints, choose_hint
+from sglang_scout.engine.stores import ModelShape
+from stand_ins import with_slow_link
 
 PROMPT = 60 * SIZE + 7
 BUDGET = 8  # pages
@@ -24,7 +26,7 @@ def arrive(worker, request, row):
     full = np.array(request.pages[: request.length // SIZE], np.int64)
     worker.digests.build(full[~worker.digests.valid[full]], worker.host)
     hidden = worker.hidden[:, row : row + 1]
-    queries = torch.cat([worker._projector(i)(x, None) for i, x in enumerate(hidden)])
+    queries = torch.cat([worker.project(i, x) for i, x in enumerate(hidden)])
     rule, scale = worker.engine.parts.policy.rule, worker.shape.scale
     hint = choose_hint(worker.digests, queries, full, rule, scale)
     worker.engine.requests.arrive(request.slot, full, hint)
@@ -127,7 +129,8 @@ def test_a_prompt_within_the_budget_has_all_its_pages_even_if_their_copies_are_l
 
 
 def test_a_hint_is_in_the_row_of_its_prompts_last_page():
-    hints, places = PageHints(3, 9), np.full((3, HINT_PAGES), -1, np.int32)
+    shape = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
+    hints, places = PageHints(shape, 9), np.full((3, HINT_PAGES), -1, np.int32)
     places[:, :3] = 0, 7, 5
     assert hints.of(4, 8) is None
     hints.put(4, places)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_scout.engine.requests import Batch, Request
-from sglang_scout.engine.step_inputs import StepInputs
+from sglang_scout.engine.step_buffers import StepInputs
 from sglang_scout.engine.stores import Sizes
 
 LAYERS, ROWS, COLUMNS = 3, 5, 7

@@ -34,7 +34,7 @@ def test_lines_are_what_was_counted(logged, tmp_path):
         recalled = {name: getattr(mini.engine.parts.counters, name) for name in RECALLS}
         mini.step(extra_rows=1)  # a padding row
         real, row = mini.queries[1], slice(len(mini.requests))
-        ahead = mini._projector(1)(mini.hidden[0, row], None)
+        ahead = mini.project(1, mini.hidden[0, row])
         cosines.append(torch.cosine_similarity(real[row], ahead, dim=-1).mean().item())
     log = read_step_log(tmp_path / "steps.jsonl")  # while the engine still runs
     assert log.facts.layers == 3 and log.budget_pages == 4

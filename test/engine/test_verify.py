@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from sglang_scout.engine.ahead import Ahead
-from sglang_scout.engine.counters import Counters
-from sglang_scout.engine.digest_kinds import MinMax
+from sglang_scout.engine.digests import MinMax
 from sglang_scout.engine.policy import SelectionRule
-from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.engine.stores import Counters, HostPages, ModelShape
 from sglang_scout.engine.verify import NOT_FINITE, Verifier, co_attention_reference
 
 PAGES, SIZE, HEADS, DIM = 4, 8, 2, 16

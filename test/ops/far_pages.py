@@ -5,7 +5,7 @@ import mmap
 import torch
 
 from sglang_scout.ops import rotated
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 
 N, S, H, D = 3, 32, 1, 16
 KV_AT, WORDS_AT, DIGESTS_AT, PLANES_AT = 2**23, 2**24, 2**28, 2**27
@@ -34,7 +34,7 @@ def kv(first: int = KV_AT) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotated_digests() -> tuple[torch.Tensor, ...]:
-    shapes = rotated.planes_shape(2, D), (D + rotated.STATS_BYTES,)
+    shapes = rotated.planes_shape(D), (D + rotated.STATS_BYTES,)
     pools = tuple(pool(PLANES_AT, H, *shape, dtype=torch.uint8) for shape in shapes)
     keys = LayerPages.of([random(N, S, H, D)], [random(N, S, H, D) + 1], "cpu")
     last = (x[None, PLANES_AT:] for x in pools)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang_scout.ops import triton
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 
 ON_DEVICE = torch.cuda.is_available() and not triton.interpreted()
 

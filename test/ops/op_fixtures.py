@@ -7,7 +7,7 @@ from hypothesis import settings
 from implementations import chosen, plane
 from sglang_scout import _native
 from sglang_scout.ops import triton
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 
 # The interpreter is a hundred times slower than the C++ code, and on a device each new size of an
 # axis that is a constant of the kernel takes a second to compile.
@@ -70,12 +70,3 @@ def layer_pages():
         return LayerPages.of(*halves, "cpu")
 
     return make
-
-
-@pytest.fixture
-def arena(request):
-    """An arena, with one NUMA node and one list per request unless parametrised."""
-    import ring_cases
-
-    with ring_cases.arena_of(*getattr(request, "param", ())) as made:
-        yield made

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 
 from op_calls import of_policies
-from page_weights import coordinates
-from sglang_scout.ops import minmax, rotated, rotated_scores, triton
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops import minmax, rotated, triton
+from sglang_scout.ops.pages import LayerPages
 
 OPS = {
     "minmax": minmax.score_pages,
-    "rotated-1": rotated_scores.score_rotated,
-    "rotated-2": rotated_scores.score_rotated,
+    "rotated-2": rotated.score_rotated,
     **of_policies("SCORES"),
 }
 IMPLEMENTATIONS = {
@@ -21,10 +19,10 @@ IMPLEMENTATIONS = {
         triton.score.score_pages,
         minmax.score_pages_reference,
     ),
-    rotated_scores.score_rotated: (
-        rotated_scores._score_rotated_native,
+    rotated.score_rotated: (
+        rotated._score_rotated_native,
         triton.rotated_scores.score_rotated,
-        rotated_scores.score_rotated_reference,
+        rotated.score_rotated_reference,
     ),
     **of_policies("IMPLEMENTATIONS"),
 }
@@ -33,19 +31,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIMS = (16, 48, 64, 80, 96, 128, 256)
 
 
-def by(kind, H, D):
-    """Coordinates of digests of one bit."""
-    return coordinates(H, D) if kind == "rotated-1" else None
-
-
-def rotated_digests(kind, k, v, impl=rotated.build_layer_rotated_reference):
+def rotated_digests(k, v, impl=rotated.build_layer_rotated_reference):
     """[planes, stats] of pages [P, 32, H, D]."""
     P, _, H, D = k.shape
-    shapes = rotated.planes_shape(int(kind[-1]), D), (D + rotated.STATS_BYTES,)
+    shapes = rotated.planes_shape(D), (D + rotated.STATS_BYTES,)
     built = [torch.full((1, P, H, *shape), 7, dtype=torch.uint8) for shape in shapes]
-    of_layers = coordinates(1, H, D) if kind == "rotated-1" else None
-    layers = LayerPages.of([k], [v], "cpu")
-    impl(layers, torch.arange(P), *built, coordinates=of_layers)
+    impl(LayerPages.of([k], [v], "cpu"), torch.arange(P), *built)
     return [x[0] for x in built]
 
 
@@ -60,7 +51,7 @@ def inputs(kind, seed, B=3, N=9, P=12, H=2, G=3, D=64, dtype=torch.float32):
         q = q[:, :H].flatten(0, 1).contiguous()
         digests = [k[:, : 1 + (kind == "means")].transpose(1, 2).contiguous().to(dtype)]
     else:  # with norms of about 1, so that scores have similar magnitude
-        digests = rotated_digests(kind, k, torch.rand(k.shape, generator=rng) * D**-0.5)
+        digests = rotated_digests(k, torch.rand(k.shape, generator=rng) * D**-0.5)
     table = torch.randint(-1, P, (B, N), generator=rng, dtype=torch.int32)
     n_full = torch.randint(0, N + 1, (B,), generator=rng, dtype=torch.int32)
     return q, [*digests], table, n_full
@@ -70,9 +61,7 @@ def scores(kind, q, digests, table, n_full, impl):
     arguments = q, *digests, table, n_full
     if kind in BY_HEAD:
         return impl(*arguments)
-    if kind == "minmax":
-        return impl(*arguments, q.shape[2] ** -0.5)
-    return impl(*arguments, q.shape[2] ** -0.5, by(kind, digests[0].shape[1], q.shape[2]))
+    return impl(*arguments, q.shape[2] ** -0.5)
 
 
 def masses(kind, q, digests, pages):
@@ -82,13 +71,10 @@ def masses(kind, q, digests, pages):
         low, high = (x[pages].double().repeat_interleave(G, 1) for x in digests)  # [n, HQ, D]
         u = torch.maximum(q * low, q * high).sum(-1).T * scale
         return u, torch.ones_like(u)
-    H, D = digests[0].shape[1], q.shape[1]
-    of_layer = by(kind, H, D)
     of_pages = [x[pages] for x in digests]
-    x = rotated.decode(*of_pages, of_layer).double().repeat_interleave(G, 1)  # [n, HQ, 32, D]
+    x = rotated.decode(*of_pages).double().repeat_interleave(G, 1)  # [n, HQ, 32, D]
     norms = rotated.value_norms(of_pages[1]).double().repeat_interleave(G, 1)  # [n, HQ, 32]
-    turn = rotated._rotation(D, q.device) if of_layer is None else of_layer.queries.mT
-    q = (q.unflatten(0, (H, G)) @ turn.double()).flatten(0, 1)
+    q = q @ rotated._rotation(q.shape[1], q.device).double()
     logits = torch.einsum("hd,nhtd->hnt", q * scale, x)
     return logits.logsumexp(-1), (logits.softmax(-1) * norms.transpose(0, 1)).sum(-1)
 

@@ -29,8 +29,7 @@ from far_pages import (
 )
 from op_calls import of_policies
 from sglang_scout.ops import triton as kernels
-from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.pages import Pool
+from sglang_scout.ops.pages import LayerPages, Pool
 
 pytestmark = pytest.mark.skipif(not kernels.interpreted(), reason="needs Triton's interpreter")
 

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend_cases import FP8
+from benchmark.kernels.tolerances import tolerance_of
 from implementations import implementations, name_of
 from op_calls import of_policies
 from sglang_scout.ops import minmax, rotated, triton
-from sglang_scout.ops.layers import LayerPages, largest
 from sglang_scout.ops.minmax import build_layer_digests
+from sglang_scout.ops.pages import LayerPages, largest
 from sglang_scout.ops.rotated import PAGE_TOKENS, STATS_BYTES, build_layer_rotated, planes_shape
-from sglang_scout.ops.tolerances import tolerances
 
 pytestmark = pytest.mark.usefixtures("isa")
 EMBEDS = of_policies("BUILDS")  # op: kernel and reference
@@ -41,7 +41,7 @@ UNWRITTEN = 0xFF  # NaN as the bytes of a float
 
 def unwritten(op, L, P, H, D, dtype=torch.float32):
     if op is build_layer_rotated:
-        shapes, dtype = [planes_shape(2, D), (D + STATS_BYTES,)], torch.uint8
+        shapes, dtype = [planes_shape(D), (D + STATS_BYTES,)], torch.uint8
     else:
         shapes = {
             "build_layer_digests": [(D,), (D,)],
@@ -90,7 +90,7 @@ def assert_same(op, got, wanted):
         assert all(map(torch.equal, got, wanted))
         return
     if op in EMBEDS:
-        tolerance = tolerances(op)[str(got[0].dtype).removeprefix("torch.")]
+        tolerance = tolerance_of(op, got[0].dtype)
         assert not tolerance.mismatch(got[0].double(), wanted[0].double())
         return
     if got[0].numel():  # test_rotated.py has what is stored to the last bit

@@ -9,8 +9,7 @@ from attend_cases import FP8
 from implementations import implementations, name_of
 from sglang_scout.ops import pages as ops
 from sglang_scout.ops import triton as kernels
-from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.pages import Pool
+from sglang_scout.ops.pages import LayerPages, Pool
 
 APPENDS = implementations(ops.append_tokens_reference, kernels.pages.append_tokens)
 COPIES = implementations(

@@ -1,4 +1,4 @@
-"""Digests of two bits per key element, and of one in calibrated coordinates: stored contents, and page scores."""
+"""Rotated digests: stored contents, and page scores."""
 
 import math
 
@@ -12,7 +12,6 @@ from score_cases import (
     DIMS,
     DTYPES,
     IMPLEMENTATIONS,
-    by,
     inputs,
     literal,
     masses,
@@ -20,12 +19,12 @@ from score_cases import (
     scores,
 )
 from sglang_scout.ops import rotated, triton
-from sglang_scout.ops.layers import LARGEST
-from sglang_scout.ops.rotated import rotate
-from sglang_scout.ops.rotated_scores import (
+from sglang_scout.ops.pages import LARGEST
+from sglang_scout.ops.rotated import (
     _mass_change_rotated_native,
     mass_change_rotated,
     mass_change_rotated_reference,
+    rotate,
     score_rotated,
 )
 
@@ -41,7 +40,6 @@ CHANGES = implementations(
     triton.rotated_scores.mass_change_rotated,
     mass_change_rotated_reference,
 )
-KINDS = pytest.mark.parametrize("kind", ["rotated-1", "rotated-2"])
 
 
 def keys(seed, P, H, D, dtype=torch.float32):
@@ -61,13 +59,12 @@ def check_norms(v, stats):
     assert not stats[..., -8:].any()
 
 
-def check_built(k, built, kind):
+def check_built(k, built):
     """Against the formula in float64: within one quantization step, and equal bits except close to a threshold."""
     planes, stats = built
-    H, D = k.shape[-2:]
+    D = k.shape[-1]
     x = k.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST).transpose(1, 2)
-    turn = rotated._rotation(D, x.device) if kind == "rotated-2" else by(kind, H, D).keys.mT
-    x = x @ turn.double()
+    x = x @ rotated._rotation(D, x.device).double()
     step = stats[..., D + 64 : D + 68].contiguous().view(torch.float32).double()
     mean = stats[..., :D].contiguous().view(torch.int8).double()
     expected = x.mean(2)
@@ -76,25 +73,13 @@ def check_built(k, built, kind):
     )
     assert ((mean - expected / step).abs() <= 0.51 + 1e-4 * mean.abs()).all()
     x = x - (mean * step)[:, :, None]
-    if kind == "rotated-1":
-        channel, width, levels, gain = by(kind, H, D).bits[:, None].double().unbind(2)
-        x = x.gather(-1, channel.long().expand(len(x), -1, 32, -1))
-        scale = (x * gain).square().sum(-1).sqrt()
-    else:
-        scale = x.square().mean(-1).sqrt()
+    scale = x.square().mean(-1).sqrt()
     stored = stats[..., D : D + 64].contiguous().view(torch.bfloat16).double()
     torch.testing.assert_close(stored, scale, atol=1e-30, rtol=2.0**-8)
     # Rounding of the rotation is relative to the keys.
     largest = x.abs().amax((-1, -2), keepdim=True)
     close = 1e-5 * scale[..., None] + 2e-6 * (largest + k.double().nan_to_num(0.0).abs().max())
     found = rotated._unpacked(planes)
-    if kind == "rotated-1":
-        unit = (2 * width * scale[..., None]).clamp(min=1e-30)
-        level = x / unit
-        index = level.floor().clamp(-levels, levels - 1) + levels
-        clear = (level - level.round()).abs() * unit > close
-        assert ((found[:, :, 0] > 0) == (index % 2 == 1))[clear].all()
-        return
     assert ((found[:, :, 0] > 0) == (x >= 0))[x.abs() > close].all()
     margin = x.abs() - rotated.FIRST * scale[..., None]
     outside = found[:, :, 1] == found[:, :, 0]
@@ -102,36 +87,33 @@ def check_built(k, built, kind):
 
 
 @BUILDS
-@KINDS
 @given(
     dtype=st.sampled_from(DTYPES),
     sizes=st.tuples(*(st.integers(1, n) for n in (6, 3))),
     D=st.sampled_from(DIMS),
     seed=st.integers(0, 99),
 )
-def test_pages_are_as_the_formula_says(impl, kind, dtype, sizes, D, seed):
+def test_pages_are_as_the_formula_says(impl, dtype, sizes, D, seed):
     k, v = keys(seed, *sizes, D, dtype), keys(seed + 1, *sizes, D, dtype)
-    built = rotated_digests(kind, k, v, impl)
-    check_built(k, built, kind)
+    built = rotated_digests(k, v, impl)
+    check_built(k, built)
     check_norms(v, built[1])
 
 
 @BUILDS
-@KINDS
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, math.inf, -math.inf, math.nan])
-def test_pages_of_one_value_and_single_bad_elements(impl, kind, value):
+def test_pages_of_one_value_and_single_bad_elements(impl, value):
     k = keys(1, 3, 2, 64)
     k[0] = value
     k[1, 5, 0, 9] = value
     k[2, 7] = value
-    built = rotated_digests(kind, k, k, impl)
-    decoded = rotated.decode(*built, by(kind, 2, 64))
+    built = rotated_digests(k, k, impl)
+    decoded = rotated.decode(*built)
     assert decoded.isfinite().all()
     if math.isfinite(value):
-        turn = None if kind == "rotated-2" else by(kind, 2, 64).keys
-        same = rotate(k[0].transpose(0, 1), turn)
+        same = rotate(k[0].transpose(0, 1))
         assert (decoded[0] - same).abs().max() <= 0.02 * abs(value) * 64**0.5
-        check_built(k, built, kind)
+        check_built(k, built)
     check_norms(k, built[1])
 
 
@@ -139,30 +121,28 @@ def test_pages_of_one_value_and_single_bad_elements(impl, kind, value):
 def test_keys_are_decoded_as_well_as_their_bits_allow(impl):
     """The levels' squared error for a normal variable is 0.118 of its variance."""
     k = torch.randn(50, 32, 1, 128, generator=torch.Generator().manual_seed(3))
-    error = rotated.decode(*rotated_digests("rotated-2", k, k, impl)) - rotate(k.transpose(1, 2))
+    error = rotated.decode(*rotated_digests(k, k, impl)) - rotate(k.transpose(1, 2))
     assert 0.9 < error.square().mean() / 0.118 < 1.05
 
 
 @CHANGES
-@KINDS
 @settings(max_examples=8)
 @given(
     sizes=st.tuples(*(st.integers(1, n) for n in (3, 70, 12, 2, 4))),
     D=st.sampled_from(DIMS),
     seed=st.integers(0, 2**31),
 )
-def test_the_change_of_a_mass_equals_the_formula(agree, impl, kind, sizes, D, seed):
-    q, digests, table, n_full = inputs(kind, seed, *sizes, D)
+def test_the_change_of_a_mass_equals_the_formula(agree, impl, sizes, D, seed):
+    q, digests, table, n_full = inputs("rotated-2", seed, *sizes, D)
     q_ahead = q + 0.3 * torch.randn(q.shape, generator=torch.Generator().manual_seed(seed))
     expected = torch.zeros(q.shape[:2], dtype=torch.float64)
     for b, row in enumerate(table):
         pages = row[: n_full[b]][row[: n_full[b]] >= 0].long()
         if len(pages):
-            of_row = (masses(kind, x[b].double(), digests, pages)[0] for x in (q, q_ahead))
+            of_row = (masses("rotated-2", x[b].double(), digests, pages)[0] for x in (q, q_ahead))
             real, ahead = (u.logsumexp(1) for u in of_row)
             expected[b] = real - ahead
-    arguments = q, q_ahead, *digests, table, n_full, D**-0.5
-    got = impl(*arguments, coordinates=by(kind, sizes[3], D))
+    got = impl(q, q_ahead, *digests, table, n_full, D**-0.5)
     assert (got[expected == 0] == 0).all()
     agree(mass_change_rotated, got, expected, times=2.0)
 
@@ -187,31 +167,29 @@ def test_a_mass_changes_by_each_head_s_own_pages(agree, impl, dtype):
 
 
 @SCORES
-@KINDS
 @settings(max_examples=8)
 @given(
     seed=st.integers(0, 99),
     exponents=st.lists(st.integers(-8, 4), min_size=64, max_size=64),
     size=st.sampled_from((1e-6, 1.0, 30.0)),
 )
-def test_channels_of_very_different_size(agree, impl, kind, seed, exponents, size):
+def test_channels_of_very_different_size(agree, impl, seed, exponents, size):
     """Errors are relative to the norms of query and key, of which the latter is about 11 here."""
-    q, *rest = inputs(kind, seed)
+    q, *rest = inputs("rotated-2", seed)
     q = size * q * 2.0 ** torch.tensor(exponents, dtype=torch.float32)
-    got = scores(kind, q, *rest, impl)
+    got = scores("rotated-2", q, *rest, impl)
     logits = float(q.norm(dim=-1).max()) * 11 * 0.125
-    agree(score_rotated, got, literal(kind, q, *rest), times=max(1.0, logits / 11))
+    agree(score_rotated, got, literal("rotated-2", q, *rest), times=max(1.0, logits / 11))
 
 
 @SCORES
-@KINDS
 @pytest.mark.parametrize("fill", [0.0, 1.0, math.inf, math.nan])
-def test_one_page_and_pages_of_one_value(impl, kind, fill):
+def test_one_page_and_pages_of_one_value(impl, fill):
     k = torch.full((3, 32, 2, 32), fill)
     q = torch.randn(2, 4, 32)
     table = torch.tensor([[1, -1, -1], [0, 1, 2]], dtype=torch.int32)
     n_full = torch.tensor([3, 3], dtype=torch.int32)
     one = torch.full_like(k, 32**-0.5)
-    got = scores(kind, q, rotated_digests(kind, k, one), table, n_full, impl)
+    got = scores("rotated-2", q, rotated_digests(k, one), table, n_full, impl)
     expected = torch.tensor([[4, -math.inf, -math.inf], [4 / 3] * 3])
     torch.testing.assert_close(got, expected)

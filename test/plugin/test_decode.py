@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.observability import trace
 from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 
-from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.stores import Counters
 from sglang_scout.plugin import decode as hooks
 
 COPY = 5000

@@ -154,7 +154,7 @@ def test_a_norm_a_product_and_a_rotation_are_launched(token, bias, product, meth
 
 @pytest.mark.sparda
 def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(agree, token):
-    from sglang_scout.policy.learned.embed import Means
+    from sglang_scout.policy.learned import Means
     from sglang_scout.policy.learned.sparda import SparDA
 
     layers = [attention_layer()[0] for _ in range(3)]

@@ -11,7 +11,8 @@ from sglang.srt.layers.attention import torch_native_backend as torch_native
 
 from page_weights import rule_of
 from sglang_scout.core.flags import parse_config
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.digests import DigestPool
+from sglang_scout.engine.requests import PageHints
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin import prefill
 
@@ -25,7 +26,7 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
     wanted = torch.tensor([8, 2, 7])  # page of each layer, with a key that stands out
     for of_layer, page in zip(keys, wanted, strict=True):
         of_layer[page * SIZE + 30] *= 10
-    digests = DigestPool(SHAPE, 9, "cpu", rule_of("minmax"), hints=True)
+    digests = DigestPool(SHAPE, 9, "cpu", rule_of("minmax"), PageHints(SHAPE, 9))
     prompt, sender = [0] * (7 * SIZE + 1), SimpleNamespace()
     request = SimpleNamespace(rid="r", disagg_kv_sender=sender, origin_input_ids=prompt)
     request.start_send_idx = 0

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import REGISTRY
 
-from sglang_scout.engine.counters import Counters, StepTimes
+from sglang_scout.engine.stores import Counters, StepTimes
 from sglang_scout.plugin import status
 
 PROMISED = [

@@ -10,7 +10,8 @@ import torch
 from sglang.srt.disaggregation.common import conn
 
 from page_weights import digest_kinds, digest_pool, rule_of
-from sglang_scout.engine.digest_pool import HINT_PAGES, DigestPool
+from sglang_scout.engine.digests import DigestPool
+from sglang_scout.engine.requests import HINT_PAGES, PageHints
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin import transfers
 
@@ -196,10 +197,11 @@ def test_memory_that_the_transfer_engine_does_not_take_ends_the_server(transfer_
 def test_a_hint_is_sent_with_the_last_chunk_if_both_have_them(
     kind_there, hints_there, chunk_is_last
 ):
-    here = DigestPool(SHAPE, 4, "cpu", rule_of("minmax"), hints=True)
+    here = DigestPool(SHAPE, 4, "cpu", rule_of("minmax"), PageHints(SHAPE, 4))
     if chunk_is_last:
         here.hints.put(3, np.zeros((3, HINT_PAGES), np.int32))
-    there = DigestPool(SHAPE, 90, "cpu", rule_of(kind_there), hints=hints_there)
+    hints = PageHints(SHAPE, 90) if hints_there else None
+    there = DigestPool(SHAPE, 90, "cpu", rule_of(kind_there), hints)
     target = target_of(there)
     pairs = sent(transfers.with_digests(lists(), here), target)
     if kind_there != "minmax":

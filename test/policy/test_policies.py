@@ -1,6 +1,7 @@
 """Decisions of the presets."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,23 +46,29 @@ def test_exact_layers_are_not_predicted_and_have_no_lead():
         make(exact, 3)
 
 
+def due_in(residency, steps):
+    for step in range(steps):
+        residency.plan(SimpleNamespace(step=step))
+        yield residency.is_due
+
+
 def test_the_paper_s_choices():
     """Sections 2.2, 3.3 and 3.4."""
     policy = make(config(config='{"paper": true}'), 4)
     rule, residency = policy.rule, policy.residency
     assert (rule.digest.name, rule.reweigh, rule.only_selected) == ("minmax", False, True)
     assert policy.query.targets(0, 4) == (0, 1) and policy.query.attends
-    due = [[step for step in range(1, 17) if residency.due(layer, step)] for layer in range(4)]
+    due = [np.flatnonzero(layer) for layer in np.array(list(due_in(residency, 16))).T]
     assert all(len(steps) == 2 and steps[1] - steps[0] == 8 for steps in due)
     assert len({steps[0] for steps in due}) == 4, "layers take turns"
 
 
 def test_recall_off():
-    policy = make(config(config='{"recall": "off"}'), 4)
-    assert not any(policy.residency.due(layer, step) for layer in range(4) for step in range(99))
-    misses, uses = np.array([[[7, 3], [5, -1]]] * 2, np.int32), ResidencyTable(4, 9, 1).uses
-    layers, pages = policy.residency.pick(np.array([1, 2]), misses, np.array([0, 1]), uses)
-    assert (layers.tolist(), pages.tolist()) == ([1, 1, 2, 2], [3, 7, 3, 7])
+    policy = make(config(config='{"recall": "off"}'), 2)
+    assert not np.any(list(due_in(policy.residency, 99)))
+    misses, uses = np.array([[[7, 3], [5, -1]]] * 2, np.int32), ResidencyTable(2, 9, 1).uses
+    layers, pages = policy.residency.pick(misses, np.array([0, 1]), uses)
+    assert (layers.tolist(), pages.tolist()) == ([0, 0, 1, 1], [3, 7, 3, 7])
 
 
 PROFILE = RecallProfile(1, "m", 32, 2048, 0.2, [2, 0, 30], 3)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.engine.policy import RESULT_DELAY_STEPS, StepReport
+from sglang_scout.engine import RESULT_DELAY_STEPS
+from sglang_scout.engine.policy import StepReport
 from sglang_scout.policy.residency import (
     GRACE_STEPS,
     MAX_INTERVAL_STEPS,
@@ -72,6 +73,7 @@ class World:
                 landed=self.landed,
                 used=used,
                 late_pages=self.late_pages,
+                spare_slots=self.queued,
             )
         )
         self.steps += 1
@@ -195,40 +197,11 @@ def test_it_backs_off_when_the_link_is_late_and_recovers():
     assert (np.array(world.ratios[-50:]) <= BETA + 1 / CAPACITY).all()
 
 
-def test_a_late_link_s_measured_speed_bounds_the_pages():
-    def limit(**measured):
-        control = controller(1, step_pages=1000)
-        control.plan(report(late_pages=50, started=400, **measured))
-        return control.limit_pages
-
-    assert limit() == 200
-    assert limit(step_us=1000.0, link_pages_per_us=0.1) == 50
-    in_time = controller(1, step_pages=1000)
-    in_time.plan(report(late_pages=0, started=400, step_us=1000.0, link_pages_per_us=0.1))
-    assert in_time.limit_pages == 1000, "while the link keeps up, no measured time decides anything"
-
-
-def report(*, late_pages=0, started=0, age=50, absent=0, **kwargs):
-    zero = np.zeros(1, np.int64)
-    return StepReport(
-        step=1,
-        budget_pages=64,
-        ages=np.array([age], np.int64),
-        missed=np.array([[10]], np.int64),
-        absent=np.array([[absent]], np.int64),
-        started=np.array([started], np.int64),
-        landed=zero,
-        used=zero,
-        late_pages=late_pages,
-        **kwargs,
-    )
-
-
 @pytest.mark.parametrize("age", range(GRACE_STEPS + 1))
 def test_every_age_that_may_recall_is_granted_pages(age):
     """Exactly what `RecallController.pick` takes for a row in its grace steps."""
-    control = controller(1, intervals=[0])
-    control.plan(report(age=age, absent=10))
+    control, ten, none = controller(1, intervals=[0]), np.array([[10]]), np.zeros(1, np.int64)
+    control.plan(StepReport(1, 64, np.array([age]), ten, ten, none, none, none, 0, none))
     assert control.granted.tolist() == [10 if age < GRACE_STEPS else 0]
 
 

@@ -74,7 +74,7 @@ def sample(model: Model, tokens: Tensor, kind: str, seed: int) -> Sample:
     position = (first + torch.randperm(T - first, generator=draw)[:QUERIES]).sort().values
     features, pages, targets, before = [], [], [], []
 
-    from sglang_scout.policy.learned.embed import half_means, pooled
+    from sglang_scout.policy.learned import half_means, pooled
 
     def see(layer: int, x: Tensor, q: Tensor, k: Tensor) -> None:
         of_pages = k.unflatten(1, (N, PAGE_TOKENS)).permute(1, 2, 0, 3)

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_scout.ops.rotated import Coordinates
-
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 PREFILL_ROWS = 512  # queries per block: bounds the memory of attention
 
@@ -83,7 +81,7 @@ class Model:
 
     def file_of(self, digest: str, layer: int) -> tuple[Tensor, ...]:
         """A layer's arrays of the digest's file, if it has one that is there."""
-        names = {"pilot": ("w_k", "w_q"), "calibrated": Coordinates._fields}.get(digest, ())
+        names = ("w_k", "w_q") if digest == "pilot" else ()
         return tuple(self.trained[name][layer] for name in names if name in self.trained)
 
     def keys_values(self, layer: int, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ the page's log mass, log sum exp(q.k):
     keys          the keys themselves: the true page mass, the oracle
     rotated-2     for rotated keys, the mean in int8, and each token's difference from it with two bits per channel and
                   a scale: ops/rotated.py, for any page size
-    calibrated    the same with one bit per channel on average in calibrated coordinates: ops/rotated.py
     minmax-R      bounds over R consecutive tokens; minmax-S is that of Quest, the paper and ops/minmax.py
     window        the mean key of the best window of a page, stride half a page, from halves of 16 tokens: SparDA
     pilot         a trained page embedding times one of the queries of a group: RheoServe; both policy/learned
@@ -21,21 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.rotated import (
-    FIRST,
-    SECOND,
-    STATS_BYTES,
-    Coordinates,
-    build_layer_rotated_reference,
-    decode,
-    planes_shape,
-    rotate,
-)
+from sglang_scout.ops.rotated import FIRST, SECOND, rotate
 
-KINDS = ("keys", "rotated", "calibrated", "minmax", "window", "pilot")
-FILES = {"pilot": "pilot", "calibrated": "digest"}
-"""Kinds of files that digests need."""
+KINDS = ("keys", "rotated", "minmax", "window", "pilot")
 CHOICES = {
     "reduce": ("mass", "value"),
     "grain": ("layer", "head"),
@@ -54,8 +41,6 @@ class Setting:
         grain: "layer": one selection for all heads; "head": one per key-value head.
         query: which query selects: the layer's own, the next layer's projection of this layer's input, or one trained
             vector per key-value head.
-        stop_mass: if the budget does not cover all pages, select only until they hold this share of the mass estimated
-            by the digest.
         attends: whose query attends to the selected pages, except the first and the newest, which are always on the
             device: the real one; the predicted one for those that the previous token had not selected ("-missing");
             "reweighed": with their joint log mass corrected by the digest, + est(q) - est(predicted q).
@@ -67,7 +52,6 @@ class Setting:
     grain: str = "layer"
     page_tokens: int = 32
     query: str = "real"
-    stop_mass: float = 1.0
     attends: str = "real"
 
     def __post_init__(self) -> None:
@@ -105,25 +89,13 @@ def in_int8(x: Tensor) -> Tensor:
     return (x / step).round() * step
 
 
-def as_stored(pages: Tensor, coordinates: Coordinates) -> Tensor:
-    """``pages`` [H, N, 32, D] as a calibrated digest has them."""
-    k, (H, N, _, D) = pages.permute(1, 2, 0, 3).contiguous(), pages.shape
-    shapes = planes_shape(1, D), (D + STATS_BYTES,)
-    digests = [torch.zeros(1, N, H, *shape, dtype=torch.uint8) for shape in shapes]
-    of_layer = Coordinates(*(x[None] for x in coordinates))
-    source = LayerPages.of([k], [k], "cpu")
-    build_layer_rotated_reference(source, torch.arange(N), *digests, None, of_layer)
-    x = decode(*(x[0] for x in digests), coordinates)
-    return (x @ coordinates.queries).transpose(0, 1)
-
-
 class Digest:
     """Digests of pages, and the scores of queries by them.
 
     Args:
         name: see the module docstring.
-        pages: [H, N, S, D], of the text; calibrated digests are calibrated on them.
-        trained: of the layer, for pilot w_k [H, r, 2 D] and w_q [H, r, G * D]; for calibrated `Coordinates`.
+        pages: [H, N, S, D], of the text.
+        trained: of the layer, for pilot: w_k [H, r, 2 D] and w_q [H, r, G * D].
     Raises:
         ValueError: an unknown name.
     """
@@ -132,8 +104,8 @@ class Digest:
         self.kind, _, rest = name.partition("-")
         if self.kind not in KINDS:
             raise ValueError(f"digest {name!r} is not known")
-        if name in FILES and not trained:
-            script = f"scripts/train_forecast.py --kind {FILES[name]}"
+        if name == "pilot" and not trained:
+            script = "scripts/train_forecast.py --kind pilot"
             raise ValueError(f"digest {name!r} needs a file: {script}")
         self._trained = trained
         self._rows = int(rest or 1)  # tokens of a row of bounds
@@ -150,12 +122,10 @@ class Digest:
         if kind == "window":
             return (pages.unflatten(2, (2, -1)).mean(3),)
         if kind == "pilot":
-            from sglang_scout.policy.learned.embed import pooled
+            from sglang_scout.policy.learned import pooled
 
             of_pages = pooled(pages.permute(1, 2, 0, 3))
             return (torch.einsum("hrx,nhx->hnr", self._trained[0], of_pages),)
-        if kind == "calibrated":
-            return (as_stored(pages, Coordinates(*self._trained)),)
         x = rotate(pages)
         mean = in_int8(x.mean(2, keepdim=True))
         return (mean + in_two_bits(x - mean),)
@@ -163,7 +133,7 @@ class Digest:
     def log_norms(self, values: Tensor) -> Tensor:
         """[H, N, S] for ``values`` [H, N, S, D], as stored by this digest: rotated ones in a byte."""
         norms = values.norm(dim=-1)
-        if self.kind in ("rotated", "calibrated"):
+        if self.kind == "rotated":
             step = (norms.amax(-1, keepdim=True) / 255).clamp(min=torch.finfo().tiny)
             norms = (norms / step).round() * step
         return norms.log()
@@ -242,10 +212,4 @@ def choose(setting: Setting, score: Tensor, full: Tensor) -> Tensor:
     key = score.masked_fill(~offered, -torch.inf).masked_fill(forced & offered, torch.inf)
     k = min(setting.budget_tokens // setting.page_tokens, len(page))
     found, best = key.topk(k, -1)
-    kept = found > -torch.inf
-    if setting.stop_mass < 1:
-        held = score.gather(-1, best)
-        before = held.cumsum(-1) - held
-        wanted = (before < setting.stop_mass * score.sum(-1, keepdim=True)) | (found == torch.inf)
-        kept &= wanted | (full[:, None] <= k)
-    return torch.zeros_like(key, dtype=torch.bool).scatter_(-1, best, kept)
+    return torch.zeros_like(key, dtype=torch.bool).scatter_(-1, best, found > -torch.inf)

@@ -25,12 +25,11 @@ MAIN = [
     *(_system(budget) for budget in (512, 1024, 2048)),
     *(_system(1024, page_tokens=size) for size in (16, 64)),
     _system(1024, BOUNDS, reduce="mass"),
-    _system(1024, stop_mass=0.95),
     *(Setting(1024, digest, reduce="value") for digest in ("keys", TWO_BITS)),
     _paper(1024),
     _paper(2048),
 ]
-"""Budgets, page sizes, digests and ``mass`` of ``--kv-offload scout``; beside it the real query, with an oracle that
+"""Budgets, page sizes and digests of ``--kv-offload scout``; beside it the real query, with an oracle that
 knows the keys, and the paper's choices."""
 
 BUDGETS = [

@@ -18,8 +18,8 @@ from msgspec import Meta
 PAGE_SIZE_TOKENS = 32
 """Page size that ``--kv-offload`` implies (the paper's block size)."""
 
-Digest = Literal["minmax", "rotated-2", "calibrated"]
-"""Page digests to choose from; see ``engine/digest_kinds.py``."""
+Digest = Literal["minmax", "rotated-2"]
+"""Page digests to choose from; see ``engine/digests.py``."""
 
 DEFAULT_DIGEST = "rotated-2"
 DEFAULT_BUDGET_TOKENS = 1024
@@ -115,15 +115,8 @@ class OffloadConfig:
     digest: Digest = _key(
         DEFAULT_DIGEST,
         "Summary of each page from which pages are selected. `minmax`, the paper's, takes 0.4 of the memory of "
-        "`rotated-2`, but finds the important pages less well (measured on one small model). `calibrated` takes 0.6 "
-        "and needs `digest_file`. Give the same to both servers",
-    )
-    mass: Annotated[float, Meta(ge=0.01, le=1.0)] = _key(
-        1.0,
-        "Share of the attention mass that the selected pages should hold, as the digests estimate it. Below 1, a "
-        "layer selects no more pages than it needs for that share, which saves CPU time and copies and costs "
-        "accuracy. Has no effect on a request that fits the budget",
-        needs=("grain", "layer"),
+        "`rotated-2`, but finds the important pages less well (measured on one small model). Give the same to both "
+        "servers",
     )
     exact_layers: tuple[Annotated[int, Meta(ge=0)], ...] = _key(
         (),
@@ -201,12 +194,6 @@ class OffloadConfig:
         None,
         "Weights of page embeddings, made by `scripts/train_forecast.py --kind pilot`. Required; give it to both "
         "servers",
-    )
-    digest_file: str | None = _of_policies(
-        None,
-        "Coordinates of `calibrated` digests for one model, made by `scripts/train_forecast.py --kind digest`. "
-        "Implies `digest: calibrated`; give it to both servers",
-        needs=("digest", "calibrated"),
     )
 
     context_share: Share = _for_tests(0.0, "Memory for kept tokens, as a share of the host pages'")

@@ -24,7 +24,7 @@ from sglang_scout.core.config import FLAGS
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import ModelIdentity
 
-Kind = Literal["forecast", "pilot", "digest"]
+Kind = Literal["forecast", "pilot"]
 VERSION = 1
 MIN_RANK = 8
 Floats = npt.NDArray[np.float32]
@@ -76,9 +76,6 @@ def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]
     layers, heads, dim = model.num_layers, model.num_kv_heads, model.head_dim
     if kind == "forecast":
         return {"w": (layers, heads * dim, None)}
-    if kind == "digest":
-        square = (layers, heads, dim, dim)
-        return {"keys": square, "queries": square, "bits": (layers, heads, 4, dim)}
     group = model.num_q_heads // max(heads, 1)
     return {"w_k": (layers, heads, None, 2 * dim), "w_q": (layers, heads, None, group * dim)}
 
@@ -133,15 +130,6 @@ def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
             return f"{name} is {x.dtype}{list(x.shape)}, expected float32[{expected}]"
         if not np.isfinite(x).all():
             return f"{name} has values that are not finite"
-    if header.kind == "digest":
-        channel, width, levels, gain = np.moveaxis(arrays["bits"], 2, 0)
-        dim = header.identity.head_dim
-        is_good = np.isin(channel, np.arange(dim)) & np.isin(levels, (1, 2, 4, 8)) & (width > 0)
-        if not (is_good & (gain > 0)).all():
-            return (
-                f"bits has a channel outside 0..{dim - 1}, a number of levels other than 1, 2, 4 or 8, or a width or "
-                "gain that is not above 0"
-            )
     if header.kind == "pilot":
         ranks, most = [x.shape[2] for x in arrays.values()], 2 * header.identity.head_dim - 1
         if ranks[0] != ranks[1] or not MIN_RANK <= ranks[0] <= most:

@@ -68,7 +68,7 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     query_cosine: list[float | None] = []  # mean of each layer; None: not predicted
 
 
-SELECTION_KEYS = ("digest", "mass", "sink_pages", "recent_pages")
+SELECTION_KEYS = ("digest", "sink_pages", "recent_pages")
 """Configuration that determines which pages a query selects, and so how fast the selection drifts."""
 
 

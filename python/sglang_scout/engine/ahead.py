@@ -17,8 +17,7 @@ from torch import Tensor
 
 from sglang_scout.engine.device import ForkedStream
 from sglang_scout.engine.requests import Batch
-from sglang_scout.engine.step_inputs import StepInputs, of_lists
-from sglang_scout.engine.step_results import StepResults
+from sglang_scout.engine.step_buffers import StepInputs, StepResults, of_lists
 from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.trace import DeviceClock, Tracer
 from sglang_scout.engine.transport import Transport
@@ -29,19 +28,14 @@ from sglang_scout.ops.select import select_pages
 
 @dataclass(frozen=True)
 class QueryHeads:
-    """How a layer makes its query of the projection's output: head norm and RoPE; see :func:`rotate_heads`.
-
-    Attributes:
-        cos_sin: returns the table, which SGLang replaces by one of another dtype.
-        norm_weight, norm_eps: RMSNorm per head, or None.
-    """
+    """How a layer makes its query of the projection's output: head norm and RoPE; see :func:`rotate_heads`."""
 
     num_heads: int
     head_dim: int
     rotary_dim: int
     is_neox: bool
-    cos_sin: Callable[[], Tensor]
-    norm_weight: Tensor | None = None
+    cos_sin: Callable[[], Tensor]  # the table, which SGLang replaces by one of another dtype
+    norm_weight: Tensor | None = None  # RMSNorm per head, or None
     norm_eps: float = 0.0
 
 
@@ -50,16 +44,14 @@ class QueryProjector:
     """A layer's query from any layer's input, in two parts.
 
     Attributes:
-        norm_weight, norm_eps: of the RMSNorm before the projection.
-        w_q, b_q: ``[HQ * D, hidden]``, and a bias or None.
         quantized: the layer's own projection, in place of ``w_q``: normed input -> (q, k, v side by side, and a bias
             that it has not added or None).
     """
 
-    norm_weight: Tensor
+    norm_weight: Tensor  # of the RMSNorm before the projection
     norm_eps: float
     heads: QueryHeads
-    w_q: Tensor | None = None
+    w_q: Tensor | None = None  # [HQ * D, hidden]
     b_q: Tensor | None = None
     quantized: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
     weight_bytes: int = 0
@@ -70,15 +62,13 @@ class QueryProjector:
         Runs on the model's stream, as the model overwrites the layer input afterwards. A quantised projection too, K
         and V included, 1 + 2 H / HQ times the work: such GEMMs may share a workspace.
         """
-        x = x.contiguous()  # kernels assume it, as SGLang passes it
-        residual = None if residual is None else residual.contiguous()
-        normed = add_norm(x, residual, self.norm_weight, self.norm_eps)
+        residual = None if residual is None else residual.contiguous()  # as kernels assume
+        normed = add_norm(x.contiguous(), residual, self.norm_weight, self.norm_eps)
         if self.quantized is None:
             return normed
         q_size = self.heads.num_heads * self.heads.head_dim
         qkv, bias = self.quantized(normed)
-        q = qkv[:, :q_size]
-        return q if bias is None else q + bias[:q_size]
+        return qkv[:, :q_size] if bias is None else qkv[:, :q_size] + bias[:q_size]
 
     def finish(self, started: Tensor, positions: Tensor) -> Tensor:
         """``[B, HQ, D]`` query after RoPE, of the model's dtype, at ``positions`` ``[B]``. May run on a side stream."""
@@ -92,23 +82,16 @@ class QueryProjector:
 
 @dataclass
 class Ahead:
-    """One layer's selection, from look-ahead to merge; B requests of C lists.
+    """One layer's selection, from look-ahead to merge; B requests of C lists."""
 
-    Attributes:
-        query: ``[B, HQ, D]``, attends to the missing pages: the predicted one, or the real one.
-        pages: ``[B * C, N]``, or ``[B, N]`` for all lists: the device attends to those that are resident.
-        n_pages: how many each row of ``pages`` has; None: -1 padded.
-        missing, n_missing: ``[B * C, k]``, and ``[B * C]`` how many of each row: the selected pages that are not
-            resident, for the CPU.
-        ticket: of the transport.
-    """
-
-    query: Tensor
-    pages: Tensor
-    n_pages: Tensor | None
-    missing: Tensor
-    n_missing: Tensor
-    ticket: Any = None
+    query: Tensor  # [B, HQ, D] attends to the missing pages: the predicted one, or the real one
+    pages: (
+        Tensor  # [B * C, N], or [B, N] for all lists: the device attends to those that are resident
+    )
+    n_pages: Tensor | None  # how many each row of these has; None: -1 padded
+    missing: Tensor  # [B * C, k] selected pages that are not resident, for the CPU
+    n_missing: Tensor  # [B * C] how many
+    ticket: Any = None  # of the transport
 
 
 class Selector:
@@ -169,8 +152,7 @@ class LookAhead(Selector):
         verifier: Verifier | None,
         clock: Tracer | DeviceClock,
     ) -> None:
-        self._rule, self._query = parts.policy.rule, parts.policy.query
-        self._shape, self._sizes, self._digests = parts.shape, parts.sizes, parts.digests
+        self._parts, self._rule, self._query = parts, parts.policy.rule, parts.policy.query
         self._transport, self._inputs, self._results = transport, inputs, results
         self._projectors, self._verifier, self._clock = projectors, verifier, clock
         # With a list per KV head each selects for itself, even if a rank has only one.
@@ -178,12 +160,12 @@ class LookAhead(Selector):
         # Collectives need order.
         self._beside = ForkedStream(parts.device if self._ranks is None else None)
         self._posts_late = parts.policy.route == "cpu" and not self._query.attends
-        self._ahead: list[Ahead | None] = [None] * self._shape.num_layers
+        self._ahead: list[Ahead | None] = [None] * parts.shape.num_layers
         # Ranks may differ in residency, and would then replay different graphs.
         if parts.ranks is None:
             predicts = self._query.targets(0, 2)
             read_bytes = max((p.weight_bytes for p in projectors), default=0) if predicts else 0
-            self.dense_pages = read_bytes // (2 * self._shape.page_bytes)
+            self.dense_pages = read_bytes // (2 * parts.shape.page_bytes)
 
     def begin(self, batch: Batch) -> Batch:
         self._beside.join()
@@ -204,9 +186,10 @@ class LookAhead(Selector):
     def _select(self, layer: int, query: Tensor) -> Ahead:
         """Select the pages of a layer, and post the missing ones."""
         rule, candidates = self._rule, self._inputs.candidates.first(len(query))
-        by_list = of_lists(query, self._sizes.lists)
+        sizes, scale = self._parts.sizes, self._parts.shape.scale
+        by_list = of_lists(query, sizes.lists)
         with self._clock.slice("ahead", "score", layer=layer):
-            scores = self._digests.score(layer, by_list, candidates, self._shape.scale)
+            scores = self._parts.digests.score(layer, by_list, candidates, scale)
             if self._ranks is not None:
                 # Softmax shares are per head over its pages, so they can be summed over any heads.
                 scores = self._ranks.combine(scores, "sum")
@@ -214,9 +197,7 @@ class LookAhead(Selector):
             tables = candidates.list_table, candidates.list_n_full, self._inputs.slot_of[layer]
             forced = rule.sink_pages, rule.recent_pages
             out = self._results.of(layer, len(by_list))
-            selection = select_pages(
-                scores, *tables, self._sizes.budget_pages, *forced, rule.mass, out
-            )
+            selection = select_pages(scores, *tables, sizes.budget_pages, *forced, out)
         if self._verifier is not None:
             self._verifier.check_selection(selection.pages)
         attended = (selection.pages, None) if rule.only_selected else candidates[:2]

@@ -1,11 +1,11 @@
 """The step boundary: everything that the host decides about a step before it begins.
 
-    1  results     what step t-2 selected is read back: counters, page uses (``step_results.py``)
+    1  results     what step t-2 selected is read back: counters, page uses (``step_buffers.py``)
     2  recalls     finished copies are mapped (``recall.py``)
     3  digests     pages that the last step filled get theirs (``pages.py``)
     4  placement   sink, newest and tail pages, and first pages of arriving requests (``pages.py``, ``requests.py``)
     5  plan        the policy decides this step's recalls of what step t-2 missed; they start
-    6  inputs      page table, lengths and residency changes are sent to the device (``step_inputs.py``)
+    6  inputs      page table, lengths and residency changes are sent to the device (``step_buffers.py``)
 
 What the step attends to then stays fixed until the next boundary.
 """
@@ -17,14 +17,14 @@ import time
 import numpy as np
 
 from sglang_scout.core.step_log import Step, StepLog
+from sglang_scout.engine import Ids, PageIds
 from sglang_scout.engine.ahead import Selector
-from sglang_scout.engine.counters import StepTimes
-from sglang_scout.engine.pages import Ids, PageIds, Pages
+from sglang_scout.engine.pages import Pages
 from sglang_scout.engine.policy import StepReport
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Batch, Requests
-from sglang_scout.engine.step_results import LaunchedStep, StepResults
-from sglang_scout.engine.stores import Parts
+from sglang_scout.engine.step_buffers import LaunchedStep, StepResults
+from sglang_scout.engine.stores import Parts, StepTimes
 
 
 class StepBoundary:
@@ -40,19 +40,18 @@ class StepBoundary:
         selector: Selector,
         step_log: StepLog | None,
     ) -> None:
-        self._policy, self._page_size = parts.policy, parts.shape.page_size
-        self._budget_pages = parts.sizes.budget_pages
-        self._row_pages = parts.sizes.budget_pages * parts.sizes.lists
-        self._table, self._counters = (table := parts.table), parts.counters
+        self._policy, self._table, self._counters = parts.policy, parts.table, parts.counters
+        self._sizes, self._page_size = parts.sizes, parts.shape.page_size
         self._recall, self._pages, self._requests, self._results = recall, pages, requests, results
         self._selector, self._step_log = selector, step_log
         self._logged_recalls = np.zeros(3, np.int64)
-        self._step_us = 0.0  # smoothed; 0 until known
         self._end_ns = 0  # of the last step whose results have arrived
-        none = np.zeros((table.num_layers, 0), np.int64)
+        layers = parts.table.num_layers
+        self._started = np.zeros(layers, np.int64)  # pages whose recall the last boundary started
+        none = np.zeros((layers, 0), np.int64)
         # Of the last step whose selections are known: ages [B], missed pages [L, B], those of them still absent.
         self._last = np.zeros(0, np.int64), none, none
-        table.pin_share = parts.policy.residency.pin_share
+        parts.table.pin_share = parts.policy.residency.pin_share
 
     def begin(self, step: int, page_table: PageIds, request_slots: Ids, seq_lens: Ids) -> Batch:
         """Prepare step number ``step``, ascending. Other arguments as of :meth:`StepEngine.begin_step`."""
@@ -60,6 +59,7 @@ class StepBoundary:
         self._results.send_for()
         known = self._take_in()
         residency = self._policy.residency
+        landed, used = self._recall.judge_landed(step)
         self._recall.commit(step, residency.patience_us)
         full = (seq_lens - 1) // self._page_size
         tail_len = (seq_lens - 1) % self._page_size + 1
@@ -81,10 +81,23 @@ class StepBoundary:
         joining = [pages for pages in joining if pages.size]
         self._pages.load_forced(table, full, tail_page, tail_len, joining)
         self._requests.start_copies()
-        residency.plan(self._report(step))
+        last_ages, missed, absent = self._last
+        residency.plan(
+            StepReport(
+                step=step,
+                budget_pages=self._sizes.budget_pages * self._sizes.lists,
+                ages=last_ages,
+                missed=missed,
+                absent=absent,
+                started=self._started,
+                landed=landed,
+                used=used,
+                late_pages=self._recall.late_pages,
+                spare_slots=self._table.num_spare,
+            )
+        )
         self._pages.fill_free_slots(table, full)
-        if known is not None:
-            self._recall_missing(known)
+        self._recall_missing(known)
         batch = Batch(
             requests=requests,
             table=table,
@@ -113,22 +126,20 @@ class StepBoundary:
         selected = int(uses.count(done.pages).sum())  # a plain int, for JSON
         if batch.is_dense:  # all selected: none is more important than another
             selected = self._table.num_layers * int(batch.n_full.sum())
-        budget = len(batch.ages) * self._row_pages
+        budget = len(batch.ages) * self._sizes.budget_pages * self._sizes.lists
         self._counters.dense_steps += batch.is_dense
-        self._counters.count_step(selected, missed.sum(axis=1), budget, self._policy.route)
-        self._counters.count_waits(done.waited_ns // 1000)
+        of_step = selected, missed.sum(axis=1), budget, self._policy.route
+        self._counters.count_step(*of_step, done.waited_ns // 1000)
         done.pages, missing = self._pages.still_held(done.step, done.pages, done.missing)
         # Some have been recalled for the step after it.
         done.missing = self._table.still_missing(missing)
         self._last = batch.ages, missed, uses.count(done.missing)
         uses.touch(np.arange(self._table.num_layers), done.pages, done.step, batch.fresh)
         # A boundary may come while the step before still runs.
-        took_us = (done.end_ns - max(done.start_ns, self._end_ns)) / 1e3
+        took_ns = done.end_ns - max(done.start_ns, self._end_ns)
         self._end_ns = done.end_ns
-        waited_s = int(done.waited_ns.sum()) / 1e9
-        boundary_s = (done.begun_ns - done.start_ns) / 1e9
-        self._counters.times.append(StepTimes(took_us / 1e6, boundary_s, waited_s))
-        self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
+        times = took_ns, done.begun_ns - done.start_ns, int(done.waited_ns.sum())
+        self._counters.times.append(StepTimes(*(ns / 1e9 for ns in times)))
         if self._step_log is not None:
             self._step_log.write(self._line(done, missed))
         return done
@@ -154,40 +165,21 @@ class StepBoundary:
             query_cosine=done.cosine.astype(float).round(4).tolist(),  # NaN becomes null
         )
 
-    def _recall_missing(self, done: LaunchedStep) -> None:
+    def _recall_missing(self, done: LaunchedStep | None) -> None:
         """Each layer recalls those of its missed pages that the policy picks."""
-        every, ages = np.arange(self._table.num_layers), done.batch.ages
-        pick, uses = self._policy.residency.pick, self._table.uses
-        layers, pages = pick(every, done.missing, ages, uses)
-        if len(pages):
-            # Running steps may still read the slots that this takes; copies wait for these steps.
-            self._recall.start_recall(layers, pages, done.step)
+        self._started = np.zeros_like(self._started)
+        if done is not None:
+            pick = self._policy.residency.pick
+            layers, pages = pick(done.missing, done.batch.ages, self._table.uses)
+            if len(pages):
+                # Running steps may still read the slots that this takes; copies wait for these steps.
+                self._started = self._recall.start_recall(layers, pages, done.step)
 
     def _is_dense(self, table: PageIds, full: Ids) -> bool:
         """Whether all pages are resident and so few that selecting among them would read more."""
         dense_pages = self._selector.dense_pages
-        beyond = np.maximum(full - self._budget_pages, 0).sum()
+        beyond = np.maximum(full - self._sizes.budget_pages, 0).sum()
         if dense_pages is None or beyond > dense_pages:
             return False
         is_full = np.arange(table.shape[1]) < full[:, None]
         return self._table.are_resident(table[is_full])
-
-    def _report(self, step: int) -> StepReport:
-        """What the residency policy may know."""
-        recall, (ages, missed, absent) = self._recall, self._last
-        report = StepReport(
-            step=step,
-            budget_pages=self._row_pages,
-            ages=ages,
-            missed=missed,
-            absent=absent,
-            started=recall.started.copy(),
-            landed=recall.landed.copy(),
-            used=recall.used.copy(),
-            late_pages=recall.late_pages,
-            step_us=self._step_us,
-            link_pages_per_us=recall.link_pages_per_us,
-            spare_slots=self._table.num_spare,
-        )
-        recall.started[:] = 0
-        return report

@@ -9,6 +9,8 @@ import contextlib
 import ctypes
 import errno
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sglang_scout.ops import triton as kernels
 from sglang_scout.worker.host_memory import populate_together
 
 LOCK_CHUNK_BYTES = 4 * 2**30
@@ -132,16 +135,24 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def submit(self, function: Callable[..., Any], /, *args: Any) -> StreamCopy:
         """Launch what ``function`` launches, after all work of the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        end = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            begin.record()
             function(*args)
             end.record()
-        return StreamCopy(begin, end)
+        return StreamCopy(end, self._waits)
+
+    def take_waited_ns(self) -> int:
+        """How long steps have waited for copies, as far as the host has not been told and knows by now."""
+        waited_ns = 0
+        while self._waits and self._waits[0][1].query():
+            before, after = self._waits.popleft()
+            waited_ns += int(before.elapsed_time(after) * 1e6)
+        return waited_ns
 
     def shutdown(self, wait: bool = True) -> None:
         if wait:
@@ -149,11 +160,10 @@ class SideStream:
 
 
 class StreamCopy:
-    """Completion of copies on a side stream, with a future's interface."""
+    """Completion of copies on a side stream, with a future's interface; ``waits`` gets the times before and after."""
 
-    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        self._begin, self._end = begin, end
-        self._wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    def __init__(self, end: torch.cuda.Event, waits: deque[Any]) -> None:
+        self._end, self._waits, self._is_awaited = end, waits, False
 
     def exception(self, timeout: float | None = None) -> None:
         """The current stream, not the host, waits for the end: no timeout applies."""
@@ -161,21 +171,12 @@ class StreamCopy:
         before.record()
         torch.cuda.current_stream().wait_event(self._end)
         after.record()
-        self._wait = before, after
+        self._waits.append((before, after))
+        self._is_awaited = True
 
     def done(self) -> bool:
         """Whether the current stream is ordered after the copies."""
-        return self._wait is not None or self._end.query()
-
-    def result(self) -> int | None:
-        """Nanoseconds from begin to end, or None if not yet known on the host."""
-        return int(self._begin.elapsed_time(self._end) * 1e6) if self._end.query() else None
-
-    def waited_ns(self) -> int | None:
-        """How long the stream waited for the end, or None if not yet known on the host."""
-        if self._wait is None or not self._wait[1].query():
-            return None
-        return int(self._wait[0].elapsed_time(self._wait[1]) * 1e6)
+        return self._is_awaited or self._end.query()
 
 
 class Staging:
@@ -238,3 +239,14 @@ class Fetching:
         if self._end is not None:
             self._end.synchronize()
         return [t.numpy() for t in self._there]
+
+
+def write_stamp(stamps: Tensor, index: int) -> None:
+    """Write the device clock in nanoseconds to ``stamps[index]``, int64, in order on the current stream.
+
+    A captured graph writes it again in every replay. On the CPU device the clock is ``time.monotonic_ns``.
+    """
+    if stamps.device.type == "cpu" and not kernels.interpreted():
+        stamps[index] = time.monotonic_ns()
+    else:
+        kernels.common.stamp_kernel[(1,)](stamps, index, num_warps=1)

@@ -14,8 +14,8 @@ import torch
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.digest_pool import hint_bytes
 from sglang_scout.engine.policy import Policy
+from sglang_scout.engine.requests import hint_bytes
 from sglang_scout.engine.stores import ModelShape, Sizes
 from sglang_scout.engine.transport import staging_bytes
 from sglang_scout.worker.arena import ArenaSpec
@@ -33,21 +33,13 @@ _ON_DEVICE = "digests", "input buffers", "resident slots", "step buffers"
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Counts and bytes of the three stores, and the additional memory of CPU attention.
+    """Counts and bytes of the three stores, and the additional memory of CPU attention."""
 
-    Attributes:
-        num_pages: P, host pages including the padding page.
-        num_slots: device slots per layer: resident pages, tails, and room for in-flight recalls.
-        budget_pages: as of :class:`ServerSize`.
-        arena: sizes of the memory that is shared with the attention process.
-        rows: what takes memory: name, count, bytes.
-    """
-
-    num_pages: int
-    num_slots: int
-    budget_pages: int
-    arena: ArenaSpec = field(compare=False)
-    rows: tuple[tuple[str, int, int], ...]
+    num_pages: int  # P, host pages including the padding page
+    num_slots: int  # of the device per layer: resident pages, tails, and room for in-flight recalls
+    budget_pages: int  # as of ServerSize
+    arena: ArenaSpec = field(compare=False)  # memory that is shared with the attention process
+    rows: tuple[tuple[str, int, int], ...]  # what takes memory: name, count, bytes
 
     def bytes_of(self, *names: str) -> int:
         return sum(nbytes for name, _, nbytes in self.rows if name in names)
@@ -81,18 +73,16 @@ class DeviceRoom(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerSize:
-    """A rank of a decode server for at most ``max_batch`` requests.
-
-    Attributes:
-        node_cpus: CPUs of CPU attention on each memory node that the pages are divided among.
-    """
+    """A rank of a decode server for at most ``max_batch`` requests."""
 
     config: OffloadConfig
     policy: Policy
     shape: ModelShape
     max_batch: int
     context_tokens: int
-    node_cpus: Sequence[int]
+    node_cpus: Sequence[
+        int
+    ]  # CPUs of CPU attention, of each memory node that has a part of the pages
 
     @property
     def page_bytes(self) -> int:
@@ -119,10 +109,9 @@ class ServerSize:
 
     @cached_property
     def step_bytes(self) -> int:
-        """Device memory for pages fetched ahead, lists per KV head, trained weights of digests, and the policy's own
-        needs."""
+        """Device memory for pages fetched ahead, lists per KV head, and the policy's own needs."""
         shape, sizes = self.shape, self.step_sizes
-        held = self.policy.device_bytes(self) + self.policy.rule.digest.weight_bytes(shape)
+        held = self.policy.device_bytes(self)
         if self.policy.route == "fetch":
             held += staging_bytes(shape, self.max_batch, self.budget_pages)
         if sizes.lists > 1:
@@ -169,6 +158,11 @@ class ServerSize:
             checksums=config.page_checksums,
         )
 
+    @property
+    def _beside_slots(self) -> tuple[int, int]:
+        """Device bytes for a host page: of its digest, and of SGLang's input buffers, sized by all tokens of these."""
+        return self.policy.rule.digest_bytes(self.shape), input_bytes(self.shape.page_size)
+
     def plan(self, num_pages: int, device_bytes: int | None = None) -> MemoryPlan:
         """Sizes of the stores.
 
@@ -178,22 +172,29 @@ class ServerSize:
         Raises:
             ConfigError: they do not fit; with the numbers.
         """
-        config, page_bytes, arena = self.config, self.page_bytes, self.arena(num_pages)
-        digest_bytes = self.policy.rule.digest_bytes(self.shape)
-        beside = num_pages * digest_bytes, num_pages * input_bytes(self.shape.page_size)
-        left = 0 if device_bytes is None else device_bytes - self.step_bytes
-        if device_bytes is None or config.resident_tokens is not None:
-            num_slots = self.wanted_slots
-        else:
-            num_slots = max(left - sum(beside), 0) // page_bytes
+        config, page_bytes, layers = self.config, self.page_bytes, self.shape.num_layers
+        digests, inputs = (num_pages * each for each in self._beside_slots)
         # With a slot for every page nothing is ever missing; more slots would stay empty.
-        num_slots = min(num_slots, num_pages)
-        layers = self.shape.num_layers
+        num_slots = min(self.wanted_slots, num_pages)
+        if device_bytes is not None:
+            left, least = device_bytes - self.step_bytes, min(self._slots(0), num_pages)
+            if config.resident_tokens is None:
+                num_slots = min(max(left - digests - inputs, 0) // page_bytes, num_pages)
+            slots = max(num_slots, least)
+            if (needed := digests + inputs + slots * page_bytes) > left:
+                raise ConfigError(
+                    f"--kv-offload {config.policy}: needs {needed / 2**30:.2f} GiB of device memory "
+                    f"({digests / 2**30:.2f} GiB for the digests of {num_pages} host pages, "
+                    f"{inputs / 2**30:.2f} GiB for SGLang's input buffers of their tokens, and {slots} resident "
+                    f"pages, of which {self.max_batch} requests need at least {least}), but only "
+                    f"{left / 2**30:.2f} GiB are left; lower --kv-offload-host-gb, --max-running-requests "
+                    f"({self.max_batch}), --kv-offload-budget ({config.budget_tokens}) or resident_tokens "
+                    f"({config.resident_tokens}), or raise --mem-fraction-static"
+                )
         rows = (
             ("host pages", num_pages, num_pages * page_bytes),
-            ("digests", num_pages, beside[0]),
-            # SGLang's, sized by all tokens of the host pages.
-            ("input buffers", num_pages, beside[1]),
+            ("digests", num_pages, digests),
+            ("input buffers", num_pages, inputs),
             ("resident slots", num_slots, num_slots * page_bytes),
             ("step buffers", 1, self.step_bytes),
             ("kept tokens", 1, int(num_pages * config.context_share) * page_bytes),
@@ -201,28 +202,8 @@ class ServerSize:
             ("checksums", num_pages, 8 * num_pages * layers * config.page_checksums),
             *self.worker.rows,
         )
-        rows = tuple(row for row in rows if row[2])
-        plan = MemoryPlan(num_pages, num_slots, self.budget_pages, arena, rows)
-        if device_bytes is not None:
-            self._check_device(plan, left)
-        return plan
-
-    def _check_device(self, plan: MemoryPlan, device_bytes: int) -> None:
-        least = min(self._slots(0), plan.num_pages)
-        slots = max(plan.num_slots, least)
-        beside = [plan.bytes_of(name) for name in ("digests", "input buffers")]
-        needed = sum(beside) + slots * self.page_bytes
-        if needed <= device_bytes:
-            return
-        raise ConfigError(
-            f"--kv-offload {self.config.policy}: needs {needed / 2**30:.2f} GiB of device memory "
-            f"({beside[0] / 2**30:.2f} GiB for the digests of {plan.num_pages} host pages, "
-            f"{beside[1] / 2**30:.2f} GiB for SGLang's input buffers of their tokens, and {slots} resident "
-            f"pages, of which {self.max_batch} requests need at least {least}), but only "
-            f"{device_bytes / 2**30:.2f} GiB are left; lower --kv-offload-host-gb, --max-running-requests "
-            f"({self.max_batch}), --kv-offload-budget ({self.config.budget_tokens}) or resident_tokens "
-            f"({self.config.resident_tokens}), or raise --mem-fraction-static"
-        )
+        of_pages = num_pages, num_slots, self.budget_pages, self.arena(num_pages)
+        return MemoryPlan(*of_pages, tuple(row for row in rows if row[2]))
 
     def room(self, device_bytes: int) -> DeviceRoom:
         """The most host pages whose digests fit on a device together with enough resident pages.
@@ -230,17 +211,16 @@ class ServerSize:
         Enough is a budget for every request, capped at half of the device's memory if that is above the minimum; with
         ``resident_tokens`` those. Where even the minimum exceeds the host pages, all pages are resident.
         """
-        left, page_bytes = device_bytes - self.step_bytes, self.page_bytes
-        beside = self.policy.rule.digest_bytes(self.shape) + input_bytes(self.shape.page_size)
+        left, beside = device_bytes - self.step_bytes, sum(self._beside_slots)
         tries = [self.wanted_slots]
         if self.config.resident_tokens is None:
-            half = min(self.wanted_slots, left // 2 // page_bytes)
+            half = min(self.wanted_slots, left // 2 // self.page_bytes)
             tries = [max(half, self._slots(0)), self._slots(0)]
         for slots in tries:
-            pages = (left - slots * page_bytes) // beside
+            pages = (left - slots * self.page_bytes) // beside
             if pages >= slots:
                 return DeviceRoom(pages, slots)
-        pages = max(left // (page_bytes + beside), 0)
+        pages = max(left // (self.page_bytes + beside), 0)
         return DeviceRoom(pages, pages)
 
 

@@ -18,10 +18,9 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 
-from sglang_scout.engine.policy import RESULT_DELAY_STEPS, Ids
-from sglang_scout.engine.recall import PageIds, Recall
+from sglang_scout.engine import RESULT_DELAY_STEPS, Ids, Ints, PageIds
+from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.stores import Parts
 from sglang_scout.ops.residency import distinct, rank_within
 
@@ -35,10 +34,9 @@ class Pages:
     """
 
     def __init__(self, parts: Parts, recall: Recall) -> None:
-        self._policy, self.budget_pages = parts.policy, parts.sizes.budget_pages
+        self._policy, self._sizes, self._recall = parts.policy, parts.sizes, recall
         self._host, self._digests, self._table = parts.host, parts.digests, parts.table
-        self._resident, self._recall = parts.resident.as_layers(), recall
-        self.num_layers = parts.shape.num_layers
+        self._resident, self._every = parts.resident.as_layers(), np.arange(parts.table.num_layers)
         count = parts.host.num_pages
         self._filled_here = np.zeros(count, bool)  # by decoding, so no digest arrived
         self.step = 0
@@ -119,12 +117,7 @@ class Pages:
         self._written.append(np.concatenate([tail_page, pending]))
 
     def load_forced(
-        self,
-        table: npt.NDArray[np.int32],
-        full: Ids,
-        tail_page: npt.NDArray[np.int32],
-        tail_len: Ids,
-        joining: list[PageIds],
+        self, table: Ints, full: Ids, tail_page: Ints, tail_len: Ids, joining: list[PageIds]
     ) -> None:
         """Make sink, newest and tail pages of every request resident, and the first pages of new ones.
 
@@ -161,41 +154,39 @@ class Pages:
     def first_pages(self, full_pages: PageIds) -> PageIds:
         """``[L, n]`` those of its ``full_pages`` ``[m]`` that the policy loads first for a new request."""
         total = len(full_pages)
-        count = self._policy.residency.loaded_pages(total, self.budget_pages)
-        return np.broadcast_to(full_pages[total - count :], (self.num_layers, count))
+        count = self._policy.residency.loaded_pages(total, self._sizes.budget_pages)
+        return np.broadcast_to(full_pages[total - count :], (len(self._every), count))
 
     def copy_beside(self, pages: PageIds) -> None:
         """Start copying ``pages`` ``[L, n]``, -1 padded, of a request that has not joined, during this step."""
-        every, is_new = np.arange(self.num_layers), np.ones(1, bool)
-        chosen = np.ascontiguousarray(pages[:, None], np.int32)
         # The last prompt token selected them.
-        self._table.uses.touch(every, chosen, self.step, is_new)
+        chosen, is_new = np.ascontiguousarray(pages[:, None], np.int32), np.ones(1, bool)
+        self._table.uses.touch(self._every, chosen, self.step, is_new)
         self._recall.prefetch_arrival(*self._with_slots(pages, self.step - 1, is_forced=False))
 
     def _with_slots(
         self, pages: PageIds, before_step: int, is_forced: bool = True
     ) -> tuple[Ids, Ids]:
         """Layers and ids of the missing ones of ``pages``, ``[n]`` or ``[L, n]``, after making room."""
-        every = np.arange(self.num_layers)
-        pages = np.broadcast_to(pages, (len(every), pages.shape[-1]))
-        absent = self._table.missing(every[:, None], pages)
-        layers, absent = np.divmod(absent, self._table.num_pages)
-        counts = np.bincount(layers, minlength=len(every))
+        pages = np.broadcast_to(pages, (len(self._every), pages.shape[-1]))
+        keys = self._table.missing(self._every[:, None], pages)
+        layers, absent = np.divmod(keys, self._table.num_pages)
+        counts = np.bincount(layers, minlength=len(self._every))
         if not is_forced:
             counts += self._table.held_back
-        self._table.evict(every, counts, before_step, is_forced)
+        self._table.evict(self._every, counts, before_step, is_forced)
         return layers, absent
 
     def _load(self, pages: PageIds, before_step: int, is_forced: bool = True) -> None:
         layers, absent = self._with_slots(pages, before_step, is_forced)
         self._recall.load_now(layers, absent, self.step, is_forced)
 
-    def fill_free_slots(self, table: npt.NDArray[np.int32], full: Ids) -> None:
+    def fill_free_slots(self, table: Ints, full: Ids) -> None:
         """If all pages of all requests fit, prefetch those not missed yet.
 
         Then nothing will be missing, and attention is exact. Otherwise selection decides: most copies would be wasted.
         """
-        left = self._policy.residency.fill_pages()
+        left = self._policy.residency.spare_pages
         if left <= 0 or full.sum() + len(table) > self._table.num_slots:
             return
         is_full = np.arange(table.shape[1]) < full[:, None]
@@ -203,8 +194,7 @@ class Pages:
         if absent.any():
             # Shared pages count once, in-flight ones not at all; nor may a layer without free slots use up other
             # layers' copies.
-            every = np.arange(len(absent))[:, None, None]
-            keys = self._table.missing(every, np.where(absent, table, -1))
+            keys = self._table.missing(self._every[:, None, None], np.where(absent, table, -1))
             layers, pages = np.divmod(keys, self._table.num_pages)
             fits = np.flatnonzero(rank_within(layers) < self._table.num_spare[layers])[:left]
             self._recall.fill(layers[fits], pages[fits])

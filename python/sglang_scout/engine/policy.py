@@ -6,24 +6,23 @@ The engine queries these objects and never checks which policy it serves; ``poli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang_scout.core.forecast import PageWeights
-from sglang_scout.engine.digest_kinds import DigestKind
+from sglang_scout.engine import Ids, Ints
+from sglang_scout.engine.digests import DigestKind
 from sglang_scout.engine.stores import ModelShape, Parts, Sizes
 from sglang_scout.ops.residency import PageUses
 
 if TYPE_CHECKING:
     from sglang_scout.engine.ahead import QueryProjector, Selector
     from sglang_scout.engine.memory import ServerSize
-    from sglang_scout.engine.step_inputs import StepInputs
+    from sglang_scout.engine.step_buffers import StepInputs
     from sglang_scout.engine.transport import Transport
 
-Ids = npt.NDArray[np.int64]
 Route = Literal["cpu", "fetch"]
 """Missing pages are attended to on the CPU in place; or copied to the device ahead of the layer, for the real query."""
 
@@ -33,11 +32,9 @@ class SelectionRule:
     """How a page is summarised and scored.
 
     Attributes:
-        digest: the kind of digest.
         weights: the policy's trained weights, if any.
         by_head: each KV head selects its own pages, not all heads of a layer together.
         sink_pages, recent_pages: leading and newest full pages that are always selected.
-        mass: select no more pages than hold this share of the attention (``ops/select.py``).
         only_selected: attend to the selected pages only, not to other resident ones.
         reweigh: if digests estimate a page's mass, re-weight the predicted query's result by their estimates for the
             real query.
@@ -48,7 +45,6 @@ class SelectionRule:
     by_head: bool = False
     sink_pages: int = 1
     recent_pages: int = 1
-    mass: float = 1.0
     only_selected: bool = True
     reweigh: bool = True
 
@@ -83,13 +79,9 @@ class QuerySource:
         return (0, *ahead) if layer == 0 else ahead
 
 
-RESULT_DELAY_STEPS = 2
-"""Boundaries until the host knows a step's selections."""
-
-
 @dataclass(frozen=True)
 class StepReport:
-    """Measurements up to a step boundary; all that a residency decision may depend on.
+    """What is known at a step boundary; all that a residency decision may depend on.
 
     L layers, B rows of the last step whose selections are known. Pages are (layer, page) pairs, K and V together.
 
@@ -103,8 +95,6 @@ class StepReport:
         landed, used: ``[L]`` int64, pages that became resident before the last known step, and those of
             them that it selected.
         late_pages: pages whose copy started in an earlier step and is still in flight.
-        step_us: measured time of a step, smoothed; 0 until known.
-        link_pages_per_us: measured speed of finished copies, smoothed; 0 until known.
         spare_slots: ``[L]`` int64, free slots that are not reserved.
     """
 
@@ -117,9 +107,7 @@ class StepReport:
     landed: Ids
     used: Ids
     late_pages: int
-    step_us: float = 0.0
-    link_pages_per_us: float = 0.0
-    spare_slots: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
+    spare_slots: Ids
 
 
 class Residency:
@@ -128,32 +116,27 @@ class Residency:
     Attributes:
         pin_share: share of a layer's slots whose pages, the most frequent, are evicted only by forced pages.
         patience_us: how long a step boundary waits for copies of the previous step; None: until they are done.
+        spare_pages: pages that the upcoming step may prefetch before any miss, into spare slots.
     """
 
     pin_share: float = 0.0
     patience_us: float | None = None
+    spare_pages: int = 0
 
     def plan(self, report: StepReport) -> None:
-        """Step boundary: process the measurements, and decide the upcoming step's recalls."""
+        """Step boundary: decide the upcoming step's recalls."""
 
-    def pick(
-        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
-    ) -> tuple[Ids, Ids]:
-        """The pages that ``layers`` would like to recall.
+    def pick(self, missed: Ints, ages: Ids, uses: PageUses) -> tuple[Ids, Ids]:
+        """The pages that layers would like to recall, after :meth:`plan`.
 
         Args:
-            layers: ``[n]`` ascending.
-            missed: ``[n, B, k]`` pages that were not resident, -1 padded.
+            missed: ``[L, B, k]`` pages that were not resident, -1 padded.
             ages: ``[B]`` steps of each request before that.
             uses: decayed frequency of every page of every layer.
         Returns:
             Layers and pages, distinct pairs.
         """
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-
-    def fill_pages(self) -> int:
-        """Pages that this step may prefetch before any miss, into spare slots."""
-        return 0
 
     def loaded_pages(self, full: int, budget_pages: int) -> int:
         """How many newest pages of a new request of ``full`` pages are resident at its first step; 0: those of the

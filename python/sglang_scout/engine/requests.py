@@ -6,44 +6,127 @@
 
 So no step waits for an arriving request. If no request is decoding, it joins at once and its boundary copies. Admission
 depends only on numbers that tensor-parallel ranks share, so that they agree.
+
+A hint has the pages that are important to a prompt's last token. It only controls prefetching, never what is attended
+to: a wrong or missing one costs time, not accuracy.
+
+    prefill      the token's real queries  ->  scores of the prompt's digests  ->  the best pages of each layer
+    transfer     their positions in the prompt, in the row of the prompt's last page, after its digests
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from sglang_scout.engine.digest_pool import HINT_PAGES
-from sglang_scout.engine.pages import Ids, PageIds, Pages
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.engine import Ids, Ints, PageIds
+from sglang_scout.engine.device import upload
+from sglang_scout.engine.digests import DigestPool
+from sglang_scout.engine.pages import Pages
+from sglang_scout.engine.policy import SelectionRule
+from sglang_scout.engine.step_buffers import Candidates
+from sglang_scout.engine.stores import ModelShape, Parts
+from sglang_scout.ops.select import select_pages
 
-Ints = npt.NDArray[np.int32]
+HINT_PAGES = 64
+"""Pages per layer in a hint, best first. Independent of the budget, which the prefill server need not know."""
+
+_MAX_HINT_PAGES = 2**16 - 2  # of a prompt: a position takes 16 bits
+
+
+class PageHints:
+    """For every page, the hint of the prompt that ends in it, on the host: 128 bytes per layer. Requests that share a
+    page share the prompt up to it, and so the hint.
+
+    Attributes:
+        parts: ``[L, P, k / 2]`` int16 each, two as the transfer needs: position + 1 in the prompt, 0: none.
+        made: how many hints were stored.
+    """
+
+    def __init__(self, shape: ModelShape, num_pages: int) -> None:
+        size = shape.num_layers, num_pages, HINT_PAGES // 2
+        self._rows = [np.zeros(size, np.uint16) for _ in range(2)]
+        self.made = 0
+        self.parts = tuple(torch.from_numpy(rows.view(np.int16)) for rows in self._rows)
+
+    def clear(self, pages: PageIds) -> None:
+        """``pages`` have new owners."""
+        for rows in self._rows:
+            rows[:, pages, 0] = 0
+
+    def put(self, page: int, places: PageIds) -> None:
+        """Store the hint ``places`` ``[L, k]``, -1 padded, of a prompt whose last page is ``page``."""
+        self.made += 1
+        for rows, part in zip(self._rows, np.split(places + 1, 2, axis=1), strict=True):
+            rows[:, page] = part
+
+    def of(self, page: int, n_full: int) -> Ids | None:
+        """``[L, k]`` positions among the ``n_full`` full pages of the prompt that ends in ``page``, -1 padded; or
+        None."""
+        places = np.concatenate([rows[:, page] for rows in self._rows], axis=1).astype(np.int64) - 1
+        places[(places[:, :1] < 0) | (places >= n_full)] = -1  # without a first one: none
+        return places if (places >= 0).any() else None
+
+
+def hint_bytes(config: OffloadConfig, num_layers: int) -> int:
+    """Bytes per page, on either server; 0 unless pages are selected for a whole layer, as in hints."""
+    has_hints = config.grain == "layer" and config.digest != "none"
+    return 2 * HINT_PAGES * num_layers * has_hints
+
+
+def has_hint(address: int, row_bytes: int, page: int) -> bool:
+    """Whether ``page`` has a hint, by the first layer of the first part at ``address``."""
+    return ctypes.c_uint16.from_address(address + page * row_bytes).value > 0
+
+
+def choose_hint(
+    digests: DigestPool, queries: Tensor, pages: PageIds, rule: SelectionRule, scale: float
+) -> Ints | None:
+    """``[L, k]`` positions of the pages that a decode step with these ``queries`` would select, by this rank's heads.
+
+    Args:
+        digests: valid ones, of ``pages`` ``[N]``, the prompt's full pages.
+        queries: ``[L, HQ, D]`` fp32 real queries of its last token, after RoPE.
+    Returns:
+        None for a prompt without a full page, or too long for 16 bits.
+    """
+    if not 0 < len(pages) <= _MAX_HINT_PAGES:
+        return None
+    layers, device = len(queries), digests.device
+    table = upload(np.ascontiguousarray(pages[None], np.int32), device)
+    n_full = torch.full((layers,), len(pages), dtype=torch.int32, device=device)
+    candidates = Candidates.of(table, n_full[:1], 1)
+    scores = [
+        digests.score(layer, queries[layer : layer + 1], candidates, scale)
+        for layer in range(layers)
+    ]
+    places = torch.arange(len(pages), dtype=torch.int32, device=device)
+    of_layers = torch.cat(scores), places.repeat(layers, 1), n_full, torch.zeros_like(places)
+    chosen = select_pages(*of_layers, HINT_PAGES, rule.sink_pages, rule.recent_pages)
+    return chosen.pages.cpu().numpy()
 
 
 @dataclass(eq=False)
 class Request:
-    """A request.
+    """A request, from its arrival to its end."""
 
-    Attributes:
-        first_pages: ``[L, n]`` host pages to load first, -1 padded; None: it resumes after a retraction.
-        generations: ``[L, n]`` of them, on arrival.
-        is_covered: these are all its pages: it needs them in its first step.
-        is_started: their copies have started, before it joined.
-        end_tokens: length that it may reach.
-        first_step: the step it joined with, 0: has not yet.
-        full_pages: how many it had at its last boundary.
-    """
-
-    first_pages: PageIds | None = None
-    generations: PageIds | None = None
-    is_covered: bool = False
-    is_started: bool = False
-    end_tokens: int = 0
-    first_step: int = 0
-    full_pages: int = 0
+    first_pages: PageIds | None = (
+        None  # [L, n] to load first, -1 padded; None: resumes after a retraction
+    )
+    generations: PageIds | None = None  # [L, n] of them, on arrival
+    is_covered: bool = False  # these are all its pages: it needs them in its first step
+    is_started: bool = False  # their copies have started, before it joined
+    end_tokens: int = 0  # length that it may reach
+    first_step: int = 0  # the step it joined with, 0: has not yet
+    full_pages: int = 0  # how many it had at its last boundary
 
 
 @dataclass
@@ -68,8 +151,9 @@ class Batch:
 class Requests:
     """Requests that wait to join, and those of the batch; ``pages`` knows which pages have changed owner since."""
 
-    def __init__(self, pages: Pages) -> None:
-        self._pages = pages
+    def __init__(self, parts: Parts, pages: Pages) -> None:
+        self._pages, self._budget_pages = pages, parts.sizes.budget_pages
+        self._hint_pages = HINT_PAGES * parts.shape.num_layers
         self._waiting: dict[Hashable, Request] = {}  # in the order of the queue
         self._room = 0  # how many of them may join
         self._of_row: dict[int, Request] = {}
@@ -85,7 +169,7 @@ class Requests:
         first = self._pages.first_pages(full_pages)
         is_covered = first.shape[1] == len(full_pages)
         if hint is not None and not first.size:
-            places = hint[:, : self._pages.budget_pages]
+            places = hint[:, : self._budget_pages]
             first = np.where(places >= 0, full_pages[places], -1)
         self._waiting[name] = Request(first, self._pages.generations(first), is_covered)
 
@@ -114,7 +198,7 @@ class Requests:
 
     def start_copies(self) -> None:
         """Boundary: for the earliest ones that have room, one hint's pages or a little more."""
-        left = HINT_PAGES * self._pages.num_layers
+        left = self._hint_pages
         for request in itertools.islice(self._waiting.values(), self._room):
             if left <= 0:
                 return

@@ -19,22 +19,21 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sglang_scout.core.step_log import StepLog
+from sglang_scout.engine import Ids, Ints
 from sglang_scout.engine.ahead import Ahead, LookAhead, QueryProjector, Selector
 from sglang_scout.engine.boundary import StepBoundary
+from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.engine.pages import Pages
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Requests
-from sglang_scout.engine.step_inputs import StepInputs
-from sglang_scout.engine.step_results import StepResults
+from sglang_scout.engine.step_buffers import StepInputs, StepResults
 from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.trace import DeviceClock
-from sglang_scout.engine.transport import Fetch, GraphTransport, HostTransport, Transport
+from sglang_scout.engine.transport import Fetch, HostTransport, Transport
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.pages import Pool, append_tokens
@@ -63,31 +62,29 @@ class StepEngine:
         verify: bool = False,
         step_log: StepLog | None = None,
     ) -> None:
-        self.parts, policy, digests = parts, parts.policy, parts.digests
+        self.parts, self._step_log, self._step = parts, step_log, 0
         self.transport = transport = _transport_to(worker, parts)
         self.recall = Recall(parts)
         self.pages = Pages(parts, self.recall)
-        self.requests = Requests(self.pages)
-        stamps, self._clock = transport.stamps, transport.stamps or parts.tracer
+        self.requests = Requests(parts, self.pages)
+        self._clock = transport.stamps or parts.tracer
         self._inputs = StepInputs(parts.table, parts.sizes, parts.device)
-        of_results = parts.shape.num_layers, parts.sizes, transport.waited_ns, parts.device
-        self._results = StepResults(*of_results, stamps)
+        of_results = transport.waited_ns, parts.device, transport.stamps
+        self._results = StepResults(parts.sizes, *of_results)
         # A verified layer synchronizes with the host, so no step can be captured.
         self._verifier = Verifier(parts) if verify else None
         of_step = transport, self._inputs, self._results
-        self.selector: Selector = policy.selector(parts, *of_step[:2]) or LookAhead(
+        self.selector: Selector = parts.policy.selector(parts, *of_step[:2]) or LookAhead(
             parts, *of_step, projectors, self._verifier, self._clock
         )
         self.has_dense_steps, self.is_dense = self.selector.dense_pages is not None, False
         before = self.recall, self.pages, self.requests, self._results
         self._boundary = StepBoundary(parts, *before, self.selector, step_log)
-        self._step_log = step_log
-        self._step = 0
         self._in_layer = ExitStack()  # a slice of the timeline
-        estimates = policy.route == "cpu" and digests.mass_change is not None
-        self._reweighs = policy.rule.reweigh and estimates
+        estimates = parts.policy.route == "cpu" and parts.digests.mass_change is not None
+        self._reweighs = parts.policy.rule.reweigh and estimates
         # Capture runs the layers; kernels of boundaries would otherwise be compiled in the first request.
-        digests.compile_kernels(parts.host, parts.resident.as_layers())
+        parts.digests.compile_kernels(parts.host, parts.resident.as_layers())
         self.recall.compile_kernels()
 
     @property
@@ -101,12 +98,11 @@ class StepEngine:
         self.transport.pause()
         self.selector.pause()
 
-    def begin_step(
-        self,
-        page_table: npt.NDArray[np.int32],
-        request_slots: npt.NDArray[np.int64],
-        seq_lens: npt.NDArray[np.int64],
-    ) -> None:
+    def capture(self, is_dense: bool) -> None:
+        """The layers run next are for a graph of dense steps, or of others."""
+        self.is_dense = is_dense
+
+    def begin_step(self, page_table: Ints, request_slots: Ids, seq_lens: Ids) -> None:
         """Step boundary; see ``boundary.py``.
 
         Args:
@@ -155,8 +151,8 @@ class StepEngine:
         ``positions`` ``[B]`` int64; B up to ``sizes.max_batch``.
         """
         self.layer_output()
-        if layer == 0 and self.transport.stamps is not None and not self.is_dense:
-            self.transport.stamps.begin_layers()
+        if layer == 0 and self.transport.stamps is not None:
+            self.transport.stamps.begin_layers(self.is_dense)
         self._in_layer.enter_context(self._clock.slice("device", "layer", layer=layer))
         if not self.is_dense:
             self.selector.layer_input(layer, x, residual, positions)
@@ -175,13 +171,12 @@ class StepEngine:
             ``[B, HQ, D]`` of the dtype of ``q``.
         """
         query, rows, inputs, resident = q.contiguous(), len(q), self._inputs, self.parts.resident
-        tail_slot, tail_len = inputs.tail_slot[layer, :rows], inputs.tail_len[:rows]
-        in_slots = resident.k[layer], resident.v[layer]
+        tail = inputs.tail_slot[layer, :rows], inputs.tail_len[:rows]
+        in_slots, slot_of = (resident.k[layer], resident.v[layer]), inputs.slot_of[layer]
         in_pages = self.parts.host.k[layer], self.parts.host.v[layer]
         mirror = Pool(*in_pages, inputs.tail_page[:rows])
-        append_tokens(k, v, tail_len, Pool(*in_slots, tail_slot), mirror=mirror)
+        append_tokens(k, v, tail[1], Pool(*in_slots, tail[0]), mirror=mirror)
         ahead = self._all_pages(query) if self.is_dense else self.selector.take(layer, query)
-        tail, slot_of = (tail_slot, tail_len), inputs.slot_of[layer]
         with self._clock.slice("attention", "attend", layer=layer):
             of_device = *in_slots, ahead.pages, *tail, self.parts.shape.scale
             here = attend_pages(query, *of_device, slot_of=slot_of, n_pages=ahead.n_pages)
@@ -215,10 +210,8 @@ class StepEngine:
         if not self._reweighs:
             return None
         with self._clock.slice("attention", "mass", layer=layer):
-            missing = ahead.missing, ahead.n_missing
-            return self.parts.digests.mass_change(
-                layer, query, ahead.query, *missing, self.parts.shape.scale
-            )
+            missing = ahead.missing, ahead.n_missing, self.parts.shape.scale
+            return self.parts.digests.mass_change(layer, query, ahead.query, *missing)
 
     def close(self) -> None:
         """Wait for launched work, stop the copies and write the trace."""

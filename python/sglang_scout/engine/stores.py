@@ -1,27 +1,28 @@
-"""Stores of a decode server: host pages (all KV) and the resident cache; ``digest_pool.py`` has the third.
+"""What the parts of the engine share: the model's shape, host pages (all KV), the resident cache, and counters.
 
 Shapes: L layers, P host pages (page 0 is padding), S tokens a page, H KV heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import InitVar, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sglang_scout.engine.counters import Counters
+from sglang_scout.engine import Ids
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.worker.arena import Arena, PageChecksums
 
 if TYPE_CHECKING:
-    from sglang_scout.engine.digest_pool import DigestPool
+    from sglang_scout.engine.digests import DigestPool
     from sglang_scout.engine.policy import Policy
 
 
@@ -58,17 +59,14 @@ class Sizes:
     """Sizes of a rank's buffers.
 
     Attributes:
-        budget_pages: k, pages selected per request and layer.
-        num_slots: device slots per layer.
-        max_batch, max_pages: most requests in a step, and pages of one.
         lists: C, selection lists of a request in a layer: one, or one per KV head. Row ``r`` of a selection is list ``r
             % C`` of its request. Pages are resident for all heads either way.
     """
 
-    budget_pages: int
-    num_slots: int
-    max_batch: int
-    max_pages: int
+    budget_pages: int  # k, selected per request and layer
+    num_slots: int  # of each layer on the device
+    max_batch: int  # most requests in a step
+    max_pages: int  # most pages of a request
     lists: int = 1
 
 
@@ -81,22 +79,17 @@ class Ranks(Protocol):
     """
 
     def combine(self, x: Tensor, how: str) -> Tensor:
-        """Element-wise ``how``, "sum" or "max", of every rank's ``x``: the same bits on every rank.
-
-        ``x`` may be written into.
-        """
+        """Element-wise ``how``, "sum" or "max", of every rank's ``x``, which may be written into: the same bits on
+        every rank."""
 
 
 def context_pages(arena: Arena, shape: ModelShape) -> LayerPages | None:
     """An arena's context pages, ``[C, S, D]`` of each layer, if it has any."""
     if not arena.spec.context_pages:
         return None
-
-    def of_layers(which: int) -> list[Tensor]:
-        words = (arena.context(layer, which) for layer in range(shape.num_layers))
-        return [torch.from_numpy(x).view(shape.kv_dtype) for x in words]
-
-    return LayerPages.of(of_layers(0), of_layers(1), "cpu")
+    words = ([arena.context(layer, half) for layer in range(shape.num_layers)] for half in (0, 1))
+    k, v = ([torch.from_numpy(x).view(shape.kv_dtype) for x in half] for half in words)
+    return LayerPages.of(k, v, "cpu")
 
 
 class HostPages:
@@ -105,7 +98,6 @@ class HostPages:
     Args:
         k, v: per layer ``[P * S, H, D]``, as SGLang's pool holds them, fp8 as bytes; viewed here as pages.
         context: ``[C, S, D]`` context pages of one head, if any.
-        checksums: of the pages, if any.
     """
 
     def __init__(
@@ -143,8 +135,6 @@ class HostPages:
 
     def restore(self, pages: npt.NDArray[np.int64], saved: npt.NDArray[np.signedinteger]) -> None:
         """Write what :meth:`save` returned to ``pages``, as many as were saved."""
-        if len(pages) != saved.shape[1]:
-            raise ValueError(f"{saved.shape[1]} pages were saved, cannot restore {len(pages)}")
         for copy, plane in zip(saved, self._planes(), strict=True):
             plane[pages] = copy
 
@@ -162,8 +152,7 @@ class ResidentCache:
     """Device copies of the important pages: ``k``, ``v`` ``[L, slots, S, H, D]``."""
 
     def __init__(self, shape: ModelShape, num_slots: int, device: torch.device | str) -> None:
-        page = shape.page_size, shape.num_kv_heads, shape.head_dim
-        size = shape.num_layers, num_slots, *page
+        size = shape.num_layers, num_slots, shape.page_size, shape.num_kv_heads, shape.head_dim
         self.k, self.v = (torch.zeros(size, dtype=shape.kv_dtype, device=device) for _ in "kv")
 
     def as_layers(self) -> LayerPages:
@@ -171,11 +160,91 @@ class ResidentCache:
         return LayerPages.of(self.k.unbind(), self.v.unbind(), self.k.device)
 
 
+class StepTimes(NamedTuple):
+    """Of one step, in seconds: from its boundary to its tokens; of its boundary; of waits for the CPU, all layers."""
+
+    step_seconds: float
+    boundary_seconds: float
+    gpu_wait_seconds: float
+
+
+class Stat(NamedTuple):
+    """What ``/metrics`` and the documents say of a number. ``kind``: counter, gauge or histogram."""
+
+    kind: str
+    unit: str
+    help: str
+
+
+def _counter(unit: str, help: str) -> Any:
+    return field(default=0, metadata={"stat": Stat("counter", unit, help)})
+
+
+@dataclass
+class Counters:
+    """Totals since start; those without help are in ``/server_info`` only. The CPU compute ratio follows the paper's
+    Figure 6: pages computed on the CPU over the budget, mean over requests, layers and steps."""
+
+    num_layers: InitVar[int]
+    steps: int = _counter("steps", "Decode steps")
+    dense_steps: int = _counter(
+        "steps", "Steps with full attention: all pages resident, few beyond the budget"
+    )
+    selected_pages: int = _counter("pages", "Selected, summed over requests, layers and steps")
+    cpu_pages: int = _counter("pages", "Computed by CPU attention because they were not resident")
+    fetched_pages: int = _counter(
+        "pages", "Copied to the device before the layer that selected them"
+    )
+    budget_pages: int = 0
+    recalled_pages: int = _counter("pages", "Copied to the device by recalls")
+    recall_bytes: int = _counter("bytes", "Copied to the device by recalls")
+    warmed_pages: int = 0
+    recall_wait_us: int = 0
+    gpu_wait_us: int = 0
+    raised_thresholds: int = _counter(
+        "heads", "Heads without room for all tokens that they would keep"
+    )
+    verify_checks: int = 0
+    verify_max_rel_error: float = 0.0
+    verify_unequal_selections: int = 0
+    cpu_pages_by_layer: Ids = field(init=False)
+    budget_pages_by_layer: Ids = field(init=False)
+    gpu_wait_us_by_layer: Ids = field(init=False)
+    times: deque[StepTimes] = field(init=False)
+
+    def __post_init__(self, num_layers: int) -> None:
+        by_layer = np.zeros((3, num_layers), np.int64)
+        self.cpu_pages_by_layer, self.budget_pages_by_layer, self.gpu_wait_us_by_layer = by_layer
+        self.times = deque(maxlen=4096)  # until they are read
+
+    def totals(self) -> dict[str, float]:
+        return {x.name: getattr(self, x.name) for x in fields(self) if x.init}
+
+    @property
+    def cpu_compute_ratio(self) -> float:
+        return self.cpu_pages / self.budget_pages if self.budget_pages else 0.0
+
+    def count_step(
+        self, selected: int, missing: Ids, budget: int, route: str, waits_us: Ids | int = 0
+    ) -> None:
+        """A step's selections: pages selected over all layers, ``missing`` ``[L]`` of them, ``budget`` of a layer; and
+        how long its layers ``[L]`` waited for the CPU's results."""
+        self.selected_pages += selected
+        self.budget_pages += budget * len(missing)
+        self.budget_pages_by_layer += budget
+        if route == "cpu":
+            self.cpu_pages += int(missing.sum())
+            self.cpu_pages_by_layer += missing
+        else:
+            self.fetched_pages += int(missing.sum())
+        self.gpu_wait_us += int(np.sum(waits_us))
+        self.gpu_wait_us_by_layer += waits_us
+
+
 class Parts:
-    """What the parts of a step engine share: the stores of one rank, its policy, counters and timeline.
+    """The stores of one rank, its policy, counters and timeline.
 
     Args:
-        shape: sizes of the model on this rank.
         host: pages that the attention process maps too; the device can access them.
         digests: of the host pages, on the device of the steps.
         ranks: those that share a layer's heads; None: all heads are here.
@@ -183,8 +252,6 @@ class Parts:
     Attributes:
         device: of the steps.
         resident, table: the resident cache, and which page is in which slot of it.
-    Raises:
-        ValueError: sizes or digests that do not fit the policy.
     """
 
     def __init__(
@@ -197,17 +264,6 @@ class Parts:
         tracer: Tracer | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        rule = policy.rule
-        forced = min(rule.sink_pages + rule.recent_pages, sizes.max_pages - 1)
-        if sizes.num_slots < min(sizes.max_batch * (forced + 1), host.num_pages):
-            raise ValueError(
-                f"resident cache of {sizes.num_slots} slots cannot hold the sink, recent and tail "
-                f"pages of {sizes.max_batch} requests ({forced + 1} each)"
-            )
-        if digests.kind != rule.digest.name:
-            raise ValueError(
-                f"the digests are {digests.kind}, the policy scores {rule.digest.name}"
-            )
         self.policy, self.shape, self.sizes = policy, shape, policy.step_sizes(sizes)
         self.host, self.digests, self.ranks = host, digests, ranks
         self.tracer = tracer or Tracer(None, 0)

@@ -29,8 +29,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 
-from sglang_scout.engine.counters import Ids
-from sglang_scout.ops.doorbell import write_stamp
+from sglang_scout.engine import Ids
+from sglang_scout.engine.device import write_stamp
 from sglang_scout.worker.client import WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ _SERVER_PID = 1  # Ids of rows and row groups; the real process ids are in their
 _WORKER_PID = 100
 _LANES = 1000
 _NOTHING = contextlib.nullcontext()
+_ARROWS = {"post": (False, True), "answer": (True, True), "merge": (True, False)}
+"""Into a slice and out of it: from a layer's post over the CPU's slices of it to its merge."""
 
 STAMPS_PER_LAYER = 24
 _CALIBRATIONS = 8
@@ -73,7 +75,7 @@ class Tracer:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self._path, self._max_steps, self._worker = path, max_steps, worker
-        self._facts = dict(facts or {})
+        self._labels = ", ".join(f"{name} {value}" for name, value in (facts or {}).items())
         self._start_ns = time.monotonic_ns()
         self._first_step = self._step = 0
         self._slices: deque[_Slice] = deque()  # the copy thread appends too
@@ -137,8 +139,7 @@ class Tracer:
             events = [e for s in sorted(slices, key=lambda s: s.start_ns) for e in self._events(s)]
             try:
                 if self._file is None:
-                    labels = ", ".join(f"{name} {value}" for name, value in self._facts.items())
-                    about = _metadata("process_labels", _SERVER_PID, 0, labels=labels)
+                    about = _metadata(_SERVER_PID, 0, "process_labels", labels=self._labels)
                     self._file = open(self._path, "w", encoding="utf-8")
                     self._file.write("[\n" + json.dumps(about))
                 self._file.write("".join(",\n" + json.dumps(event) for event in events))
@@ -177,45 +178,36 @@ class Tracer:
     def _events(self, s: _Slice) -> Iterator[dict[str, Any]]:
         """A slice as an event, preceded by the metadata of its row if new. If it overlaps with its row's last one, it
         goes to another lane of the row."""
-        tid = s.tid
-        while self._free_at.get((s.pid, tid), 0) > s.start_ns:
-            tid += _LANES
-        if (s.pid, tid) not in self._free_at:
+        row = s.pid, s.tid
+        while self._free_at.get(row, 0) > s.start_ns:
+            row = s.pid, row[1] + _LANES
+        if row not in self._free_at:
             group = f"CPU attention process, incarnation {s.pid - _WORKER_PID}"
             if s.pid == _SERVER_PID:
                 group = f"decode server (pid {os.getpid()})"
-            yield _metadata("process_name", s.pid, 0, name=group)
-            yield _metadata("process_sort_index", s.pid, 0, sort_index=s.pid)
-            name = s.row if tid == s.tid else f"{s.row} (overlapping)"
-            yield _metadata("thread_name", s.pid, tid, name=name)
-            sort_index = s.tid * _LANES + tid // _LANES  # a row's lanes are adjacent
-            yield _metadata("thread_sort_index", s.pid, tid, sort_index=sort_index)
-        self._free_at[s.pid, tid] = s.end_ns
-        yield {
-            "name": s.name,
-            "ph": "X",
-            "pid": s.pid,
-            "tid": tid,
-            # Relative to the start of the trace: a double then holds every nanosecond.
-            "ts": (s.start_ns - self._start_ns) / 1e3,
-            "dur": (s.end_ns - s.start_ns) / 1e3,
-            "args": s.args,
-            **_arrow(s),
-        }
+            yield _metadata(*row, "process_name", name=group)
+            yield _metadata(*row, "process_sort_index", sort_index=s.pid)
+            name = s.row if row[1] == s.tid else f"{s.row} (overlapping)"
+            yield _metadata(*row, "thread_name", name=name)
+            lane = row[1] // _LANES  # a row's lanes are adjacent
+            yield _metadata(*row, "thread_sort_index", sort_index=s.tid * _LANES + lane)
+        self._free_at[row] = s.end_ns
+        # Relative to the start of the trace: a double then holds every nanosecond.
+        times = {"ts": (s.start_ns - self._start_ns) / 1e3, "dur": (s.end_ns - s.start_ns) / 1e3}
+        event = _event(*row, s.name, "X", s.args) | times
+        kind = "answer" if s.pid >= _WORKER_PID else s.name.partition(" ")[0]
+        if kind in _ARROWS:
+            event["bind_id"] = hex(s.args["step"] << 16 | s.args["layer"])
+            event["flow_in"], event["flow_out"] = _ARROWS[kind]
+        yield event
 
 
-def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
+def _event(pid: int, tid: int, name: str, phase: str, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": phase, "pid": pid, "tid": tid, "args": args}
 
 
-def _arrow(s: _Slice) -> dict[str, Any]:
-    """The arrow that joins a layer's post, the CPU's slices of it, and its merge."""
-    kind = "answer" if s.pid >= _WORKER_PID else s.name.partition(" ")[0]
-    ends = {"post": (False, True), "answer": (True, True), "merge": (True, False)}.get(kind)
-    if ends is None:
-        return {}
-    number = s.args["step"] << 16 | s.args["layer"]
-    return {"bind_id": hex(number), "flow_in": ends[0], "flow_out": ends[1]}
+def _metadata(pid: int, tid: int, kind: str, **args: Any) -> dict[str, Any]:
+    return _event(pid, tid, kind, "M", args)
 
 
 Cut = tuple[str, str, int, int, dict[str, Any]]
@@ -227,41 +219,32 @@ class DeviceClock:
 
     A slice's ends are kernels that write the device's clock to the next words of ``stamps`` ``[words]`` int64, in a
     captured graph at every replay. They are read back with the step's results, two boundaries later.
+
+    Attributes:
+        cuts: of the layers launched or captured last. All steps that are not dense launch the same.
     """
 
     def __init__(self, tracer: Tracer, layers: int, device: torch.device) -> None:
         self._tracer = tracer
         self.stamps = torch.zeros(layers * STAMPS_PER_LAYER, dtype=torch.int64, device=device)
-        self._used = 0
-        self._cuts: list[Cut] = []
-        self._captured: list[Cut] = []
-        self._is_empty_step = self._has_begun = False
-        self._ahead_ns = self._offset()
+        self.cuts: list[Cut] = []
+        self._used, self._is_recording = 0, False
+        # By how much the device's clock is ahead of the host's, from the fastest of several tries.
+        _, self._ahead_ns = min(self._compare() for _ in range(_CALIBRATIONS))
 
-    def _offset(self) -> int:
-        """By how much the device's clock is ahead of the host's, from the fastest of several tries."""
-        tries = []
-        for _ in range(_CALIBRATIONS):
-            before = time.monotonic_ns()
-            write_stamp(self.stamps, 0)
-            there = int(self.stamps[0])  # waits for it
-            after = time.monotonic_ns()
-            tries.append((after - before, there - (before + after) // 2))
-        return min(tries)[1]
+    def _compare(self) -> tuple[int, int]:
+        """How long it took, and by how much the device's clock was ahead."""
+        before = time.monotonic_ns()
+        write_stamp(self.stamps, 0)
+        there = int(self.stamps[0])  # waits for it
+        after = time.monotonic_ns()
+        return after - before, there - (before + after) // 2
 
-    def pause(self) -> None:
-        """Until the next step begins, everything is warm-up or capture."""
-        self._is_empty_step, self._has_begun, self._cuts = True, False, []
-
-    def begin_step(self) -> None:
-        """The step is a replay, unless layers begin."""
-        self._is_empty_step, self._has_begun, self._cuts = False, False, []
-
-    def begin_layers(self) -> None:
-        """The first layer of a step, or of a capture, follows."""
-        self._used, self._has_begun, self._cuts = 0, True, []
-        if self._is_empty_step:
-            self._captured = self._cuts
+    def begin_layers(self, is_dense: bool) -> None:
+        """The first layer of a step, or of a capture, follows; those of dense steps are not recorded."""
+        self._used, self._is_recording = 0, not is_dense
+        if self._is_recording:
+            self.cuts = []
 
     @contextlib.contextmanager
     def slice(self, row: str, name: str, **args: Any) -> Iterator[None]:
@@ -269,20 +252,15 @@ class DeviceClock:
         start = self._stamp()
         yield
         if start is not None and (end := self._stamp()) is not None:
-            self._cuts.append((row, name, start, end, args))
+            self.cuts.append((row, name, start, end, args))
 
     def _stamp(self) -> int | None:
         """The index of a new stamp; None where nothing is recorded."""
-        if not self._has_begun or self._used >= len(self.stamps):
+        if not self._is_recording or self._used >= len(self.stamps):
             return None
         write_stamp(self.stamps, self._used)
         self._used += 1
         return self._used - 1
-
-    @property
-    def cuts(self) -> list[Cut]:
-        """Of the step that was launched last: its own, or those of the graph that was replayed."""
-        return self._cuts or self._captured
 
     def write(self, step: int, cuts: list[Cut], stamps: Ids, waited_ns: Ids) -> None:
         """The slices of a step whose stamps have arrived, with ``[L]`` wait times of its merges."""

@@ -8,28 +8,25 @@ no page is counted twice.
     cpu     ids and query go to the ring               the CPU's (out, lse) by log-sum-exp
     fetch   pages are copied into staging slots        the real query attends to these
 
-Route ``cpu`` has two implementations. :class:`HostTransport` is the ring's client on the host. :class:`GraphTransport`
-launches the ring's kernels, which a CUDA graph can capture and replay. Route ``fetch`` is :class:`Fetch`.
+Route ``cpu`` has two implementations. :class:`HostTransport` is the ring's client on the host; ``GraphTransport``
+(``graph_transport.py``) launches the ring's kernels, which a CUDA graph can capture and replay. Route ``fetch`` is
+:class:`Fetch`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_scout.engine.step_inputs import of_lists
+from sglang_scout.engine.step_buffers import of_lists
 from sglang_scout.engine.stores import ModelShape, Parts
 from sglang_scout.engine.trace import DeviceClock
 from sglang_scout.ops.attend import attend_pages, merge_states
-from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.pages import stage_pages
-from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import Ticket, WorkerClient
 
 Attended = tuple[Tensor, Tensor]
@@ -106,12 +103,7 @@ class HostTransport(Transport):
             return self._client.post(layer, self._step, q, ids, counts)
 
     def merge(
-        self,
-        layer: int,
-        ticket: Ticket | None,
-        query: Tensor,
-        here: Attended,
-        change: Tensor | None = None,
+        self, layer: int, ticket: Any, query: Tensor, here: Attended, change: Tensor | None = None
     ) -> Tensor:
         out, lse = here
         if ticket is None:
@@ -132,72 +124,6 @@ class HostTransport(Transport):
             return merge_states(out, lse, cpu_out, cpu_lse)[0].to(query.dtype)
 
 
-class GraphTransport(Transport):
-    """Route ``cpu`` from a device's stream, by the kernels of :class:`DeviceRing`.
-
-    Args:
-        ring: to the attention process.
-        epoch: for records of the next step; never 0.
-    """
-
-    def __init__(self, ring: DeviceRing, epoch: Callable[[], int]) -> None:
-        super().__init__(ring.waited_ns)
-        self._ring, self._epoch_now, self._epoch = ring, epoch, 0
-        ring.errors()  # discard those of another engine
-
-    def pause(self) -> None:
-        if self.stamps:
-            self.stamps.pause()
-        self._ring.set_epoch(0)
-        self._epoch = 0
-
-    def begin_step(self, step: int) -> None:
-        if (epoch := self._epoch_now()) != self._epoch:
-            self._ring.set_epoch(epoch)
-            self._epoch = epoch
-        self._ring.begin_step(step)
-        if self.stamps:
-            self.stamps.begin_step()
-
-    def post(self, layer: int, query: Tensor, pages: Tensor, n_pages: Tensor) -> None:
-        with self._slice("ahead", "post", layer):
-            self._ring.post(layer, query, pages, n_pages)
-
-    def merge(
-        self, layer: int, ticket: None, query: Tensor, here: Attended, change: Tensor | None = None
-    ) -> Tensor:
-        with self._slice("attention", "merge", layer):
-            return self._ring.merge(layer, *here, change, query.dtype)
-
-    def _slice(self, row: str, name: str, layer: int) -> AbstractContextManager[None]:
-        return self.stamps.slice(row, name, layer=layer) if self.stamps else nullcontext()
-
-    def faults(self) -> list[str]:
-        return self._ring.faults()
-
-
-def device_ring(
-    arena: Arena,
-    worker: WorkerClient,
-    device: torch.device | str,
-    timeout_s: float,
-    faults: Tensor | None = None,
-    rank: int = 0,
-) -> DeviceRing:
-    """The ring, driven by a device's stream; ``worker``, not yet started, will serve it.
-
-    Args:
-        timeout_s: how long a step waits for CPU attention.
-        faults, rank: as of :class:`DeviceRing`.
-    """
-    worker.serve_device()
-    of_arena, timeout_us = (arena.address, arena.layout, arena.spec), int(timeout_s * 1e6)
-    of_ranks = {"faults": faults, "rank": rank}
-    return DeviceRing(
-        *of_arena, split=worker.split, timeout_us=timeout_us, device=device, **of_ranks
-    )
-
-
 def staging_bytes(shape: ModelShape, max_batch: int, budget_pages: int) -> int:
     """Device memory of :class:`Fetch`."""
     return 2 * 2 * max_batch * budget_pages * shape.page_bytes
@@ -212,11 +138,10 @@ class Fetch(Transport):
     """
 
     def __init__(self, parts: Parts) -> None:
-        shape, sizes, device = parts.shape, parts.sizes, parts.device
-        self._shape, self._lists = shape, sizes.lists
+        shape, device, lists = parts.shape, parts.device, parts.sizes.lists
+        self._scale, self._lists = shape.scale, lists
         super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # no merge waits
-        lists = sizes.lists
-        staging = sizes.max_batch * lists * sizes.budget_pages
+        staging = parts.sizes.max_batch * lists * parts.sizes.budget_pages
         slot = shape.page_size, shape.num_kv_heads // lists, shape.head_dim
         # [K or V, layer parity, slot, S, H / C, D]
         self._staged = torch.zeros((2, 2, staging, *slot), dtype=shape.kv_dtype, device=device)
@@ -229,15 +154,10 @@ class Fetch(Transport):
         return self._slots[: pages.numel()].view_as(pages).masked_fill(pages < 0, -1)
 
     def merge(
-        self,
-        layer: int,
-        ticket: Tensor,
-        query: Tensor,
-        here: Attended,
-        change: Tensor | None = None,
+        self, layer: int, ticket: Any, query: Tensor, here: Attended, change: Tensor | None = None
     ) -> Tensor:
         by_list, staged = of_lists(query, self._lists), self._staged[:, layer % 2]
-        part, part_lse = attend_pages(by_list, *staged, ticket, None, None, self._shape.scale)
+        part, part_lse = attend_pages(by_list, *staged, ticket, None, None, self._scale)
         out, lse = here
         of_staged = part.view_as(out).float(), part_lse.view_as(lse)
         return merge_states(out.float(), lse, *of_staged)[0].to(query.dtype)

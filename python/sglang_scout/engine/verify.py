@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sglang_scout.engine.requests import Batch
 from sglang_scout.engine.stores import Parts
-from sglang_scout.ops.layers import resident_slots
+from sglang_scout.ops.pages import resident_slots
 
 if TYPE_CHECKING:
     from sglang_scout.engine.ahead import Ahead
@@ -25,9 +25,9 @@ class Verifier:
     """Compares layers' outputs with the reference and keeps the maximum deviation."""
 
     def __init__(self, parts: Parts) -> None:
-        self._host, self._shape = parts.host, parts.shape
+        self._host, self._shape, self._counters = parts.host, parts.shape, parts.counters
         self._ranks = None if parts.policy.rule.by_head else parts.ranks
-        self._route, self._counters = parts.policy.route, parts.counters
+        self._fetches = parts.policy.route == "fetch"
 
     def check_selection(self, pages: Tensor) -> None:
         """Whether all ranks have selected these ``pages`` (any shape)."""
@@ -57,15 +57,13 @@ class Verifier:
             batch: rows behind its requests are padding.
             mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.
         """
-        missing, q_ahead = ahead.missing, ahead.query
-        is_resident = resident_slots(slot_of, ahead.pages) >= 0
-        count = torch.arange(missing.shape[1], device=missing.device)
-        is_missing = count < ahead.n_missing[:, None]
+        q_ahead, is_resident = ahead.query, resident_slots(slot_of, ahead.pages) >= 0
         on_device = torch.where(is_resident, ahead.pages, -1).cpu()
-        on_cpu = torch.where(is_missing, missing, -1).cpu()
+        places = torch.arange(ahead.missing.shape[1], device=ahead.missing.device)
+        on_cpu = torch.where(places < ahead.n_missing[:, None], ahead.missing, -1).cpu()
         rows, lists = len(on_cpu), len(on_cpu) // len(out)
         on_device = on_device.repeat_interleave(rows // len(on_device), dim=0)
-        if self._route == "fetch":  # attended to with the real query
+        if self._fetches:  # attended to with the real query
             on_device, q_ahead = torch.cat([on_device, on_cpu], dim=1), q
             on_cpu = torch.full_like(on_cpu, -1)
         change = torch.zeros(q.shape[:2]) if mass_change is None else mass_change
@@ -82,8 +80,9 @@ class Verifier:
             expected = co_attention_reference(real, ahead, *device, *cpu, self._shape.scale, added)
             gap = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-20))
             worst = max(worst, gap if math.isfinite(gap) else NOT_FINITE)
-        self._counters.verify_checks += 1
-        self._counters.verify_max_rel_error = max(self._counters.verify_max_rel_error, worst)
+        counters = self._counters
+        counters.verify_checks += 1
+        counters.verify_max_rel_error = max(counters.verify_max_rel_error, worst)
 
     def _tokens(self, layer: int, ids: Tensor, heads: slice) -> list[Tensor]:
         """K and V ``[T, H, D]`` of a list: of host pages, or kept tokens, see :meth:`ContextCache.worker_ids`."""
@@ -117,11 +116,10 @@ def co_attention_reference(
         ``[HQ, D]`` fp32.
     """
     group = q.shape[0] // k_device.shape[1]
-    logits = []
-    for query, keys in ((q, k_device), (q_ahead, k_cpu)):
-        keys = keys.float().repeat_interleave(group, dim=1)
-        logits.append(torch.einsum("hd,thd->ht", query.float(), keys) * scale)
-    logits[1] = logits[1] + mass_change[:, None]
-    weights = torch.cat(logits, dim=1).softmax(dim=1)
+    on_device, on_cpu = (
+        torch.einsum("hd,thd->ht", x.float(), k.float().repeat_interleave(group, dim=1)) * scale
+        for x, k in ((q, k_device), (q_ahead, k_cpu))
+    )
+    weights = torch.cat([on_device, on_cpu + mass_change[:, None]], dim=1).softmax(dim=1)
     values = torch.cat([v_device, v_cpu]).float().repeat_interleave(group, dim=1)
     return torch.einsum("ht,thd->hd", weights, values)

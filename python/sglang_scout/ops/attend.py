@@ -1,4 +1,4 @@
-"""Partial attention of one decode step over a set of pages, with its log-sum-exp, and the merge of two such parts."""
+"""Attention of one decode step over a set of pages, with its log-sum-exp, and the merge of two such parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _native
 from . import triton as kernels
-from .layers import resident_slots
+from .pages import resident_slots
 
 
 def attend_pages(
@@ -27,17 +27,15 @@ def attend_pages(
     s = scale q.K, lse = log sum e^s, out = sum e^(s - lse) V: FlashAttention-2 section 3.1.
 
     Args:
-        q: after RoPE; query head h uses KV head h // (HQ / H).
-        k, v: K after RoPE. C++ and Triton read the NaN of e4m3 as 480.
-        pages: below P, all S tokens of each are attended to; negative entries, at any position, are skipped. C is 1,
-            or H: then row b * H + h is the page list of KV head h of request b.
+        q, k: after RoPE; query head h uses KV head h // (HQ / H). C++ and Triton read the NaN of e4m3 as 480.
+        pages: below P; negative entries, at any position, are skipped. C is 1, or H: then row b * H + h is the page
+            list of KV head h of request b.
         last_page, last_len: one more page (negative: none) for all heads, of which only the first last_len (1..S)
             tokens are used.
-        scale: softmax scale, usually 1/sqrt(D).
         slot_of: below P; if given, ``pages`` are logical ids below I, and page i is at slot_of[i] of the pool. Pages
             with a negative slot are skipped, by Triton also ids beyond I. Does not apply to ``last_page``.
-        n_pages: the caller guarantees that all of a row's ``pages`` from there on are negative, so that a wide table
-            costs a short request nothing. Implementations may ignore it.
+        n_pages: all of a row's ``pages`` from there on are negative, so that a wide table costs a short request
+            nothing. Implementations may ignore it.
     Returns:
         (out, lse), natural logarithm. Softmax weights are rounded to bf16 by Triton if q is bf16 and pages are bf16 or
         fp8, and by C++ if pages are fp8, q is exact in bf16 and the CPU has AVX-512 BF16 and VBMI: ``out`` then differs
@@ -89,13 +87,8 @@ def merge_states(
     """Attention over the union of two disjoint sets, from the attention over each.
 
     lse = log(e^a + e^b), out = out_a + w (out_b - out_a) with w = e^b / (e^a + e^b) = sigmoid(b - a), which is accurate
-    for any lse; e^(a - lse) with a rounded lse is not.
-
-    Args:
-        out_a, out_b: 0 where the set was empty. The second may be the CPU's answer in pinned memory.
-        lse_a, lse_b: natural logarithm; -inf for an empty set.
-    Returns:
-        (out, lse), new tensors. Where one set is empty, exactly the other's values.
+    for any lse; e^(a - lse) with a rounded lse is not. Natural logarithm; an empty set has out = 0 and lse = -inf, and
+    gives exactly the other's values. The second part may be in pinned memory.
     Source: ScoutAttention Algorithm 1 line 12 (MERGE); FlashAttention-2 section 3.1.
     """
     run = kernels.attend.merge_states if out_a.is_cuda else merge_states_reference

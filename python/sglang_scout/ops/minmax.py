@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _native
 from . import triton as kernels
-from .layers import LayerPages, source_rows
+from .pages import LayerPages, source_rows
 
 
 def build_layer_digests(
@@ -21,15 +21,12 @@ def build_layer_digests(
     kmax: Float[Tensor, "L P H D"],
     rows: Int64[Tensor, "L n"] | None = None,
 ) -> None:
-    """Write the digests of pages ``ids`` in every layer; all other rows are unchanged.
-
-    m_d = min_t K[t, d], M_d = max_t K[t, d] over the tokens t of the page. One launch for all layers.
+    """Write m_d = min_t K[t, d] and M_d = max_t K[t, d] over the tokens t of the full pages ``ids``, in every layer;
+    all other rows are unchanged. One launch.
 
     Args:
-        source: K of each layer; the pages in ``ids`` are full. R is P without ``rows``.
-        ids: in [0, P); n may be 0.
         kmin, kmax: dtype of K, or a wider one if K is fp8; mutated.
-        rows: in [0, R), the row of each page's K in each layer of ``source``; None: the row of its id.
+        rows: the row of each page's K in each layer of ``source``; None: the row of its id.
     Source: Quest section 3.3, ScoutAttention section 3.2.
     """
     if kmin.is_cuda:
@@ -67,8 +64,7 @@ def reduce_heads(
     n_full: torch.Tensor,
     worth: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
-    """[B, N] scores from ``u`` [B, HQ, N] of each query head, whose shares are weighted by ``worth``; see
-    `score_pages`."""
+    """[B, N] scores from ``u`` [B, HQ, N], whose shares are weighted by ``worth``; see `score_pages`."""
     columns = torch.arange(table.shape[1], device=table.device)
     void = (columns >= n_full[:, None]) | (table < 0)  # [B, N]
     u = u.masked_fill(void[:, None], -torch.inf)
@@ -93,10 +89,8 @@ def score_pages(
     Args:
         q: after RoPE; with 16-bit digests its values must be representable in their dtype, as the model's query is (a
             kernel rounds it to that).
-        kmin, kmax: of one layer, see `build_layer_digests`.
         table: page ids below P; negative ones are padding.
         n_full: only the first n_full[b] columns of row b are candidates.
-        scale: softmax scale, usually 1/sqrt(D).
     Returns:
         -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: Quest section 3.3 (bound), ScoutAttention Algorithm 1 line 5 (use); the sum over heads: ours.

@@ -1,7 +1,9 @@
-"""Copies of whole pages and of single tokens, between layers' pages and the device's slots."""
+"""The pages of all layers, for ops that read any layer in one launch; copies of whole pages and of single tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,80 @@ from torch import Tensor
 
 from .. import _native
 from . import triton as kernels
-from .layers import LayerPages
+
+
+@dataclass(frozen=True, repr=False)
+class LayerPages:
+    """Each layer's K and V, at any address.
+
+    Attributes:
+        k, v: per layer ``[P, ...]``, contiguous, of one shape and dtype; any device.
+        addresses: ``[2, L]`` int64 on the kernels' device, of K and V of each layer.
+        align_bytes: common alignment of all addresses and pages, at most 16.
+    """
+
+    k: Sequence[torch.Tensor]
+    v: Sequence[torch.Tensor]
+    addresses: torch.Tensor
+    align_bytes: int
+
+    @classmethod
+    def of(
+        cls, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor], device: torch.device | str
+    ) -> LayerPages:
+        """Pages as kernels on ``device`` read them.
+
+        Raises:
+            ValueError: no layers, or layers of different shape, dtype or layout.
+        """
+        if len(k) != len(v) or not k:
+            raise ValueError(
+                f"LayerPages: {len(k)} layers of K, {len(v)} of V; expected as many, 1 or more"
+            )
+        expected = f"{k[0].dtype}{list(k[0].shape)}, contiguous"
+        named = [
+            (f"{half}[{i}]", x)
+            for half, planes in zip("kv", (k, v), strict=True)
+            for i, x in enumerate(planes)
+        ]
+        for name, plane in named:
+            layout = "contiguous" if plane.is_contiguous() else f"strides {plane.stride()}"
+            if (found := f"{plane.dtype}{list(plane.shape)}, {layout}") != expected:
+                raise ValueError(f"LayerPages: {name} is {found}, expected {expected}")
+        addresses = [[plane.data_ptr() for plane in planes] for planes in (k, v)]
+        parts = [*addresses[0], *addresses[1], k[0][:1].nbytes, 16]
+        align_bytes = min(part & -part for part in parts if part)
+        return cls(list(k), list(v), torch.tensor(addresses, device=device), align_bytes)
+
+
+def source_rows(
+    planes: Sequence[torch.Tensor], ids: torch.Tensor, rows: torch.Tensor | None
+) -> Iterator[torch.Tensor]:
+    """K or V of each layer, [n, S, H, D], gathered from rows ``ids``, or from the layer's ``rows`` if given."""
+    for layer, x in enumerate(planes):
+        yield x.index_select(0, (ids if rows is None else rows[layer]).to(x.device))
+
+
+def resident_slots(slot_of: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
+    """Slots of pages [B, n] int32, -1 for padding and non-resident pages; ``pages`` without ``slot_of`` [I] int32."""
+    if slot_of is None:
+        return pages
+    slots = slot_of.index_select(0, pages.clamp(min=0).flatten())
+    return slots.view_as(pages).masked_fill_(pages < 0, -1)
+
+
+LARGEST = 2.0**50
+
+
+def largest(dtype: torch.dtype) -> float:
+    """Clamp for the magnitude of elements of K and of embeddings."""
+    return min(LARGEST, torch.finfo(dtype).max)
+
+
+def limited(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Clamped fp32, with NaN as 0."""
+    most = largest(dtype)
+    return x.float().nan_to_num(0.0, most, -most).clamp(-most, most)
 
 
 class Pool(NamedTuple):
@@ -36,10 +111,8 @@ def append_tokens(
     Args:
         k, v: rows may be strided, as views of a fused projection are.
         lens: tokens in the page including the new one, 1..S.
-        pool: the resident slots; mutated.
-        mirror: the host pages, with their own page ids; mutated. On a CUDA device they are pinned memory that the
-            device can write. Page ids must be distinct.
-    Source: the operation is ours (step 4 of the decode step in docs/architecture.md).
+        pool: mutated; page ids must be distinct.
+        mirror: the host pages; mutated. On a CUDA device they are pinned memory that the device can write.
     """
     run = kernels.pages.append_tokens if k.is_cuda else append_tokens_reference
     run(k, v, lens, pool, mirror)
@@ -59,16 +132,13 @@ def copy_layer_pages(
     dst_k: Shaped[Tensor, "L slots S H D"],
     dst_v: Shaped[Tensor, "L slots S H D"],
 ) -> None:
-    """Copy K and V of pages of any layers: page ids[1, i] of layer ids[0, i] goes to slot ids[2, i].
-
-    One launch for all layers.
+    """Copy K and V of pages of any layers: page ids[1, i] of layer ids[0, i] goes to slot ids[2, i]. One launch.
 
     Args:
         source: on any device, of other memory than the targets.
-        ids: on the host: layers in [0, L), pages below P (negative ones are skipped), slots in [0, Ns);
-            n may be 0, (layer, slot) pairs must be distinct, pages may repeat.
+        ids: on the host; negative pages are skipped, (layer, slot) pairs must be distinct, pages may repeat.
         dst_k, dst_v: mutated, on their device's current stream.
-    Source: recall of ScoutAttention section 3.4; the operation itself is ours.
+    Source: recall of ScoutAttention section 3.4.
     """
     run = kernels.pages.copy_layer_pages if dst_k.is_cuda else _copy_layer_pages_native
     run(source, ids, dst_k, dst_v)
@@ -99,11 +169,10 @@ def stage_pages(
     If a slot has fewer heads than a page, a request has C = H / h lists, and list r % C copies only its own heads.
 
     Args:
-        source: the pages, on any device; kernels read pinned host memory.
-        layer: in [0, L).
+        source: on any device; kernels read pinned host memory.
         pages: below P; negative entries are skipped.
         dst_k, dst_v: at least R * k slots; mutated, on their device's current stream.
-    Source: prefetching of ScoutAttention's recall-based baseline (section 2.3); the operation itself is ours.
+    Source: prefetching of ScoutAttention's recall-based baseline (section 2.3).
     """
     run = kernels.pages.stage_pages if dst_k.is_cuda else _stage_pages_native
     run(source, layer, pages, dst_k, dst_v)

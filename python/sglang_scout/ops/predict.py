@@ -22,14 +22,8 @@ def add_norm(
     weight: Float[Tensor, " C"],
     eps: float,
 ) -> Float[Tensor, "B C"]:
-    """RMSNorm of a layer's input as SGLang passes it: the previous layer's output and the residual stream.
-
-    Args:
-        x, residual: their sum in that dtype is the input; ``x`` alone without a residual.
-        weight, eps: of the norm.
-    Returns:
-        dtype of ``x``, never aliasing ``x``.
-    """
+    """RMSNorm of a layer's input as SGLang passes it: the sum, in that dtype, of the previous layer's output and the
+    residual stream. A new tensor of the dtype of ``x``."""
     run = kernels.predict.add_norm if x.is_cuda else add_norm_reference
     return run(x, residual, weight, eps)
 
@@ -65,17 +59,14 @@ def rotate_heads(
     HQ: int,
     D: int,
 ) -> Float[Tensor, "B {HQ} {D}"]:
-    """Attention-ready query from the projection's output: head norm and RoPE. Rounds where SGLang rounds.
+    """Attention-ready query, of the dtype of ``q``, from the projection's output: head norm and RoPE, rounded where
+    SGLang rounds.
 
     Args:
         q: rows may be strided.
         q_norm_weight, q_norm_eps: RMSNorm per query head (Qwen3), or None.
-        cos_sin: None for no rotation; float32 or dtype of ``q``.
-        positions: in [0, M), position of the query's token.
+        cos_sin: see `rotate`; None: no rotation.
         rotary_dim, is_neox: how many leading channels are rotated (GLM4: half of them), and how they pair.
-        HQ, D: query heads and head size.
-    Returns:
-        [B, HQ, D] of the dtype of ``q``, as the model's query is.
     """
     run = kernels.predict.rotate_heads if q.is_cuda else rotate_heads_reference
     return run(q, q_norm_weight, q_norm_eps, cos_sin, positions, rotary_dim, is_neox, HQ, D)

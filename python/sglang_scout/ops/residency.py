@@ -1,9 +1,7 @@
-"""Which (layer, page) is resident in which device slot, and how frequently each is used.
+"""Which (layer, page) is resident in which device slot, and how frequently each is used; ``engine/`` moves the bytes.
 
-A page that two requests share through the radix cache is resident once. The table is only metadata; ``engine/`` moves
-the bytes. A slot is free, reserved (a copy into it is in flight) or mapped to one page. A page that is freed or
-overwritten gets a new *generation*: copies of the old content are refused at commit, so a slot never exposes another
-request's page.
+A slot is free, reserved (a copy into it is in flight) or mapped to one page. A page that is freed or overwritten gets a
+new *generation*: copies of the old content are refused at commit, so a slot never exposes another request's page.
 
 All methods are batched over layers, which are independent: ``layer`` is a number, or an array that broadcasts with
 ``pages``. A (layer, page) is its index in the flattened tables, its *key*. Per-step updates are C++
@@ -31,8 +29,8 @@ Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 
 SWAP_MARGIN = 1.5
-"""Factor by which a page must be more frequent than another to evict it. Without it pages of equal frequency evict each
-other endlessly; measured, it halves the copies for the same misses."""
+"""Factor by which a page must be more frequent than another to evict it: measured, it halves the copies for the same
+misses."""
 
 # Frequencies are in units that grow with the step, so no page needs to decay. They are scaled down by this power of
 # two before they overflow float32; stamps are rebased before steps overflow int32, keeping the latest.
@@ -41,7 +39,7 @@ _LAST_STAMP, _KEPT_STAMPS = 2**30, 2**20
 
 
 def rank_within(groups: Ids) -> Ids:
-    """``[n]`` index of each element in its group; ``groups`` ``[n]`` are sorted, ascending."""
+    """The index of each element in its group; ``groups`` are sorted, ascending."""
     return np.arange(len(groups)) - np.searchsorted(groups, groups)
 
 
@@ -68,26 +66,23 @@ class PageUses:
         self._steady = 1 / (1 - 2 ** (-1 / half_life_steps))
 
     def stamp_of(self, step: int) -> int:
-        """``step`` relative to the current stamp base."""
         return step - self._first_step
 
     count = staticmethod(_native.count_pages)
     """``[n, B]`` int64, number of pages in each row of ``[n, B, k]`` int32, which is padded with -1."""
 
     def touch(self, layers: Ids, pages: Pages, step: int, fresh: Flags) -> None:
-        """Note that ``pages`` were selected in ``step``.
+        """Note that ``pages`` ``[n, B, k]`` of ``layers`` ``[n]``, padded with -1, were selected in ``step``.
 
-        Args:
-            layers: ``[n]``; pages: ``[n, B, k]`` of these layers, padded with -1.
-            fresh: ``[B]`` rows of requests without history, whose pages start at the steady-state frequency: otherwise
-                they could not evict any for many steps.
+        ``fresh`` ``[B]``: rows of requests without history, whose pages start at the steady-state frequency: otherwise
+        they could not evict any for many steps.
         """
         weight = np.float32(self._weight(step))
         weights = np.where(fresh, np.float32(weight * self._steady), weight)
         self._metadata.touch(layers, pages, weights, self.stamp_of(step))
 
     def _weight(self, step: int) -> float:
-        """Frequency added by one selection in ``step``."""
+        """Frequency that one selection in ``step`` adds."""
         grown = (step - self._scaled_at_step) / self._half_life_steps
         if grown > _RESCALE_LOG2:
             self.frequency *= np.float32(2.0 ** -min(grown, 120.0))
@@ -109,15 +104,9 @@ class PageUses:
     def most_frequent(
         self, layers: Ids, missed: Pages, counts: Flags, is_first: Flags, limit_pages: Ids
     ) -> tuple[Ids, Ids]:
-        """The ``limit_pages[i]`` pages of ``missed[i]`` most worth copying, for each layer: by ``is_first`` row, then
-        by frequency, then by smaller id. Distinct (layer, page) pairs as two arrays, in the order of ``layers``, then
-        ascending.
-
-        Args:
-            layers, limit_pages: ``[n]``.
-            missed: ``[n, B, k]`` page ids, -1 padded.
-            counts: ``[n, B]`` rows of each layer whose pages may be chosen.
-            is_first: ``[B]`` rows whose pages precede all others.
+        """The ``limit_pages[i]`` pages of ``missed[i]`` ``[n, B, k]``, -1 padded, most worth copying, for each of
+        ``layers`` ``[n]``: by ``is_first`` row ``[B]``, then by frequency, then by smaller id, of the rows that
+        ``counts`` ``[n, B]``. Distinct (layer, page) pairs as two arrays, in the order of ``layers``, then ascending.
         """
         return self._metadata.most_frequent(layers, missed, counts, is_first, limit_pages)
 
@@ -131,7 +120,7 @@ class Reservation(NamedTuple):
     generations: Ids
 
     def per_layer(self, num_layers: int) -> Ids:
-        """``[L]`` int64, number of pages of each layer."""
+        """``[L]`` number of pages of each layer."""
         return np.bincount(self.layers, minlength=num_layers)
 
 
@@ -163,8 +152,8 @@ class ResidencyTable:
         self._changed: list[Ids] | None = None
 
     def take_changes(self) -> tuple[Ids, Pages]:
-        """Distinct keys whose :attr:`slot_of` changed since the last call, and their current slots, ``[n]`` each. The
-        first call returns nothing and starts recording."""
+        """Distinct keys whose slot changed since the last call, and their current slots. The first call returns nothing
+        and starts recording."""
         changed = distinct(np.concatenate(self._changed or [np.zeros(0, np.int64)]))
         self._changed = []
         return changed, self._slot[changed]
@@ -207,17 +196,17 @@ class ResidencyTable:
 
     def touch_all_layers(self, pages: Ints, step: int) -> int:
         """Protect ``pages`` from eviction in ``step`` in every layer, without changing their frequency. Returns how
-        many are not resident, summed over all layers."""
+        many are not resident, over all layers."""
         ids = pages[pages >= 0].astype(np.int64)
         return self.metadata.protect(ids, self.uses.stamp_of(step))
 
     def are_resident(self, pages: Ints) -> bool:
-        """Whether all of ``pages`` ``[n]`` are resident in every layer."""
+        """All of them, in every layer."""
         return bool((np.take(self.slot_of, pages, axis=1) >= 0).all())
 
     def reserve(self, layer: Ints, pages: Ints, is_forced: bool = True) -> Reservation:
         """Reserve free slots for the missing ones of ``pages``, most frequent first, while there are slots: also those
-        held back if ``is_forced``, i.e. for pages that must be resident."""
+        held back if ``is_forced``."""
         keys, free = self.missing(layer, pages), self.num_free if is_forced else self.num_spare
         if (self._per_layer(keys) > free).any():
             keys, layers, rank, _ = self._by_frequency(keys)
@@ -225,11 +214,9 @@ class ResidencyTable:
         return Reservation(*self.metadata.reserve(keys))
 
     def exchange(self, layer: Ints, pages: Ints, before_step: int) -> Reservation:
-        """Like :meth:`reserve`, but once spare slots run out, clearly less frequent pages are evicted.
-
-        Only unpinned pages last selected before ``before_step`` are evicted, each for one ``SWAP_MARGIN`` times as
-        frequent; first, the slots to hold back are replenished. The layer's slots must have been read in this step.
-        """
+        """Like :meth:`reserve`, but once spare slots run out, unpinned pages last selected before ``before_step`` are
+        evicted, each for one ``SWAP_MARGIN`` times as frequent; first, the slots to hold back are replenished. The
+        layer's slots must have been read in this step."""
         if self.held_back:
             self.evict(distinct(layer), self.held_back, before_step, is_forced=False)
         keys, spare = self.missing(layer, pages), self.num_spare

@@ -9,7 +9,7 @@ from jaxtyping import Float32, Int32
 from torch import Tensor
 
 from . import triton as kernels
-from .layers import resident_slots
+from .pages import resident_slots
 
 MAX_COLUMNS, MAX_PAGES = 8192, 512  # that one program of the kernel holds
 _LARGEST = torch.finfo(torch.float32).max
@@ -32,26 +32,20 @@ def select_pages(
     k: int,
     sink_pages: int = 1,
     recent_pages: int = 1,
-    mass: float = 1.0,
     out: tuple[Int32[Tensor, "B {k}"], Int32[Tensor, "B {k}"]] | None = None,
 ) -> Selection:
-    """Top-k pages of every request, or fewer if they hold enough mass; sink and recent pages are always included.
+    """Top-k pages of every request; sink and recent pages are always included.
 
     Args:
-        scores: see `score_pages`; only columns < n_full count, NaN ranks last.
+        scores: see `score_pages`; only columns < n_full count, NaN ranks last. Ties may be broken either way.
         table: page ids below P; negative ones are padding.
         n_full: full pages per request; may be 0, or less than k: then all are selected.
-        slot_of: slot of a resident page, -1 if the page is not resident.
+        slot_of: negative if the page is not resident.
         k: pages to select, at least sink_pages + recent_pages. Above MAX_PAGES, or MAX_COLUMNS columns, a device sorts
             with torch: budgets and prompts beyond what is usual.
         sink_pages, recent_pages: number of first and last full pages selected regardless of score.
-        mass: below 1, selection for a request with more than k full pages stops (top-p style) once the pages so far
-            hold this share of the sum of its scores, which must be shares, as of `score_pages`; non-finite ones count
-            as 0.
         out: ``pages`` and ``missing`` to write into, instead of new tensors.
-    Returns:
-        :class:`Selection`. Ties may be broken either way.
-    Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages and ``mass``: ours.
+    Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages: ours.
     """
     if k < max(1, sink_pages + recent_pages):
         what = f"sink_pages={sink_pages} + recent_pages={recent_pages}"
@@ -59,11 +53,11 @@ def select_pages(
     run = select_pages_reference
     if scores.is_cuda and scores.shape[1] <= MAX_COLUMNS and k <= MAX_PAGES:
         run = kernels.select.select_pages
-    return run(scores, table, n_full, slot_of, k, sink_pages, recent_pages, mass, out)
+    return run(scores, table, n_full, slot_of, k, sink_pages, recent_pages, out)
 
 
 def select_pages_reference(
-    scores, table, n_full, slot_of, k, sink_pages=1, recent_pages=1, mass=1.0, out=None
+    scores, table, n_full, slot_of, k, sink_pages=1, recent_pages=1, out=None
 ):
     B, N = table.shape
     last = n_full[:, None] - 1  # column of the newest full page
@@ -76,15 +70,8 @@ def select_pages_reference(
         key[:, :sink_pages] = torch.inf
     key.masked_fill_(void, -torch.inf)
     top, best = torch.topk(key, min(k, N), dim=1)
-    found = table.gather(1, best).masked_fill_(top == -torch.inf, -1)
-    if mass < 1:
-        share = torch.nan_to_num(scores, nan=0.0, neginf=0.0, posinf=0.0).masked_fill_(void, 0.0)
-        held = share.gather(1, best)
-        before = held.cumsum(1).roll(1, 1)
-        before[:, :1] = 0
-        enough = before >= mass * share.sum(1, keepdim=True)
-        found = found.masked_fill(enough & (top < torch.inf) & (n_full[:, None] > k), -1)
-    pages = found if k <= N else torch.nn.functional.pad(found, (0, k - N), value=-1)
+    pages = table.gather(1, best).masked_fill_(top == -torch.inf, -1)
+    pages = torch.nn.functional.pad(pages, (0, max(0, k - N)), value=-1)
     lacks_slot = (resident_slots(slot_of, pages) < 0) & (pages >= 0)
     # Pack to the left: a missing page goes to its prefix count, others scatter -1 to index 0, without effect.
     place = lacks_slot.cumsum(1).sub_(1).mul_(lacks_slot)

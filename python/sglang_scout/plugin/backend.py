@@ -14,10 +14,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
+from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import Parts, Sizes
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.plugin import status
 from sglang_scout.plugin.hooks import adapter
 from sglang_scout.plugin.launch import parse
@@ -126,8 +126,16 @@ class ScoutAttnBackend(AttentionBackend):
         if faults is not None and torch.device(device).type == "cuda":
             of_page = "--tp-size: a page that the ranks share: {}"
             lock(faults.data_ptr(), faults.nbytes, of_page)
-        ring = device_ring(self.pool.arena, self.worker, device, timeout_s, faults, self.ranks.rank)
-        return GraphTransport(ring, lambda: self.worker.device_epoch)
+        self.worker.serve_device()
+        return GraphTransport(
+            self.pool.arena,
+            lambda: self.worker.device_epoch,
+            timeout_us=int(timeout_s * 1e6),
+            device=device,
+            split=self.worker.split,
+            faults=faults,
+            rank=self.ranks.rank,
+        )
 
     def _log_plan(self, max_batch: int) -> None:
         if far := self.cpu_plan.warning:

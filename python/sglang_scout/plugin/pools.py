@@ -16,8 +16,9 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.digests import DigestPool
 from sglang_scout.engine.memory import MemoryPlan, ServerSize
+from sglang_scout.engine.requests import PageHints
 from sglang_scout.engine.stores import HostPages, context_pages
 from sglang_scout.plugin.hooks import VERSION, adapter
 from sglang_scout.plugin.ranks import RankCpus, lock
@@ -198,8 +199,9 @@ class HostKVPool(MHATokenToKVPool):
         context = context_pages(self.arena, self.shape)
         checksums = PageChecksums(self.arena) if plan.arena.checksums else None
         self.host_pages = HostPages(self.shape, self.k_buffer, self.v_buffer, context, checksums)
-        rule, hints = server_size.policy.rule, plan.bytes_of("hints") > 0
-        self.digests = DigestPool(self.shape, plan.num_pages, self.device, rule, hints)
+        sizes, rule = (self.shape, plan.num_pages), server_size.policy.rule
+        hints = PageHints(*sizes) if plan.bytes_of("hints") else None
+        self.digests = DigestPool(*sizes, self.device, rule, hints)
 
     def _create_buffers(self) -> None:
         adapter.create_buffers(self, super()._create_buffers)

@@ -20,7 +20,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_pool import DigestPool, choose_hint, hint_bytes
+from sglang_scout.engine.digests import DigestPool
+from sglang_scout.engine.requests import PageHints, choose_hint, hint_bytes
 from sglang_scout.engine.stores import HostPages, as_words
 from sglang_scout.plugin import status
 from sglang_scout.plugin.hooks import adapter, hook
@@ -91,7 +92,7 @@ def around_init_pools(original, runner, **given):
     pool.shape = shape = model_shape(runner)
     rule = rank_policy(config, shape).rule
     pool.host_pages = host = HostPages(shape, pool.k_buffer, pool.v_buffer)
-    hints = bool(hint_bytes(config, shape.num_layers))
+    hints = PageHints(shape, host.num_pages) if hint_bytes(config, shape.num_layers) else None
     pool.digests = DigestPool(shape, host.num_pages, pool.device, rule, hints)
     pool.rule = replace(rule, weights=None)
     # Only digests depend on the pages, which change owner in stream order.

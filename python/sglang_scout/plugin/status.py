@@ -15,7 +15,7 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import selection_of
 from sglang_scout.core.step_log import StepLog
-from sglang_scout.engine.counters import Counters, Stat
+from sglang_scout.engine.stores import Counters, Stat
 from sglang_scout.plugin.hooks import VERSION
 from sglang_scout.plugin.model import model_identity
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PUBLISH_INTERVAL_S = 1.0
-_FACTS = "policy budget_tokens digest mass precompute exact_layers recall".split()
+_FACTS = "policy budget_tokens digest precompute exact_layers recall".split()
 _OF_WORKER = (
     "pid state restarts cpus cpu_nodes pages remote_pages refused refused_messages local_tickets late_tickets "
     "last_error"

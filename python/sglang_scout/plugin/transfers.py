@@ -2,7 +2,7 @@
 
 Digests go through the KV transfer itself: SGLang halves the list of buffers into keys and values, so ``[K.., first..,
 V.., second..]`` carries the two parts of a page's digest with its K and V, each buffer with its own item length. Those
-of hints (``engine/digest_pool.py``) follow, if any. Groups 0, 1 and 2 are K and V, digests, hints.
+of hints (``engine/requests.py``) follow, if any. Groups 0, 1 and 2 are K and V, digests, hints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
 
-from sglang_scout.engine.digest_pool import DigestPool, has_hint
+from sglang_scout.engine.digests import DigestPool
+from sglang_scout.engine.requests import has_hint
 from sglang_scout.plugin.hooks import hook
 
 logger = logging.getLogger(__name__)

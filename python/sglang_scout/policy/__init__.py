@@ -18,7 +18,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import check_layers
 from sglang_scout.core.forecast import Kind, PageWeights, load_weights
 from sglang_scout.core.profile import RecallProfile
-from sglang_scout.engine.digest_kinds import KINDS, DigestKind
+from sglang_scout.engine.digests import KINDS, DigestKind
 from sglang_scout.engine.policy import Policy, QuerySource, SelectionRule
 
 
@@ -37,22 +37,13 @@ class Context:
         return max(1, int(self.config.recall_step_mib * 2**20) // self.page_bytes)
 
 
-def _modules(package: ModuleType) -> dict[str, ModuleType]:
-    found = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        if info.name == "kernels":  # they import triton
-            continue
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
-        if hasattr(module, "make"):
-            found[info.name] = module
-        elif info.ispkg:
-            found |= _modules(module)
-    return found
-
-
 @cache
 def _policies() -> dict[str, ModuleType]:
-    return dict(sorted(_modules(importlib.import_module(__name__)).items()))
+    names = (info.name for info in pkgutil.walk_packages(__path__, f"{__name__}."))
+    # Kernels import triton.
+    modules = [importlib.import_module(name) for name in names if not name.endswith(".kernels")]
+    made = {x.__name__.rpartition(".")[2]: x for x in modules if hasattr(x, "make")}
+    return dict(sorted(made.items()))
 
 
 def policies() -> dict[str, dict[str, Any]]:
@@ -95,26 +86,10 @@ def selection_rule(
     Args:
         own_kinds: of digest, that the policy has besides the common ones.
         choices: of the policy, whatever the keys say.
-
-    Raises:
-        ConfigError: calibrated digests without their file, or with a policy or a grain that has no use for them.
     """
-    if config.digest == "calibrated":
-        other = ""
-        if "digest_file" not in policies()[config.policy]:
-            other = f"{FLAGS['policy']} {config.policy}"
-        elif config.grain != "layer":
-            other = f"grain = {config.grain!r}"
-        if other:
-            raise ConfigError(
-                f"{FLAGS['config']}: digest = 'calibrated' cannot be used with {other}; drop one"
-            )
-        choices["weights"] = trained_weights(config, "digest")
     kinds = KINDS | {kind.name: kind for kind in own_kinds}
-    keys = "sink_pages", "recent_pages", "mass", "reweigh"
-    of_keys = {key: getattr(config, key) for key in keys}
-    by_head = config.grain == "head"
-    return SelectionRule(kinds[config.digest], by_head=by_head, **of_keys | choices)
+    keys = {key: getattr(config, key) for key in ("sink_pages", "recent_pages", "reweigh")}
+    return SelectionRule(kinds[config.digest], by_head=config.grain == "head", **keys | choices)
 
 
 def query_source(config: OffloadConfig) -> QuerySource:

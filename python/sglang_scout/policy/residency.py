@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.engine.policy import RESULT_DELAY_STEPS, Ids, Residency, StepReport
+from sglang_scout.engine import RESULT_DELAY_STEPS, Ids, Ints
+from sglang_scout.engine.policy import Residency, StepReport
 from sglang_scout.ops.residency import PageUses
 
 Floats = npt.NDArray[np.float64]
 
 GRACE_STEPS = 4
-LINK_SHARE = 0.5
-"""Share of a step's time that copies may take once a copy has been late."""
 MAX_INTERVAL_STEPS = 64
 """Maximum steps until a layer recalls its missing pages."""
 
@@ -25,17 +23,12 @@ MAX_INTERVAL_STEPS = 64
 # not look like a trend.
 _FOLLOW_RATIO, _FOLLOW_DRIFT = 0.5, 0.1
 _SMOOTH = 1 / 8  # of the reported ratios, and of the worth of copies
-_MIN_WORTH = 0.05
-_FORGET = 1 / 64
-
-# Link back-off. After a late step half of the in-flight pages; constant for _CALM_STEPS on-time steps; then quickly up
-# to _NEAR of the amount that was too much, and slowly from there.
-_CALM_STEPS = 4
-_NEAR = 0.75
-_FAST_GROWTH, _SLOW_GROWTH = 1 / 4, 1 / 64
+_MIN_WORTH, _FORGET = 0.05, 1 / 64  # a layer that has not recalled for long is worth another try
+# After a late step half of the in-flight pages; constant for _CALM_STEPS on-time steps; then quickly up to _NEAR of the
+# amount that was too much, and slowly from there.
+_CALM_STEPS, _NEAR, _FAST_GROWTH, _SLOW_GROWTH = 4, 0.75, 1 / 4, 1 / 64
 
 
-@dataclass
 class ImportantPages(Residency):
     """Pages selected most recently stay; each layer recalls what it misses at its own interval.
 
@@ -47,42 +40,40 @@ class ImportantPages(Residency):
         grace_steps: first steps of a request whose misses are recalled at once, whatever the intervals. A request
             without a hint starts cold; the paper's curve without recall (Figure 6a), too, starts from the pages found
             important after prefill.
+
+    Attributes:
+        is_due: ``[L]`` bool, whether all requests' misses count, or those of requests in their grace steps only.
+        granted: ``[L]`` int64, most pages that each layer may copy in this step.
     """
 
-    intervals: tuple[int, ...]
-    grace_steps: int = 1
-    _step: int = field(default=0, init=False)
-
-    def due(self, layers: Ids, step: int) -> npt.NDArray[np.bool_]:
-        """``[n]`` whether each of ``layers`` recalls all that it misses in ``step``: staggered, so that equal intervals
-        do not burst on the link."""
-        intervals = np.array(self.intervals)[layers]
-        return (intervals > 0) & ((step + layers) % np.maximum(intervals, 1) == 0)
+    def __init__(self, intervals: Sequence[int], grace_steps: int = 1) -> None:
+        self.intervals, self.grace_steps = np.array(intervals, np.int64), grace_steps
+        self.is_due = np.zeros(len(self.intervals), bool)
+        self.granted = np.full(len(self.intervals), np.iinfo(np.int64).max)
 
     def plan(self, report: StepReport) -> None:
-        self._step = report.step
+        # Layers are staggered, so that their copies do not burst on the link.
+        turns = (report.step + np.arange(len(self.intervals))) % np.maximum(self.intervals, 1)
+        self.is_due = (self.intervals > 0) & (turns == 0)
 
-    def pick(
-        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
-    ) -> tuple[Ids, Ids]:
-        counts = self.due(layers, self._step)[:, None] | (ages < self.grace_steps)
-        every, none_first = np.full(len(layers), missed[0].size), np.zeros(len(ages), bool)
-        return uses.most_frequent(layers, missed, counts, none_first, every)
+    def pick(self, missed: Ints, ages: Ids, uses: PageUses) -> tuple[Ids, Ids]:
+        warming = ages < self.grace_steps
+        counts = self.is_due[:, None] | warming
+        return uses.most_frequent(np.arange(len(missed)), missed, counts, warming, self.granted)
 
     def describe(self) -> dict[str, Any]:
-        return {"intervals": list(self.intervals)}
+        return {"intervals": self.intervals.tolist()}
 
 
-class RecallController(Residency):
-    """Keeps each layer's CPU compute ratio under a threshold within the link's bandwidth; pages selected most recently
-    stay.
+class RecallController(ImportantPages):
+    """Keeps each layer's CPU compute ratio under a threshold within the link's bandwidth.
 
     The paper chooses for each layer, offline, the longest interval that keeps its ratio under β (section 3.4). Here
     that is only the initial value: the growth of each layer's ratio is tracked step by step, and the layer recalls when
     its ratio would exceed β one step later.
 
-    A deterministic function of its inputs, it uses measured times only while the link is late: two runs of the same
-    requests recall the same pages as long as every copy ends within its step. If the link is later than
+    A deterministic function of its inputs, which have no measured time, only how many pages are late: two runs of the
+    same requests recall the same pages as long as every copy ends within its step. If the link is later than
     ``patience_us``, the pages stay with the CPU for another step and fewer are copied. Attention is correct either way,
     but may then differ in the last digits, because the CPU's part is computed from the predicted query.
 
@@ -94,13 +85,13 @@ class RecallController(Residency):
         grace_steps: first steps of a request, in which its misses have priority over others'.
 
     Attributes:
-        granted: ``[L]`` int64, pages that each layer may copy in this step.
-        is_due: ``[L]`` bool, whether all requests' misses count, or those of requests in their grace steps only.
         spare_pages: the rest of the step's pages.
         ratio: ``[L]`` smoothed measured ratio of requests after their grace steps.
         limit_pages: pages that a step may copy now; ``step_pages`` unless the link was late.
         backoffs: how often the link was late.
     """
+
+    patience_us = 1000.0
 
     def __init__(
         self,
@@ -111,28 +102,21 @@ class RecallController(Residency):
         eager_layers: Sequence[int] = (),
         grace_steps: int = GRACE_STEPS,
     ) -> None:
+        super().__init__(intervals, grace_steps)
         layers = len(intervals)
-        self.patience_us = 1000.0
-        self.threshold = threshold
-        self.grace_steps = grace_steps
-        self.step_pages = step_pages
+        self.threshold, self.step_pages = threshold, step_pages
         self.granted = np.zeros(layers, np.int64)
-        self.is_due = np.zeros(layers, bool)
-        self.spare_pages = 0
         self.ratio = np.zeros(layers)
-        self.limit_pages = float(step_pages)
-        self.backoffs = 0
+        self.limit_pages, self.backoffs = float(step_pages), 0
         self._target = np.full(layers, threshold)
         self._target[list(eager_layers)] = 0.0
-        self._interval = np.array(intervals, np.int64)
-        starts = np.maximum(self._interval, 1)
-        self._drift = np.where(self._interval > 0, threshold / starts, 0.0)
+        starts = np.maximum(self.intervals, 1)
+        self._drift = np.where(self.intervals > 0, threshold / starts, 0.0)
         # Expected ratios of the steps whose misses are not known yet, the upcoming one last.
         self._expected = deque(np.zeros((RESULT_DELAY_STEPS, layers)), maxlen=RESULT_DELAY_STEPS)
         self._worth = np.ones(layers)  # share of the copied pages that the next step selected
         self._since = np.zeros(layers, np.int64)  # steps since the last recall
-        self._ceiling = float(step_pages)
-        self._calm_steps = 0
+        self._ceiling, self._calm_steps = float(step_pages), 0
 
     def plan(self, report: StepReport) -> None:
         """Step boundary: set ``granted``, ``is_due`` and ``spare_pages`` for the upcoming step."""
@@ -148,31 +132,19 @@ class RecallController(Residency):
         absent = report.absent[:, settled].sum(axis=1)
         growing = self._expected[-1] + self._drift > self._target
         self.is_due = (absent > 0) & (growing | (self._since >= MAX_INTERVAL_STEPS))
-        self._interval[self.is_due] = self._since[self.is_due]
+        self.intervals[self.is_due] = self._since[self.is_due]
         self._since[self.is_due] = 0
 
         pages = max(0, int(self.limit_pages) - report.late_pages)
         first = share(pages, warming, np.ones_like(self._worth))
         wanted = np.where(self.is_due, absent, 0)
-        rest = share(pages - int(first.sum()), wanted, self._worth)
-        self.granted = first + rest
+        self.granted = first + share(pages - int(first.sum()), wanted, self._worth)
         self.spare_pages = pages - int(self.granted.sum())
-
-    def pick(
-        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
-    ) -> tuple[Ids, Ids]:
-        warming = ages < self.grace_steps
-        counts = self.is_due[layers][:, None] | warming
-        return uses.most_frequent(layers, missed, counts, warming, self.granted[layers])
-
-    def fill_pages(self) -> int:
-        return self.spare_pages
 
     def _follow_ratio(self, report: StepReport, missed: Ids, capacity: int) -> None:
         """Update the filter with the last known step, and predict the upcoming one."""
         tried = report.landed > 0
         use = report.used / np.maximum(report.landed, 1)
-        # A layer that has not recalled for long is worth another try.
         self._worth += np.where(tried, _SMOOTH * (use - self._worth), _FORGET * (1 - self._worth))
         np.maximum(self._worth, _MIN_WORTH, out=self._worth)
         if capacity == 0:
@@ -190,6 +162,7 @@ class RecallController(Residency):
 
     def _follow_link(self, report: StepReport) -> None:
         """Copy less after a late step, and gradually more again once the link keeps up."""
+        started = int(report.started.sum())
         if not report.late_pages:
             self._calm_steps += 1
             if self._calm_steps > _CALM_STEPS and self.limit_pages < self.step_pages:
@@ -201,23 +174,15 @@ class RecallController(Residency):
                 self.limit_pages = min(self.limit_pages + max(growth, 0.25), self.step_pages)
             return
         self._calm_steps = 0
-        # Back off once per overload, however many steps it takes to drain.
-        started = int(report.started.sum())
-        if not started:
-            return
-        self.backoffs += 1
-        self._ceiling = float(max(report.late_pages, started))
-        self.limit_pages = min(self.limit_pages, self._ceiling) / 2
-        fits = LINK_SHARE * report.step_us * report.link_pages_per_us
-        if fits > 0:
-            self.limit_pages = min(self.limit_pages, fits)
-        self.limit_pages = max(self.limit_pages, 1.0)
+        if started:  # once per overload, however many steps it takes to drain
+            self.backoffs += 1
+            self._ceiling = float(max(report.late_pages, started))
+            self.limit_pages = max(min(self.limit_pages, self._ceiling) / 2, 1.0)
 
     def describe(self) -> dict[str, Any]:
-        return {
+        return super().describe() | {
             "threshold": self.threshold,
             "ratios": [round(float(r), 4) for r in self.ratio],
-            "intervals": self._interval.tolist(),
             "worth": [round(float(w), 2) for w in self._worth],
             "step_pages": int(self.limit_pages),
             "backoffs": self.backoffs,

@@ -16,7 +16,6 @@ from sglang_scout.policy.residency import ImportantPages, RecallController
 DEFAULTS: dict[str, Any] = {
     "paper": {"digest": "minmax", "reweigh": False, "recall": "fixed"},
     "page_checksums": False,
-    "digest_file": {"digest": "calibrated"},
 }
 
 

@@ -124,7 +124,7 @@ class WorkerClient:
         self.stop()
 
     def serve_device(self) -> None:
-        """From now on records are posted from a device's stream (``ops.doorbell.DeviceRing``), not by ``post``. An
+        """From now on records are posted from a device's stream (``GraphTransport``), not by ``post``. An
         attendant thread rings the bell on its behalf, and answers records that no live worker will. Call once, before
         :meth:`start`."""
         self._own_epoch = self._producer.next_epoch()

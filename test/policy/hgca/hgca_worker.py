@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from hgca_oracle import Oracle
-from mini_worker import SIZE, HereInstead, MiniWorker
+from mini_worker import SIZE, MiniWorker
 from sglang_scout.engine.stores import HostPages
-from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.pages import LayerPages
+from stand_ins import HereInstead
 
 WINDOW = 96
 LANDS_AFTER = 2

@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_scout.policy.hgca.salience import decay_mass, salient_bits
+from sglang_scout.policy.hgca.kept_tokens import decay_mass, salient_bits
 
 ONES = torch.ones(3, dtype=torch.int32)
 EVERY = {

@@ -10,8 +10,8 @@ import torch
 
 from hgca_worker import LANDS_AFTER, WINDOW, HgcaWorker
 from mini_worker import SIZE
+from sglang_scout.engine import RESULT_DELAY_STEPS
 from sglang_scout.engine.memory import ServerSize
-from sglang_scout.engine.policy import RESULT_DELAY_STEPS
 
 
 @pytest.fixture
@@ -147,6 +147,6 @@ def test_bytes_of_a_window_s_step_are_those_of_its_buffers(make):
     held = sum(x.nbytes for x in (older._ids, older._queries, older._maw))
     settings = dataclasses.replace(made.config, context_share=0.3)
     context = 32 * made.engine.parts.sizes.max_pages
-    planned = ServerSize(settings, made.policy, made.shape, made.max_batch, context, [1])
+    planned = ServerSize(settings, made.policy, made.shape, made.settings.max_batch, context, [1])
     assert planned.step_bytes == held
     assert made.engine._results._both.numel() == 0 and made.engine._inputs.candidates.lists == 1

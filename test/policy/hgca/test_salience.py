@@ -12,7 +12,7 @@ from implementations import implementations
 from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.policy.hgca import kernels
-from sglang_scout.policy.hgca.salience import (
+from sglang_scout.policy.hgca.kept_tokens import (
     decay_mass,
     decay_mass_reference,
     salient_bits_reference,

@@ -3,21 +3,22 @@
 import torch
 
 from far_pages import COUNT, PLANES_AT, QUERY, TABLE, D, H, pool
-from sglang_scout.ops.layers import LayerPages
-from sglang_scout.policy.learned import embed, kernels
-from sglang_scout.policy.learned.embed import (
+from sglang_scout.ops.pages import LayerPages
+from sglang_scout.policy import learned
+from sglang_scout.policy.learned import (
     build_layer_means,
     build_layer_pilots,
+    kernels,
     score_embeddings,
 )
 
 SCORES = {"pilot": score_embeddings, "means": score_embeddings}
 IMPLEMENTATIONS = {
-    score_embeddings: (kernels.score_embeddings, embed.score_embeddings_reference),
+    score_embeddings: (kernels.score_embeddings, learned.score_embeddings_reference),
 }
 BUILDS = {
-    build_layer_means: (kernels.build_layer_means, embed.build_layer_means_reference),
-    build_layer_pilots: (kernels.build_layer_pilots, embed.build_layer_pilots_reference),
+    build_layer_means: (kernels.build_layer_means, learned.build_layer_means_reference),
+    build_layer_pilots: (kernels.build_layer_pilots, learned.build_layer_pilots_reference),
 }
 FAR_READS = {
     kernels.score_embeddings: (

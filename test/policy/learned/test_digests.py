@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from page_weights import identity, pilot_weights, rule_of
-from sglang_scout.engine.digest_pool import DigestPool
-from sglang_scout.engine.step_inputs import Candidates
+from sglang_scout.engine.digests import DigestPool
+from sglang_scout.engine.step_buffers import Candidates
 from sglang_scout.engine.stores import HostPages, ModelShape
-from sglang_scout.policy.learned.embed import half_means, pooled, score_embeddings_reference
+from sglang_scout.policy.learned import half_means, pooled, score_embeddings_reference
 
 L, H, D, SIZE = 3, 2, 16, 32
 SHAPE = ModelShape(L, 4, H, D, SIZE, torch.float32, D**-0.5)

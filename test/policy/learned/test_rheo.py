@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from sglang_scout.engine.policy import RESULT_DELAY_STEPS, StepReport
+from sglang_scout.engine import RESULT_DELAY_STEPS
+from sglang_scout.engine.policy import StepReport
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.learned.rheo import HistoryAware
 
@@ -10,7 +11,7 @@ from sglang_scout.policy.learned.rheo import HistoryAware
 def test_a_layer_exchanges_all_that_it_selected_since_its_last_turn_and_promotes_in_between():
     """Hot pages need not be those that the last step missed; promotion is limited by free slots."""
     period, none = 4, np.zeros(0, np.int64)
-    residency = HistoryAware(page_size=32, step_pages=1, period=period)
+    residency = HistoryAware(2, page_size=32, spare_pages=1, period=period)
     uses = ResidencyTable(2, 99, 4).uses
     spare, ages = np.array([9, 2]), np.zeros(1, np.int64)
     for step in range(1, 40):
@@ -18,7 +19,7 @@ def test_a_layer_exchanges_all_that_it_selected_since_its_last_turn_and_promotes
         uses.touch(np.arange(2), selected, step, np.zeros(1, bool))
         residency.plan(StepReport(step + 2, 2, ages, *[none] * 5, late_pages=0, spare_slots=spare))
         missed = np.array([[[step, 50, 51, 52]]] * 2, np.int32)
-        layers, pages = residency.pick(np.arange(2), missed, ages, uses)
+        layers, pages = residency.pick(missed, ages, uses)
         for layer in range(2):
             found = set(pages[layers == layer].tolist())
             if (step + 2 + layer) % period == 0:
@@ -31,7 +32,7 @@ def test_a_layer_exchanges_all_that_it_selected_since_its_last_turn_and_promotes
 
 
 def test_slots_are_held_back_for_what_comes_before_the_next_exchange():
-    residency = HistoryAware(page_size=32, step_pages=1, period=16)
+    residency = HistoryAware(2, page_size=32, spare_pages=1)
     lengths = np.array([16, 17, 31, 32, 32, 32])
     for max_new, expected in (
         ([0] * 6, 0),

@@ -1,5 +1,5 @@
-"""Triton kernels, one file per family, and the functions that launch them, each with the name and the arguments of its
-op. An empty grid launches nothing. Importing this package does not import triton; using a module of it does.
+"""Triton kernels and the functions that launch them, each with the name and the arguments of its op. An empty grid
+launches nothing. Importing this package does not import triton; using a module of it does.
 
 On CPU tensors they run in Triton's interpreter: TRITON_INTERPRET=1 before triton is imported.
 """

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .exact import as_loaded, dot_fp32, finite, rounded, stored_as, widened
+from .common import as_loaded, dot_fp32, finite, rounded, stored_as, widened
 from .pages import listed_slots
 
 _TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K and of V each
@@ -34,13 +34,11 @@ def attend_kernel(
 ):
     """The G query heads of one KV head over every splits-th column of its row of page ids (C rows per request).
 
-    Columns are interleaved among programs, so that rows packed to the left keep all busy. A program reads CHUNK ids at
-    a time, compacts the valid ones into a list, and iterates over these only. The tail is the column after the last
-    one. A tile is PAGES pages, whose slots come from the list in one load, so that tiles can be prefetched. The last
-    program of a row and KV head to arrive merges all splits.
-
-    q [B, HQ, D]; k, v [P, S, H, D]; pages [B*C, R]; n_pages [B*C]; listed [B, H, splits, CHUNK];
-    parts [splits, B, HQ, D]; part_lse [splits, B, HQ]; arrivals [B * H] 0; out [B, HQ, D]; lse [B, HQ].
+    Columns are interleaved among programs, so that rows packed to the left keep all busy. A program compacts the valid
+    ones of CHUNK ids at a time into a list. The tail is the column after the last one. A tile is PAGES pages, whose
+    slots come from the list in one load, so that tiles can be prefetched. The last program of a row and KV head to
+    arrive merges all splits. listed [B, H, splits, CHUNK]; parts [splits, B, HQ, D]; part_lse [splits, B, HQ];
+    arrivals [B * H]: 0 before and after.
     """
     BLOCK_S: tl.constexpr = triton.next_power_of_2(S)
     BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(G))
@@ -163,8 +161,7 @@ def programs_per_row(
     rows: int, tiles: int, slots: int, choices: Iterable[int], start: float, merge: int = 0
 ) -> int:
     """Programs that share the tiles of each of ``rows`` rows and KV heads, on a device that holds ``slots``: of the
-    ``choices`` the first whose last wave ends first. A program's start takes as long as ``start`` tiles, merging what
-    several found as long as ``merge``."""
+    ``choices`` the first whose last wave ends first. ``start``, ``merge``: of a program, in tiles."""
 
     def time(programs: int) -> float:
         waves = triton.cdiv(rows * programs, slots)
@@ -184,8 +181,8 @@ def split_count(rows: int, tiles: int, slots: int) -> int:
 
 @functools.cache
 def arrivals_of(user: str, device: torch.device) -> torch.Tensor:
-    """Zeros, left as zeros, shared by launches of ``user``, which are not concurrent: a step scores one layer at a time
-    and attends in one. The first launch makes them, before any graph is captured."""
+    """Zeros, left as zeros, shared by launches of ``user``, which are not concurrent. The first launch makes them,
+    before any graph is captured."""
     return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 
 
@@ -244,11 +241,8 @@ def merge_rows(out_a, lse_a, out_b, lse_b):
 
 
 @triton.jit
-def merge_kernel(
-    out_a, lse_a, out_b, lse_b, out, lse, rows,
-    D: tl.constexpr, BLOCK_R: tl.constexpr,
-):
-    """A block of rows. out_a, out_b, out [rows, D]; lse_a, lse_b, lse [rows]."""
+def merge_kernel(out_a, lse_a, out_b, lse_b, out, lse, rows, D: tl.constexpr, BLOCK_R: tl.constexpr):
+    """A block of rows."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, triton.next_power_of_2(D))
     at = r.to(tl.int64)[:, None] * D + d[None, :]

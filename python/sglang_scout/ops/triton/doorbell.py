@@ -1,8 +1,6 @@
-"""The request ring from inside a CUDA graph: post a record, wait for its answer and merge it.
-
-The producer's side of sgl-kernel/src/ring.h, in kernels. The ring is pinned host memory, passed as a device-accessible
-address. A post with 40 heads of 128 at batch 16 is 160 KiB,
-about 3 us at 55 GB/s, and so is an answer.
+"""The request ring from inside a CUDA graph: post a record, wait for its answer and merge it. The producer's side of
+sgl-kernel/src/ring.h, in kernels (`engine.graph_transport`). A post with 40 heads of 128 at batch 16 is 160 KiB, about
+3 us at 55 GB/s, and so is an answer.
 
 Ordering. Every program of a post writes its row, then increments an arrival counter with acquire-release in system
 scope; the last to arrive writes the header, opens the claim word, writes the log entry and finally store-releases the
@@ -23,8 +21,7 @@ import triton.language as tl
 from sglang_scout import _native
 
 from .attend import merge_rows
-from .exact import rounded
-from .system import load_acquire, now_ns, pause, store_release
+from .common import load_acquire, now_ns, pause, rounded, store_release
 
 # Words of the state tensor, int64. The host writes the first two between steps.
 EPOCH = tl.constexpr(0)  # epoch of the worker that records go to; 0: post nothing
@@ -37,31 +34,26 @@ REFUSED = tl.constexpr(2)  # the worker refused the record
 BUSY = tl.constexpr(4)  # the slot still holds a record without an answer
 
 # Offsets within the ring's structs, in bytes.
-_CONTROL, _RECORD, _REPLY = (
-    np.dtype(_native.RING_STRUCTS[name]).fields
-    for name in ("Control", "RecordHeader", "ReplyHeader")
+def _at(struct: str, *names: str) -> list[tl.constexpr]:
+    fields = np.dtype(_native.RING_STRUCTS[struct]).fields
+    return [tl.constexpr(fields[name][1]) for name in names]
+
+
+[CONTROL_HEAD] = _at("Control", "head")
+RECORD_SEQ, RECORD_LAYER, RECORD_ROWS, RECORD_PARTS, RECORD_STEP = _at(
+    "RecordHeader", "seq", "layer", "rows", "parts", "step"
 )
-CONTROL_HEAD = tl.constexpr(_CONTROL["head"][1])
-RECORD_SEQ = tl.constexpr(_RECORD["seq"][1])
-RECORD_LAYER = tl.constexpr(_RECORD["layer"][1])
-RECORD_ROWS = tl.constexpr(_RECORD["rows"][1])
-RECORD_PARTS = tl.constexpr(_RECORD["parts"][1])
-RECORD_STEP = tl.constexpr(_RECORD["step"][1])
-REPLY_DONE = tl.constexpr(_REPLY["done"][1])
-REPLY_CLAIM = tl.constexpr(_REPLY["claim"][1])
-REPLY_STATUS = tl.constexpr(_REPLY["status"][1])
+REPLY_DONE, REPLY_CLAIM, REPLY_STATUS = _at("ReplyHeader", "done", "claim", "status")
 
 CLOSED_ITEM = tl.constexpr(_native.RING_CLOSED_ITEM)
 
 @triton.jit
 def at_word(address):
-    """An address within a header, as a pointer to int64."""
     return address.to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def at_half(address):
-    """An address within a header, as a pointer to int32."""
     return address.to(tl.pointer_type(tl.int32))
 
 
@@ -78,10 +70,8 @@ RUNS_PER_THREAD = tl.constexpr(_native.RUNS_PER_THREAD)
 
 @triton.jit
 def runs_of(sequences, total, largest, threads, most, min_pages):
-    """`Split::runs` of sgl-kernel/src/split.h: evaluates all run counts at once; ties go to the smallest.
-
-    32 bits are enough for 8 million pages: where more than one run is allowed, rounds are 16 or fewer.
-    """
+    """`Split::runs` of sgl-kernel/src/split.h, for all run counts at once; ties go to the smallest. 32 bits are enough
+    for 8 million pages: where more than one run is allowed, rounds are 16 or fewer."""
     runs = 1 + tl.arange(0, MAX_RUNS)
     useful = tl.minimum(largest // min_pages, threads * RUNS_PER_THREAD // sequences)
     every = sequences * runs
@@ -173,12 +163,13 @@ def placed(spec, offset: int) -> tuple[tl.dtype, int]:
 
 
 def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor) -> None:
-    (rows, k), at, spec = pages.shape, ring.layout, ring.spec
+    (rows, k), arena = pages.shape, ring.arena
+    at, spec = arena.layout, arena.spec
     width = spec.row_heads * spec.head_dim
     post_kernel[(rows,)](
         q, pages, n_pages, ring.state, ring.open_seq, ring.awaited, ring.asked, ring.arrivals,
-        ring.address + at.control_offset, ring.address + at.log_offset,
-        ring.address + at.records_offset, ring.address + at.replies_offset, at.record_stride,
+        arena.address + at.control_offset, arena.address + at.log_offset,
+        arena.address + at.records_offset, arena.address + at.replies_offset, at.record_stride,
         at.reply_stride, at.pages_offset, at.n_pages_offset, layer, rows, *ring.split,
         spec.num_nodes, k, spec.max_pages, spec.max_batch, at.log_entries, spec.num_layers, width,
         *placed(spec, at.q_offset), min(2048, triton.next_power_of_2(width)),
@@ -195,11 +186,9 @@ _LINK_PAUSE_NS, _WORD_PAUSE_NS = tl.constexpr(100), tl.constexpr(500)
 
 @triton.jit
 def await_answer(state, open_seq, answered, waited_ns, fault, reply, slot, seq, layer, timeout_ns):
-    """Wait for answer ``seq`` of a slot, if it is not 0; ``answered`` gets seq, or -seq without a valid answer.
-
-    Bounded by the device clock: if the worker does not answer, an error is set and the stream continues. After any
-    error there is no more waiting, as the server is shutting down. fault [1] int64, in host memory, gets all error
-    bits, including those of the post. """
+    """Wait for answer ``seq`` of a slot, if it is not 0; ``answered`` gets seq, or -seq without a valid answer. Bounded
+    by the device clock: if the worker does not answer, an error is set and the stream continues. After any error there
+    is no more waiting, as the server is shutting down. ``fault`` gets all error bits, including those of the post."""
     if seq != 0:
         limit_ns = tl.where(tl.load(state + ERRORS) == 0, timeout_ns, 0)
         begin = now_ns()
@@ -231,11 +220,9 @@ def merge_answer_kernel(
     OUT: tl.constexpr, OUT_AT: tl.constexpr, ROW_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program 0 waits for the answer; the others wait for its word in ``answered`` and merge a block of rows each.
-
-    Rows of out, merged [rows, D] and lse [rows] are those of [B, HQ], ROW_HEADS per posted row; change [rows] or None:
-    added to the answer's lse. answered [2 L] int64: the last checked record of a slot, negated if not valid.
-    """
+    """Program 0 waits for the answer; the others wait for its word in ``answered`` and merge a block of rows each. Rows
+    of out, merged and lse are those of [B, HQ], ROW_HEADS per posted row; change [rows] or None: added to the answer's
+    lse. answered [2 L] int64: the last checked record of a slot, negated if not valid."""
     slot = (tl.load(state + STEP) & 1) * L + layer
     seq = tl.load(awaited + slot)
     reply = replies + slot * reply_stride
@@ -279,14 +266,14 @@ def merge_answer_kernel(
 
 
 def merge(ring, layer: int, out: torch.Tensor, lse: torch.Tensor, change, dtype) -> torch.Tensor:
-    (B, HQ, D), at = out.shape, ring.layout
+    (B, HQ, D), at, spec = out.shape, ring.arena.layout, ring.arena.spec
     merged = torch.empty_like(out, dtype=dtype)
     block_d = triton.next_power_of_2(D)
     block_r = max(1, _BLOCK_VALUES // block_d)
     merge_answer_kernel[(1 + triton.cdiv(B * HQ, block_r),)](
         ring.state, ring.open_seq, ring.awaited, ring.answered, ring.asked, ring.waited_ns, ring.fault,
-        out, lse, change, merged, ring.address + at.replies_offset, at.reply_stride, at.lse_offset, layer,
-        ring.timeout_us * 1000, B * HQ, ring.spec.max_batch, ring.spec.num_layers, *placed(ring.spec, at.out_offset),
-        ring.spec.row_heads, D, block_r, block_d, num_warps=1,
+        out, lse, change, merged, ring.arena.address + at.replies_offset, at.reply_stride, at.lse_offset, layer,
+        ring.timeout_us * 1000, B * HQ, spec.max_batch, spec.num_layers, *placed(spec, at.out_offset),
+        spec.row_heads, D, block_r, block_d, num_warps=1,
     )
     return merged

@@ -1,12 +1,11 @@
-"""Whole pages of all layers and single tokens on the device: `build_layer_digests`, `copy_layer_pages`,
-`append_tokens` and `stage_pages`. Ids out of range are skipped, as the host cannot check those that live
-on the device."""
+"""`build_layer_digests`, `copy_layer_pages`, `append_tokens` and `stage_pages` on the device. Ids out of range are
+skipped, as the host cannot check those that live on the device."""
 
 import torch
 import triton
 import triton.language as tl
 
-from .exact import as_loaded, fp8_bits, rounded, stored_as, widened
+from .common import as_loaded, fp8_bits, rounded, stored_as, widened
 
 _COPY_WORDS = 4096  # per program and iteration: 16 KiB with 4-byte words
 # A recall is overlapped with a step: just enough programs to saturate the bus, as polls of the worker's answer queue
@@ -49,7 +48,7 @@ def digest_kernel(
     P, R,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):
-    """One page, head and layer. addresses [L]; ids [n]; rows: see `source_of`; kmin, kmax [L, P, H, D]."""
+    """One page, head and layer."""
     k, source, row = source_of(addresses, ids, rows, P, R, KV, ALIGN)
     if row >= 0:
         x, mask = page_keys(k, source, S, H, D, FP8)
@@ -77,8 +76,7 @@ def copy_kernel(
     n, L, P, slots, words,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Blocks of words, for each page first K, then V, in a grid-stride loop. addresses [2, L] of [P, words]; ids [3,
-    n]: layer, page, slot; dst_k, dst_v [L, slots, words]."""
+    """Blocks of words, for each page first K, then V, in a grid-stride loop. addresses [2, L] of [P, words]."""
     blocks = tl.cdiv(words, BLOCK)
     for task in range(tl.program_id(0), 2 * blocks * n, tl.num_programs(0)):
         i, block = task // (2 * blocks), task % (2 * blocks)
@@ -102,8 +100,7 @@ def append_kernel(
     k_stride, v_stride, P, mirror_P, S,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
 ):
-    """One block of one row of K (program 0 of axis 2) or of V, to one pool or to both. k, v [B, WIDTH], rows k_stride
-    and v_stride apart; pools [P, S, WIDTH] and [mirror_P, S, WIDTH]."""
+    """One block of one row of K (program 0 of axis 2) or of V, to one pool or to both."""
     b, is_v = tl.program_id(0), tl.program_id(2)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.load(lens + b) - 1
@@ -130,7 +127,7 @@ def stage_kernel(
     ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """One block of words of one list entry, of K (program 0 of axis 2) or V. addresses [2, L] of [P, S, row_words];
-    pages [R, k]; dst_k, dst_v [slots, S, words], words of each row's list."""
+    dst_k, dst_v [slots, S, words], words of each row's list."""
     entry = tl.program_id(0)
     page = tl.load(pages + entry).to(tl.int64)
     if (page >= 0) & (page < P):

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .exact import rounded
+from .common import rounded
 
 
 @triton.jit

@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layers import LARGEST
+from ..pages import LARGEST
 from ..rotated import FIRST, FLIP, PAGE_TOKENS, SECOND, STATS_BYTES
-from .exact import dot_fp32, limited, rounded, widened
+from .common import limited, rounded, widened
 from .pages import for_each_page, layer_pointer, source_of
 
 _FIRST, _SECOND = tl.constexpr(FIRST), tl.constexpr(SECOND)
@@ -15,7 +15,6 @@ _TOKENS, _STATS_BYTES = tl.constexpr(PAGE_TOKENS), tl.constexpr(STATS_BYTES)
 NORMS_AT = tl.constexpr(2 * PAGE_TOKENS + 8)  # after the mean, the scales and two steps
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _TOP = tl.constexpr(127 * 256.0)  # range of two int8 digits
-_CHUNK = tl.constexpr(16)  # channels turned per iteration; a matrix' columns take registers
 
 
 @triton.constexpr_function
@@ -60,37 +59,6 @@ def rotated(x, D: tl.constexpr):
     return x * WIDTH**-0.5
 
 
-@triton.jit
-def turned_rows(x, row, kept, turn, D: tl.constexpr, FP8: tl.constexpr = 0):
-    """R x for the rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, 0 beyond D. turn: R [D, D]
-    float32."""
-    i = tl.arange(0, width_of(D))[None, :]
-    out = tl.zeros([row.shape[0], i.shape[1]], tl.float32)
-    for first in range(0, D, _CHUNK):
-        j = first + tl.arange(0, _CHUNK)
-        inside = kept[:, None] & (j < D)[None, :]
-        # [M, CHUNK]
-        part = tl.load(x + row[:, None] + j[None, :], mask=inside, other=0)
-        part = limited(widened(part, FP8), _LARGEST)
-        # [CHUNK, BLOCK_D]
-        j = j[:, None]
-        column = tl.load(turn + i * D + j, mask=(i < D) & (j < D), other=0.0)
-        out = dot_fp32(part, column, out)
-    return out
-
-
-@triton.jit
-def of_bits(bits, at, which: tl.constexpr, D: tl.constexpr):
-    """A row of the table [4, D] of `ops.rotated.Coordinates` for the bits ``at``; 0 beyond D."""
-    return tl.load(bits + which * D + at, mask=at < D, other=0.0)
-
-
-@triton.jit
-def of_channels(x, channel):
-    """x [M, N] at the channels [N], which are whole numbers."""
-    return tl.gather(x, tl.broadcast_to(channel.to(tl.int32)[None, :], x.shape), 1)
-
-
 @triton.constexpr_function
 def heads_of(G):
     """Rows that hold the G query heads of a KV head."""
@@ -107,74 +75,43 @@ def digits(x):
 
 
 @triton.jit
-def query_digits(q, row, kept, turn, bits, scale, D: tl.constexpr):
-    """The queries at ``q + row`` [G] in the digests' coordinates as integers, for the mean and each plane
-    [2 G, BLOCK_D]; the units of these integers for mean and planes [G], and the dequantized sum of the planes' [G].
-
-    A plane's are scaled by its level and 2^-r, in its operand's order: channel, or bit, 4 c + r at r BLOCK_D / 4 + c.
-    """
+def query_digits(q, row, kept, scale, D: tl.constexpr):
+    """The rotated queries at ``q + row`` [G] as integers, for the mean and each plane [2 G, BLOCK_D]; the unit of these
+    integers [G], and the dequantized sum of the planes' [G]. A plane's are scaled by its level and 2^-r, in its
+    operand's order: channel 4 c + r at r BLOCK_D / 4 + c."""
     G: tl.constexpr = row.shape[0]
     BLOCK_D: tl.constexpr = width_of(D)
-    d = tl.arange(0, BLOCK_D)
-    r, c = d // (BLOCK_D // 4), d % (BLOCK_D // 4)
-    if bits is None:
-        x = rotated(rows_of(q, row, kept, D), D) * scale
-    else:
-        x = turned_rows(q, row, kept, turn, D) * scale  # [G, BLOCK_D]
+    power = (1 << tl.arange(0, BLOCK_D) // (BLOCK_D // 4)).to(tl.float32)[None, :]
+    x = rotated(rows_of(q, row, kept, D), D) * scale
     unit = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / _TOP
     of_mean = digits(rint(x / unit[:, None]))
-    power = (1 << r).to(tl.float32)[None, :]
-    if bits is None:
-        of_planes = unit
-        x = tl.permute(tl.reshape(x, (G, BLOCK_D // 4, 4)), (0, 2, 1))
-        x = tl.reshape(x, (G, BLOCK_D)) / unit[:, None] * _FIRST
-    else:
-        at = 4 * c + r
-        x = of_channels(x, of_bits(bits, at, 0, D)) * of_bits(bits, at, 1, D)[None, :]
-        of_planes = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / _TOP
-        x = x / of_planes[:, None]
-    y = rint(x / power)
-    total = tl.sum(y * power, axis=1)
-    first = digits(y)
-    second = first
-    if bits is None:
-        y = rint(x * ((_SECOND / _FIRST) / power))
-        total += tl.sum(y * power, axis=1)
-        second = digits(y)
-    return of_mean, first, second, unit, of_planes, total * of_planes
+    x = tl.permute(tl.reshape(x, (G, BLOCK_D // 4, 4)), (0, 2, 1))
+    x = tl.reshape(x, (G, BLOCK_D)) / unit[:, None] * _FIRST
+    first = rint(x / power)
+    second = rint(x * ((_SECOND / _FIRST) / power))
+    total = tl.sum(first * power, axis=1) + tl.sum(second * power, axis=1)
+    return of_mean, digits(first), digits(second), unit, total * unit
 
 
 @triton.jit
-def query_digits_kernel(
-    q, turn, bits, digits_to, numbers,
-    scale,
-    G: tl.constexpr, D: tl.constexpr,
-):
-    """`query_digits` of a request's KV head. q [B, HQ, D]; turn [H, D, D]; bits [H, 4, D]; digits_to
-    [B, HQ, 2, 1 + planes, BLOCK_D] int8; numbers [3, B, HQ] units of mean and planes, totals."""
+def query_digits_kernel(q, digits_to, numbers, scale, G: tl.constexpr, D: tl.constexpr):
+    """`query_digits` of a request's KV head. q [B, HQ, D]; digits_to [B, HQ, 2, 3, BLOCK_D] int8, of the mean and the
+    planes; numbers [2, B, HQ]: units, totals."""
     BLOCK_G: tl.constexpr = heads_of(G)
     BLOCK_D: tl.constexpr = width_of(D)
     h, b = tl.program_id(0), tl.program_id(1)
-    if turn is not None:
-        turn += h * D * D
-        bits += h * 4 * D
-    PLANES: tl.constexpr = 2 if bits is None else 1
     first_head = (b * tl.num_programs(0) + h) * G
     i, g, d = tl.arange(0, 2 * BLOCK_G), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    of_mean, first, second, unit, of_planes, total = query_digits(
-        q, (first_head + g) * D, g < G, turn, bits, scale, D
-    )
-    at = digits_to + (2 * first_head + i)[:, None] * ((1 + PLANES) * BLOCK_D) + d[None, :]
+    of_mean, first, second, unit, total = query_digits(q, (first_head + g) * D, g < G, scale, D)
+    at = digits_to + (2 * first_head + i)[:, None] * (3 * BLOCK_D) + d[None, :]
     mask = (i < 2 * G)[:, None] & (d >= 0)[None, :]
     tl.store(at, of_mean, mask=mask)
     tl.store(at + BLOCK_D, first, mask=mask)
-    if PLANES == 2:
-        tl.store(at + 2 * BLOCK_D, second, mask=mask)
+    tl.store(at + 2 * BLOCK_D, second, mask=mask)
     heads = tl.num_programs(1) * tl.num_programs(0) * G
     at = numbers + first_head + g
     tl.store(at, unit, mask=g < G)
-    tl.store(at + heads, of_planes, mask=g < G)
-    tl.store(at + 2 * heads, total, mask=g < G)
+    tl.store(at + heads, total, mask=g < G)
 
 
 @triton.jit
@@ -189,13 +126,12 @@ def packed(bits):
 
 @triton.jit
 def build_rotated_kernel(
-    addresses, ids, rows, planes, means, scales, steps, turn, bits,
+    addresses, ids, rows, planes, means, scales, steps,
     P, R,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """One page, head and layer, as `pages.digest_kernel`. addresses [2, L] of K and V; planes
-    [L, P, H, 1 or 2, 16, D / 4]; means, scales, steps: the stats [L, P, H, bytes] as int8, bfloat16 and float32; turn
-    [L, H, D, D], bits [L, H, 4, D]: coordinates of keys, or None."""
+    [L, P, H, 2, 16, D / 4]; means, scales, steps: the stats [L, P, H, bytes] as int8, bfloat16 and float32."""
     BLOCK_D: tl.constexpr = width_of(D)
     k, source, row = source_of(addresses, ids, rows, P, R, KV, ALIGN)
     h, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -206,22 +142,12 @@ def build_rotated_kernel(
         v = rows_of(v, at, t < _TOKENS, D, FP8)
         norm = tl.sqrt_rn(tl.sum(v * v, axis=1))  # [32]
         norm_step = step_of(tl.max(norm, axis=0), 255.0)
-        if turn is not None:
-            turn += (layer * H + h) * D * D
-            bits += (layer * H + h) * 4 * D
-            x = turned_rows(k, at, t < _TOKENS, turn, D, FP8)  # [32, BLOCK_D]
-        else:
-            x = rotated(rows_of(k, at, t < _TOKENS, D, FP8), D)
+        x = rotated(rows_of(k, at, t < _TOKENS, D, FP8), D)  # [32, BLOCK_D]
         mean = tl.sum(x, axis=0) / _TOKENS
         step = step_of(tl.max(tl.abs(mean), axis=0), 127.0)
         mean = rint(tl.div_rn(mean, tl.zeros_like(mean) + step))
         x = x - (mean * step)[None, :]
-        if turn is not None:
-            x = of_channels(x, of_bits(bits, d, 0, D))
-            part = x * of_bits(bits, d, 3, D)[None, :]
-            scale = tl.sqrt_rn(tl.sum(part * part, axis=1))
-        else:
-            scale = tl.sqrt_rn(tl.sum(x * x, axis=1) / D)  # [32]
+        scale = tl.sqrt_rn(tl.sum(x * x, axis=1) / D)  # [32]
         BYTES: tl.constexpr = D + _STATS_BYTES
         tl.store(means + row * BYTES + d, mean.to(tl.int8), mask=d < D)
         tl.store(scales + row * (BYTES // 2) + D // 2 + t, rounded(scale, tl.bfloat16))
@@ -234,23 +160,14 @@ def build_rotated_kernel(
             at + (BYTES - D) // 4 - _TOKENS // 2 - 2 + tl.arange(0, 2), tl.zeros([2], tl.float32)
         )
         j, c = tl.arange(0, 16)[:, None], tl.arange(0, BLOCK_D // 4)[None, :]
-        if turn is not None:
-            levels = of_bits(bits, d, 2, D)[None, :]
-            unit = tl.maximum(2.0 * of_bits(bits, d, 1, D)[None, :] * scale[:, None], _TINY)
-            level = tl.maximum(tl.minimum(tl.floor(tl.div_rn(x, unit)), levels - 1.0), -levels)
-            at = planes + row * (4 * D) + j * (D // 4) + c
-            tl.store(at, packed((level + levels).to(tl.int32) & 1), mask=c < D // 4)
-        else:
-            at = planes + row * (8 * D) + j * (D // 4) + c
-            first = x >= 0
-            tl.store(at, packed(first), mask=c < D // 4)
-            outer = tl.abs(x) > scale[:, None] * _FIRST
-            tl.store(at + 4 * D, packed(first == outer), mask=c < D // 4)
+        at = planes + row * (8 * D) + j * (D // 4) + c
+        first = x >= 0
+        tl.store(at, packed(first), mask=c < D // 4)
+        outer = tl.abs(x) > scale[:, None] * _FIRST
+        tl.store(at + 4 * D, packed(first == outer), mask=c < D // 4)
 
 
-def build_layer_rotated(source, ids, planes, stats, rows=None, coordinates=None):
-    turn, bits = (coordinates.keys, coordinates.bits) if coordinates else (None, None)
+def build_layer_rotated(source, ids, planes, stats, rows=None):
     dtypes = torch.int8, torch.bfloat16, torch.float32
-    to = planes, *(stats.view(dtype) for dtype in dtypes), turn, bits
-    warps = 8 if coordinates else 4
-    for_each_page(build_rotated_kernel, source, ids, rows, to, num_warps=warps)
+    to = planes, *(stats.view(dtype) for dtype in dtypes)
+    for_each_page(build_rotated_kernel, source, ids, rows, to, num_warps=4)

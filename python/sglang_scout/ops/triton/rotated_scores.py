@@ -31,10 +31,8 @@ def joined(x):
 
 @triton.jit
 def plane_sums(words, query, sums):
-    """``sums`` [N, 2 BLOCK_G] plus the digits at set bits, for the token in the low nibbles of all bytes.
-
-    words: [N, W] int32, 16 channels each; query [2 BLOCK_G, 16 W].
-    """
+    """``sums`` [N, 2 BLOCK_G] plus the digits at set bits, for the token in the low nibbles of all bytes of ``words``
+    [N, W] int32, 16 channels each. query [2 BLOCK_G, 16 W]."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     even = tl.join(words & 0x01010101, words & 0x04040404)
@@ -47,15 +45,13 @@ def plane_sums(words, query, sums):
 
 
 @triton.jit
-def byte_row_sums(words, here, first, second, D: tl.constexpr, BITS: tl.constexpr):
+def byte_row_sums(words, here, first, second, D: tl.constexpr):
     """Sums for the tokens in the low and high nibbles of a row of bytes; the second plane is D words further."""
     x = tl.load(words, mask=here, other=0)
     sums = tl.zeros([here.shape[0], first.shape[0]], tl.int32)
     low, high = plane_sums(x, first, sums), plane_sums(x >> 4, first, sums)
-    if BITS == 2:
-        x = tl.load(words + D, mask=here, other=0)
-        low, high = plane_sums(x, second, low), plane_sums(x >> 4, second, high)
-    return low, high
+    x = tl.load(words + D, mask=here, other=0)
+    return plane_sums(x, second, low), plane_sums(x >> 4, second, high)
 
 
 @triton.jit
@@ -73,8 +69,8 @@ def norms(pair):
 
 @triton.jit
 def block_sums(
-    of_mean, first, second, unit, of_planes, total, planes, means, scales, row, offered,
-    D: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr,
+    of_mean, first, second, unit, total, planes, means, scales, row, offered,
+    D: tl.constexpr, VALUES: tl.constexpr,
 ):
     """u = log sum_t exp of the logits, [BLOCK_N, BLOCK_G], for the pages and KV head whose digests are at ``row``; and,
     with VALUES, the same with each token weighted by the norm of its value."""
@@ -91,7 +87,7 @@ def block_sums(
     base = joined(tl.dot(mean, tl.trans(of_mean), out_dtype=tl.int32))  # [BLOCK_N, BLOCK_G]
     base = base * step[:, None] * unit[None, :]
     here = offered[:, None] & (w < D // 16)[None, :]
-    at_words = planes + row[:, None] * (BITS * D) + w[None, :]
+    at_words = planes + row[:, None] * (2 * D) + w[None, :]
     top = tl.full([BLOCK_N, BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)
     of_values = mass
@@ -100,12 +96,12 @@ def block_sums(
         near = tl.load(at_scale + pair, mask=offered, other=0)
         far = tl.load(at_scale + 8 + pair, mask=offered, other=0)
         words = at_words + pair * (D // 8)
-        x0, x2 = byte_row_sums(words, here, first, second, D, BITS)
-        x1, x3 = byte_row_sums(words + D // 16, here, first, second, D, BITS)
-        x0 = logits(x0, near << 16, base, of_planes, total)
-        x1 = logits(x1, near, base, of_planes, total)
-        x2 = logits(x2, far << 16, base, of_planes, total)
-        x3 = logits(x3, far, base, of_planes, total)
+        x0, x2 = byte_row_sums(words, here, first, second, D)
+        x1, x3 = byte_row_sums(words + D // 16, here, first, second, D)
+        x0 = logits(x0, near << 16, base, unit, total)
+        x1 = logits(x1, near, base, unit, total)
+        x2 = logits(x2, far << 16, base, unit, total)
+        x3 = logits(x3, far, base, unit, total)
         largest = tl.maximum(top, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
         kept = tl.exp2(top - largest)
         x0, x1 = tl.exp2(x0 - largest), tl.exp2(x1 - largest)
@@ -131,15 +127,11 @@ def block_sums(
 def rotated_sums_kernel(
     digits_of, numbers, planes, means, scales, table, n_full, arrivals, sums, tops, masses, out,
     N, row_stride, parts,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     """`block_sums` of every parts-th block of pages for the G query heads of one KV head, like `score.bounds_kernel`.
-    The sums are weighted by value norms, but normalized by the unweighted mass.
-
-    digits_of, numbers: see `query_digits_kernel`; planes [P, H, BITS, 16, D / 16] int32; means, scales: the stats
-    [P, H, bytes] as int8 and int32.
-    """
+    The sums are weighted by value norms, but normalized by the unweighted mass. digits_of, numbers: see
+    `query_digits_kernel`; planes [P, H, 2, 16, D / 16] int32; means, scales: the stats as int8 and int32."""
     BLOCK_G: tl.constexpr = heads_of(G)
     BLOCK_D: tl.constexpr = width_of(D)
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -150,25 +142,22 @@ def rotated_sums_kernel(
     mass = tl.zeros([BLOCK_G], tl.float32)
     if part * BLOCK_N < full:
         i, d = tl.arange(0, 2 * BLOCK_G), tl.arange(0, BLOCK_D)
-        at = (2 * (b * H + h) * G + i)[:, None] * ((1 + BITS) * BLOCK_D) + d[None, :]
+        at = (2 * (b * H + h) * G + i)[:, None] * (3 * BLOCK_D) + d[None, :]
         mine = (i < 2 * G)[:, None] & (d >= 0)[None, :]
         of_mean = tl.load(digits_of + at, mask=mine, other=0)
         first = tl.load(digits_of + at + BLOCK_D, mask=mine, other=0)
-        second = first
-        if BITS == 2:
-            second = tl.load(digits_of + at + 2 * BLOCK_D, mask=mine, other=0)
+        second = tl.load(digits_of + at + 2 * BLOCK_D, mask=mine, other=0)
         heads = tl.num_programs(2) * H * G
         unit = tl.load(numbers + head, mask=g < G, other=0.0)
-        of_planes = tl.load(numbers + heads + head, mask=g < G, other=0.0)
-        total = tl.load(numbers + 2 * heads + head, mask=g < G, other=0.0)
+        total = tl.load(numbers + heads + head, mask=g < G, other=0.0)
         for block in range(part, tl.cdiv(full, BLOCK_N), parts):
             # [BLOCK_N]
             n = block * BLOCK_N + tl.arange(0, BLOCK_N)
             page = tl.load(table + b.to(tl.int64) * N + n, mask=n < full, other=-1)
             # [BLOCK_N, BLOCK_G]
             u, of_values = block_sums(
-                of_mean, first, second, unit, of_planes, total, planes, means, scales,
-                page.to(tl.int64) * H + h, page >= 0, D, BITS, True,
+                of_mean, first, second, unit, total, planes, means, scales,
+                page.to(tl.int64) * H + h, page >= 0, D, True,
             )
             at_sum = sums + head.to(tl.int64)[None, :] * row_stride + n[:, None]
             tl.store(at_sum, of_values, mask=(g < G)[None, :])
@@ -185,36 +174,32 @@ def programs_per_sm(D: int) -> int:
     return 4 if D <= 128 else 2
 
 
-def score_rotated(q, planes, stats, table, n_full, scale, coordinates=None):
+def score_rotated(q, planes, stats, table, n_full, scale):
     if table.numel() == 0:
         return q.new_empty(table.shape, dtype=torch.float32)
-    (B, N), (_, H, bits), (HQ, D) = table.shape, planes.shape[:3], q.shape[1:]
-    turn, of_bits = coordinates[1:] if coordinates else (None, None)
-    digits_of = q.new_empty((B, HQ, 2, 1 + bits, width_of(D)), dtype=torch.int8)
-    numbers = q.new_empty((3, B, HQ), dtype=torch.float32)
-    query_digits_kernel[(H, B)](
-        q, turn, of_bits, digits_of, numbers, scale * LOG2_E, HQ // H, D, num_warps=4
-    )
+    (B, N), H, (HQ, D) = table.shape, planes.shape[1], q.shape[1:]
+    digits_of = q.new_empty((B, HQ, 2, 3, width_of(D)), dtype=torch.int8)
+    numbers = q.new_empty((2, B, HQ), dtype=torch.float32)
+    query_digits_kernel[(H, B)](q, digits_of, numbers, scale * LOG2_E, HQ // H, D, num_warps=4)
     per_sm = programs_per_sm(D)
     parts = parts_of(B * H, triton.cdiv(N, _BLOCK_PAGES), per_sm * processors(table.device))
     buffers = reduction(q, table, parts, _BLOCK_PAGES)
     rotated_sums_kernel[(parts, H, B)](
         digits_of, numbers, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
         table, n_full, *buffers, N, buffers[1].shape[2], parts,
-        H, HQ // H, D, bits, _BLOCK_PAGES, reduced_pages(N), num_warps=4, maxnreg=512 // per_sm,
+        H, HQ // H, D, _BLOCK_PAGES, reduced_pages(N), num_warps=4, maxnreg=512 // per_sm,
     )
     return buffers[-1]
 
 
 @triton.jit
 def mass_kernel(
-    q, q_ahead, planes, means, scales, pages, n_pages, change, turn, bits,
+    q, q_ahead, planes, means, scales, pages, n_pages, change,
     scale, N,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
 ):
     """The G query heads of one KV head. The real and the predicted queries are rows of one operand, so that every
-    digest is read once. q, q_ahead [B, HQ, D]; planes, means, scales: see `rotated_sums_kernel`; pages [B * C, N];
-    n_pages [B * C]; change [B, HQ]; turn, bits: see `query_digits_kernel`."""
+    digest is read once. planes, means, scales: see `rotated_sums_kernel`."""
     BLOCK_G: tl.constexpr = heads_of(G)
     h, b = tl.program_id(0), tl.program_id(1)
     g = tl.arange(0, BLOCK_G)
@@ -228,12 +213,7 @@ def mass_kernel(
         to_ahead = q_ahead.to(tl.int64) - q.to(tl.int64)
         to_ahead = to_ahead // (q.dtype.element_ty.primitive_bitwidth // 8)
         row = ((b * H + h) * G + of_group) * D + tl.where(i < BLOCK_G, 0, to_ahead)
-        if turn is not None:
-            turn += h * D * D
-            bits += h * 4 * D
-        of_mean, first, second, unit, of_planes, total = query_digits(
-            q, row, of_group < G, turn, bits, scale, D
-        )
+        of_mean, first, second, unit, total = query_digits(q, row, of_group < G, scale, D)
         top = tl.full([2 * BLOCK_G], float("-inf"), tl.float32)
         mass = tl.zeros([2 * BLOCK_G], tl.float32)
         for begin in range(0, count, _MASS_BLOCK_PAGES):
@@ -242,8 +222,8 @@ def mass_kernel(
             page = tl.load(pages + of.to(tl.int64) * N + n, mask=n < count, other=-1)
             # [BLOCK_N, 2 BLOCK_G]
             u, _ = block_sums(
-                of_mean, first, second, unit, of_planes, total, planes, means, scales,
-                page.to(tl.int64) * H + h, page >= 0, D, BITS, False,
+                of_mean, first, second, unit, total, planes, means, scales,
+                page.to(tl.int64) * H + h, page >= 0, D, False,
             )
             top, mass = add_mass(top, mass, u, 0)
         both = tl.reshape(top + tl.log(mass), (2, BLOCK_G))
@@ -253,15 +233,14 @@ def mass_kernel(
     tl.store(change + head, differ, mask=g < G)
 
 
-def mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, scale, coordinates=None):
-    (B, HQ, D), (_, H, bits) = q.shape, planes.shape[:3]
+def mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, scale):
+    (B, HQ, D), H = q.shape, planes.shape[1]
     change = q.new_empty((B, HQ), dtype=torch.float32)
     if B == 0:
         return change
-    turn, of_bits = coordinates[1:] if coordinates else (None, None)
     mass_kernel[(H, B)](
         q, q_ahead, planes.view(torch.int32), stats.view(torch.int8), stats.view(torch.int32),
-        pages, n_pages, change, turn, of_bits, scale * LOG2_E, pages.shape[1],
-        H, HQ // H, D, bits, len(pages) // B, num_warps=4,
+        pages, n_pages, change, scale * LOG2_E, pages.shape[1],
+        H, HQ // H, D, len(pages) // B, num_warps=4,
     )
     return change

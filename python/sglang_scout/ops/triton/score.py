@@ -1,15 +1,13 @@
-"""`score_pages` on the device, in one launch.
-
-A row's softmax over all its pages needs all its bounds, so the last program of a row to finish reduces them: one SM,
-while the others process other rows; a separate launch would cost about as much. The bounds, 4 HQ bytes per page, stay
-in the L2 cache (40 heads, 2,048 pages, batch 16: 5 MiB). """
+"""`score_pages` on the device, in one launch: a row's softmax over all its pages needs all its bounds, so the last
+program of a row to finish reduces them. A separate launch would cost about as much. The bounds, 4 HQ bytes per page,
+stay in the L2 cache (40 heads, 2,048 pages, batch 16: 5 MiB)."""
 
 import torch
 import triton
 import triton.language as tl
 
 from .attend import MAX_ROWS, arrivals_of, processors, programs_per_row
-from .exact import dot_16, finite
+from .common import dot_16, finite
 
 # Pages per iteration, fewer for large heads.
 _BLOCK_PAGES, _BLOCK_VALUES = 64, 8192

@@ -1,7 +1,5 @@
-"""`select_pages` on the device: one program per row, nothing comes back to the host.
-
-At 4,096 pages 32 KiB move: what counts is the number of dependent steps, up to 6 histograms of the row (as a rule 4,
-for 24 bits), one prefix sum, one pass over the chosen. What that is in instructions: docs/gpu-design.md. """
+"""`select_pages` on the device: one program per row. At 4,096 pages 32 KiB move: what counts is the number of dependent
+steps, up to 6 histograms of the row (as a rule 4, for 24 bits), one prefix sum, one pass over the chosen."""
 
 import torch
 import triton
@@ -9,7 +7,6 @@ import triton.language as tl
 
 from ..select import Selection
 
-FORCED_KEY = tl.constexpr(0xFFFFFFFF << 24)
 _LANE_KEYS = 8  # keys that a thread holds
 # Two bins of a histogram per thread of a warp: few instructions a key.
 _DIGIT_BITS = tl.constexpr(6)
@@ -28,16 +25,10 @@ def ordered_bits(x):
 
 
 @triton.jit
-def finite(x):
-    """x, or 0 where it is no finite number."""
-    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
-
-
-@triton.jit
 def select_kernel(
     scores, table, n_full, slot_of, scratch, pages, missing, n_missing,
-    N, k, sink_pages, recent_pages, mass,
-    STOPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK_K: tl.constexpr,
+    N, k, sink_pages, recent_pages,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK_K: tl.constexpr,
 ):
     """The k best pages of a row, forced ones first, then by falling score, equal ones by column.
 
@@ -47,7 +38,7 @@ def select_kernel(
     3. A prefix sum numbers the columns above it and, after them, as many equal ones as fit; their (key, column) goes to
        the scratch row [BLOCK_K].
     4. The rank of a chosen page, among all and among the missing ones, is how many are before it; it is written to
-       these places. With STOPS, only if those before it hold less than ``mass``, or all fit.
+       these places.
     """
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
@@ -99,7 +90,6 @@ def select_kernel(
     lacks_slot = tl.load(slot_of + my_page, mask=i < n_chosen, other=0) < 0
     rank = tl.zeros([BLOCK_K], tl.int32)
     missing_rank = tl.zeros([BLOCK_K], tl.int32)
-    held_before = tl.zeros([BLOCK_K], tl.float32)
     for first in tl.range(0, n_chosen, CHUNK_K):
         j = first + tl.arange(0, CHUNK_K)
         # [CHUNK_K]
@@ -111,19 +101,9 @@ def select_kernel(
         before = other[None, :] > mine[:, None]
         rank += tl.sum(before.to(tl.int32), axis=1)
         missing_rank += tl.sum((before & other_lacks[None, :]).to(tl.int32), axis=1)
-        if STOPS:
-            other_score = tl.load(scores + b * N + other_column, mask=j < n_chosen, other=0.0)
-            held = tl.where(before, finite(other_score)[None, :], 0.0)
-            held_before += tl.sum(held, axis=1)
-    chosen = i < n_chosen
-    if STOPS:
-        enough = held_before >= mass * tl.sum(tl.where(offered, finite(score), 0.0), axis=0)
-        chosen &= (mine >= FORCED_KEY) | (enough == 0) | (full <= k)
-        n_chosen = tl.sum(chosen.to(tl.int32), axis=0)
-        lacks_slot &= chosen
     count = tl.sum(lacks_slot.to(tl.int32), axis=0)
     row = b * k
-    tl.store(pages + row + rank, my_page, mask=chosen)
+    tl.store(pages + row + rank, my_page, mask=i < n_chosen)
     tl.store(missing + row + missing_rank, my_page, mask=lacks_slot)
     void = tl.full([BLOCK_K], -1, tl.int32)
     tl.store(pages + row + i, void, mask=(i >= n_chosen) & (i < k))
@@ -131,7 +111,7 @@ def select_kernel(
     tl.store(n_missing + b, count)
 
 
-def select_pages(scores, table, n_full, slot_of, k, sink_pages=1, recent_pages=1, mass=1.0, out=None):
+def select_pages(scores, table, n_full, slot_of, k, sink_pages=1, recent_pages=1, out=None):
     B, N = table.shape
     pages, missing = out if out is not None else table.new_empty((2, B, k)).unbind()
     n_missing = table.new_empty(B)
@@ -139,7 +119,7 @@ def select_pages(scores, table, n_full, slot_of, k, sink_pages=1, recent_pages=1
     block_k = max(16, triton.next_power_of_2(k))
     select_kernel[(B,)](
         scores, table, n_full, slot_of, table.new_empty((B, block_k), dtype=torch.int64),
-        pages, missing, n_missing, N, k, sink_pages, recent_pages, mass, mass < 1, block_n, block_k,
+        pages, missing, n_missing, N, k, sink_pages, recent_pages, block_n, block_k,
         max(16, min(block_k, 64, 8192 // block_k)),
         num_warps=min(16, max(4, block_n // (32 * _LANE_KEYS))),
     )

@@ -9,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.policy import Policy, QuerySource, Residency
-from sglang_scout.engine.step_inputs import StepInputs
+from sglang_scout.engine.step_buffers import StepInputs
 from sglang_scout.engine.stores import Parts, Sizes
 from sglang_scout.engine.transport import Transport
 from sglang_scout.policy import Context, selection_rule
-from sglang_scout.policy.hgca.older_tokens import OlderTokens, Salience
+from sglang_scout.policy.hgca.older_tokens import OlderTokens
 
 DEFAULTS: dict[str, Any] = {
     "budget_tokens": 4096,
@@ -37,13 +36,13 @@ DEFAULTS: dict[str, Any] = {
 class HGCA(Policy):
     """Nothing is selected: the device attends to a recent window, the CPU to older tokens that were salient in it."""
 
-    salience: Salience
+    config: OffloadConfig
 
     def describe_missing(self) -> str:
         return "the CPU attends to the tokens kept from outside the window"
 
     def selector(self, parts: Parts, transport: Transport, inputs: StepInputs) -> OlderTokens:
-        return OlderTokens(parts, self.salience, transport, inputs)
+        return OlderTokens(parts, self.config, transport, inputs)
 
     def step_sizes(self, sizes: Sizes) -> Sizes:
         return replace(sizes, budget_pages=0, lists=1)
@@ -76,10 +75,5 @@ def make(context: Context) -> Policy:
         query=QuerySource(is_ahead=False),
         route="cpu",
         residency=Residency(),
-        salience=Salience(
-            window_tokens=config.budget_tokens,
-            alpha=config.hgca_alpha,
-            beta=torch.tensor(config.hgca_beta).item(),  # infinite if too large for float32
-            cap_tokens=config.context_cap_tokens,
-        ),
+        config=config,
     )

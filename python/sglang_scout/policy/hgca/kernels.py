@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_scout.ops.triton.exact import as_loaded, dot_fp32, stored_as, widened
+from sglang_scout.ops.triton.common import as_loaded, dot_fp32, stored_as, widened
 from sglang_scout.ops.triton.pages import listed_slots
 
 

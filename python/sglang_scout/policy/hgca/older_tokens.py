@@ -25,84 +25,69 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.engine import Ids, Ints
 from sglang_scout.engine.ahead import Ahead, Selector
 from sglang_scout.engine.device import Fetching, Staging, upload
 from sglang_scout.engine.requests import Batch, Request
-from sglang_scout.engine.step_inputs import StepInputs
+from sglang_scout.engine.step_buffers import StepInputs
 from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.transport import Transport
-from sglang_scout.policy.hgca.context_cache import ContextCache, Ids, Kept
-from sglang_scout.policy.hgca.salience import decay_mass, salient_bits, select_salient
+from sglang_scout.policy.hgca.kept_tokens import (
+    ContextCache,
+    Kept,
+    decay_mass,
+    salient_bits,
+    select_salient,
+)
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
 
 
-@dataclass(frozen=True)
-class Salience:
-    """What is kept of the window.
-
-    Args:
-        window_tokens: tokens on the device.
-        alpha, beta: of Algorithm 1; the paper gives no alpha, and 1 for beta.
-        cap_tokens: most kept tokens of a request, layer and head; None: no limit, as in the paper. A head at its cap
-            doubles its beta (ours).
-    """
-
-    window_tokens: int
-    alpha: float
-    beta: float
-    cap_tokens: int | None
-
-
 @dataclass(eq=False)
 class Older:
-    """Of a request of the batch; ``version`` changes with its lists."""
+    """Of a request of the batch."""
 
     state: int  # row of the policy's stores
     begin: int  # pages before the window's start
     kept: Kept
+    betas: Tensor  # [L, H]
     queries: Tensor  # [L, HQ, D] on the device, written by its first step
     whole: list[int]  # until it is evaluated, all older pages
     # What is kept, and lists without room for all.
     evaluation: Future[tuple[Kept, npt.NDArray[np.bool_]]] | None = None
     since: list[Tokens] = field(default_factory=list)  # kept of pages that left since it joined
-    version: int = 0
+    row: int | None = None  # of the device, if its lists are there as they are now
+    posted: Ids | int = 0  # [L] pages in these, of all heads
 
 
 class OlderTokens(Selector):
-    """Tracks requests and posts their older tokens.
-
-    Args:
-        parts: whose host pages have context pages.
-    """
+    """Tracks requests and posts their older tokens. ``parts`` have host pages with context pages."""
 
     def __init__(
-        self, parts: Parts, salience: Salience, transport: Transport, inputs: StepInputs
+        self, parts: Parts, config: OffloadConfig, transport: Transport, inputs: StepInputs
     ) -> None:
-        self._salience, self._transport, self._inputs = salience, transport, inputs
-        self._counters = parts.counters
-        rule, device = parts.policy.rule, parts.device
-        self._sinks, self._recent = rule.sink_pages, rule.recent_pages
-        self._host, self._shape, self._device = parts.host, (shape := parts.shape), device
+        self._config, self._transport, self._inputs = config, transport, inputs
+        self._parts, self._shape, self._device = parts, (shape := parts.shape), parts.device
+        self._sinks, self._recent = parts.policy.rule.sink_pages, parts.policy.rule.recent_pages
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, parts.sizes.max_batch
         lists, max_pages = (layers, rows, heads), parts.sizes.max_pages
-        self._cache = ContextCache(parts.host, max_pages, salience.cap_tokens)
+        self._cache = ContextCache(parts.host, max_pages, config.context_cap_tokens)
         places = layers, rows, self._recent + 1, heads, shape.page_size
-        self._maw = torch.zeros(places, device=device)
-        self._betas = torch.full(lists, salience.beta)
-        self._threshold = torch.zeros(lists, device=device)
-        self._ids = torch.full((*lists, max_pages), -1, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(lists, dtype=torch.int32, device=device)
-        self._queries = torch.zeros(layers, rows, shape.num_q_heads, shape.head_dim, device=device)
-        self._staging = Staging(4 * rows, device)
+        self._maw = torch.zeros(places, device=self._device)
+        self._threshold = torch.zeros(lists, device=self._device)
+        ids = torch.full((*lists, max_pages), -1, dtype=torch.int32, device=self._device)
+        self._ids, self._counts = ids, torch.zeros_like(ids[..., 0])
+        self._queries = torch.zeros(
+            layers, rows, shape.num_q_heads, shape.head_dim, device=self._device
+        )
+        self._staging = Staging(4 * rows, self._device)
         self._older: dict[Request, Older] = {}
-        self._free_states = list(range(rows))
-        self._sent: list[tuple[Older, int] | None] = [None] * rows  # in the device's rows
+        self._free_states, self._rows = list(range(rows)), 0  # rows of the last step
         self._leaving: dict[Request, int] = {}  # pages that leave with this step, and
         self._bits = Fetching([torch.zeros(1, 0)])  # [L, n, H] of these
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout-evaluate")
-        self._row_pages = np.zeros((layers, rows), np.int64)  # of all heads
         self.pause()
 
     @property
@@ -114,8 +99,8 @@ class OlderTokens(Selector):
         """No row has a request until the next step begins."""
         self._staging.device.fill_(-1)
         self._counts.zero_()
-        self._row_pages[:] = 0
-        self._sent = [None] * len(self._sent)
+        for older in self._older.values():
+            older.row = None
 
     def begin(self, batch: Batch) -> Batch:
         """Step boundary: bring the lists up to date.
@@ -126,43 +111,53 @@ class OlderTokens(Selector):
             The batch with the pages that the device attends to.
         """
         self._cache.begin_step()
-        full, table = batch.n_full.tolist(), batch.table
         self._forget(batch.requests)
         [found] = self._bits.wait()
         bits = dict(zip(self._leaving, np.moveaxis(found, 1, 0), strict=True))
-        attended = np.full_like(table, -1)
+        attended = np.full_like(batch.table, -1)
         words = self._staging.fill().reshape(4, -1)
         words[:] = -1
-        for row, request in enumerate(batch.requests):
-            begin = max(0, full[row] - self._recent)
-            sinks = table[row, : min(self._sinks, begin)]
+        rows = zip(batch.requests, batch.table, batch.n_full.tolist(), strict=True)
+        for row, (request, pages, full) in enumerate(rows):
+            begin = max(0, full - self._recent)
+            sinks = min(self._sinks, begin)
             older = self._older.get(request)
             is_new = older is None
             if older is None:
-                state, pages = self._free_states.pop(), table[row, len(sinks) : begin].tolist()
-                self._betas[:, state] = self._salience.beta
-                self._threshold[:, state] = self._salience.beta / self._salience.window_tokens
-                older = Older(state, begin, self._cache.empty(), self._queries[:, row], pages)
-                self._older[request] = older
+                older = self._older[request] = self._joined(row, begin, pages[sinks:begin])
             else:
                 self._advance(older)
                 if older.begin < begin:
-                    pages = table[row, max(older.begin, len(sinks)) : begin]
-                    self._leave(older, pages, bits.get(request))
+                    self._leave(older, pages[max(older.begin, sinks) : begin], bits.get(request))
                     older.begin = begin
-            recent = table[row, begin : full[row]]
-            attended[row, : len(recent) + len(sinks)] = np.concatenate([recent, sinks])
-            words[:, row] = older.state, is_new, begin % (self._recent + 1), len(recent)
-            self._send(row, older)
-        for row in range(len(full), len(self._sent)):
-            if self._sent[row] is not None:
-                self._counts[:, row] = self._row_pages[:, row] = 0
-                self._sent[row] = None
+            window = np.concatenate([pages[begin:full], pages[:sinks]])
+            attended[row, : len(window)] = window
+            words[:, row] = older.state, is_new, begin % (self._recent + 1), full - begin
+            if older.row != row:
+                self._send(row, older)
+        count = len(batch.requests)
+        if count < self._rows:
+            self._counts[:, count : self._rows] = 0
+        self._rows = count
         self._staging.send(words.size)
         self._ask_of_leaving(batch)
-        held = len(full) * self._shape.num_kv_heads * self._recent
-        self._counters.count_step(0, self._row_pages.sum(1), held, "cpu")
+        posted = sum(older.posted for older in self._older.values())
+        held = count * self._shape.num_kv_heads * self._recent
+        self._parts.counters.count_step(0, np.asarray(posted), held, "cpu")
         return replace(batch, table=attended, n_full=(attended >= 0).sum(1).astype(np.int32))
+
+    def _joined(self, row: int, begin: int, pages: Ints) -> Older:
+        """A request is new in ``row``; ``pages`` are before its window."""
+        # Infinite if too large for float32.
+        betas = torch.tensor(self._config.hgca_beta).expand_as(self._threshold[:, 0])
+        own = self._cache.empty(), betas, self._queries[:, row], pages.tolist()
+        older = Older(self._free_states.pop(), begin, *own)
+        self._set_threshold(older)
+        return older
+
+    def _set_threshold(self, older: Older) -> None:
+        threshold = older.betas / self._config.budget_tokens
+        self._threshold[:, older.state] = upload(threshold.numpy(), self._device)
 
     def _forget(self, batch: Sequence[Request]) -> None:
         """Drop requests that have left the batch, ended or retracted."""
@@ -180,33 +175,29 @@ class OlderTokens(Selector):
         all older pages."""
         if older.whole and older.evaluation is None:
             sent, pages = Fetching([older.queries]), torch.tensor(older.whole)
-            older.evaluation = self._thread.submit(self._select, sent, pages, older.state)
+            older.evaluation = self._thread.submit(self._select, sent, pages, older.betas)
         elif older.evaluation is not None and older.evaluation.done():
             older.kept, was_full = older.evaluation.result()
-            older.evaluation, older.whole = None, []
-            older.version += 1
+            older.evaluation, older.whole, older.row = None, [], None
             self._raise(older, was_full)
             for tokens in older.since:
                 self._keep(older, tokens)
 
-    def _select(self, sent: Fetching, pages: Tensor, state: int) -> Any:
+    def _select(self, sent: Fetching, pages: Tensor, betas: Tensor) -> Any:
         """On the thread, concurrent with steps: select among all tokens of ``pages`` by the ``sent`` queries."""
         [queries] = map(torch.from_numpy, sent.wait())
         kept, scale = self._cache.empty(), self._shape.scale
         was_full = np.zeros(kept.tokens.shape, bool)
-        for layer, k in enumerate(self._host.k):
-            found = select_salient(queries[layer], k, pages, self._betas[layer, state], scale)
+        for layer, k in enumerate(self._parts.host.k):
+            found = select_salient(queries[layer], k, pages, betas[layer], scale)
             heads, tokens = (x.numpy() for x in found)
             was_full |= self._cache.add(kept, np.full_like(heads, layer), heads, tokens)
         return kept, was_full
 
-    def _leave(
-        self, older: Older, pages: npt.NDArray[np.int32], bits: npt.NDArray[np.int32] | None
-    ) -> None:
+    def _leave(self, older: Older, pages: Ints, bits: Ints | None) -> None:
         """``pages`` have left the window; ``bits`` ``[L, H]`` are None without statistics: then all is kept."""
         size = self._shape.page_size
-        lists = older.kept.tokens.shape
-        words = np.full(lists, -1, np.int32) if bits is None else bits
+        words = np.full(older.kept.tokens.shape, -1, np.int32) if bits is None else bits
         is_kept = (words[..., None] >> np.arange(size)) & 1
         layers, heads, tokens = np.tile(is_kept, len(pages)).nonzero()
         kept = layers, heads, pages.astype(np.int64)[tokens // size] * size + tokens % size
@@ -215,20 +206,18 @@ class OlderTokens(Selector):
             older.since.append(kept)
         else:
             self._keep(older, kept)
-        older.version += 1
+        older.row = None
 
     def _keep(self, older: Older, tokens: Tokens) -> None:
         self._raise(older, self._cache.add(older.kept, *tokens))
 
     def _raise(self, older: Older, was_full: npt.NDArray[np.bool_]) -> None:
-        """Double the beta of lists ``[L, H]`` that had no room for all tokens."""
+        """Double the beta of lists ``[L, H]`` that had no room for all tokens (ours)."""
         if was_full.any():
-            self._counters.raised_thresholds += int(was_full.sum())
-            betas = self._betas[:, older.state]
-            doubled = torch.where(betas > 0, 2 * betas, 1.0)
-            betas.copy_(torch.where(torch.from_numpy(was_full), doubled, betas))
-            threshold = (betas / self._salience.window_tokens).to(self._threshold)
-            self._threshold[:, older.state] = threshold
+            self._parts.counters.raised_thresholds += int(was_full.sum())
+            doubled = torch.where(older.betas > 0, 2 * older.betas, 1.0)
+            older.betas = torch.where(torch.from_numpy(was_full), doubled, older.betas)
+            self._set_threshold(older)
 
     def _ask_of_leaving(self, batch: Batch) -> None:
         """Request the kept tokens of pages that leave with the next step. A first step's statistics are too few."""
@@ -246,18 +235,13 @@ class OlderTokens(Selector):
 
     def _send(self, row: int, older: Older) -> None:
         """Update the device's row with a request's lists."""
-        if self._sent[row] == (older, older.version):
-            return
+        ids, counts = self._cache.worker_ids(older.kept)
         if older.whole:
             pages = np.array(older.whole, np.int32)
-            ids = np.broadcast_to(pages, (*older.kept.tokens.shape, len(pages)))
-            counts = np.full(older.kept.tokens.shape, len(pages), np.int32)
-        else:
-            ids, counts = self._cache.worker_ids(older.kept)
+            ids, counts = np.tile(pages, (*counts.shape, 1)), np.full_like(counts, len(pages))
         self._ids[:, row, :, : ids.shape[2]] = upload(np.ascontiguousarray(ids), self._device)
         self._counts[:, row] = upload(counts, self._device)
-        self._row_pages[:, row] = counts.sum(1)
-        self._sent[row] = older, older.version
+        older.row, older.posted = row, counts.sum(1)
 
     def take(self, layer: int, query: Tensor) -> Ahead:
         """The window, and the older tokens: ``[B * H, R]`` ids (:meth:`ContextCache.worker_ids`)."""
@@ -274,7 +258,7 @@ class OlderTokens(Selector):
         """The device attended to a window of a layer; arguments as of :func:`decay_mass`, without those known here."""
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, : len(query)]
         window = query, lse, k, pages, recent, *slots, first_at, state, fresh
-        decay_mass(*window, self._maw[layer], self._salience.alpha, self._shape.scale)
+        decay_mass(*window, self._maw[layer], self._config.hgca_alpha, self._shape.scale)
 
     def wait(self) -> None:
         """Wait for all evaluations in progress."""

@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_scout.ops.layers import largest
-from sglang_scout.ops.triton.exact import limited, rounded
+from sglang_scout.ops.pages import largest
+from sglang_scout.ops.triton.common import limited, rounded
 from sglang_scout.ops.triton.pages import for_each_page, page_keys, source_of
 
 _BLOCK_RANKS = tl.constexpr(16)

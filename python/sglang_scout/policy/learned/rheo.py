@@ -8,16 +8,16 @@ is reserved for growth until a layer's next exchange, not for all that ``max_new
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from sglang_scout.engine.policy import RESULT_DELAY_STEPS, Ids, Policy, Residency, StepReport
+from sglang_scout.engine import RESULT_DELAY_STEPS, Ids, Ints
+from sglang_scout.engine.policy import Policy, StepReport
 from sglang_scout.ops.residency import PageUses
 from sglang_scout.policy import Context, query_source, selection_rule, trained_weights
-from sglang_scout.policy.learned.embed import Pilots
+from sglang_scout.policy.learned import Pilots
+from sglang_scout.policy.residency import ImportantPages
 
 DEFAULTS: dict[str, Any] = {
     "digest": Pilots.name,
@@ -36,12 +36,11 @@ def make(context: Context) -> Policy:
         rule=selection_rule(config, Pilots, weights=weights, only_selected=False),
         query=query_source(config),
         route="cpu",
-        residency=HistoryAware(page_size=config.page_size_tokens, step_pages=context.step_pages),
+        residency=HistoryAware(context.num_layers, config.page_size_tokens, context.step_pages),
     )
 
 
-@dataclass
-class HistoryAware(Residency):
+class HistoryAware(ImportantPages):
     """Pages with long-term importance stay: decides by accumulated scores alone, so that runs are deterministic.
 
     item              here
@@ -56,37 +55,27 @@ class HistoryAware(Residency):
 
     Args:
         page_size: tokens of a page.
-        step_pages: pages that a step may prefetch before any miss, if all pages of all requests fit.
+        spare_pages: pages that a step may prefetch before any miss, if all pages of all requests fit.
         period: steps between two exchanges of a layer.
-        pin_share: share of a layer's slots that are pinned, below 1.
     """
 
-    page_size: int
-    step_pages: int
-    period: int = 16
-    pin_share: float = 0.25
-    _step: int = field(default=0, init=False)
-    _spare: Ids = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
+    pin_share = 0.25
+
+    def __init__(self, num_layers: int, page_size: int, spare_pages: int, period: int = 16) -> None:
+        super().__init__((period,) * num_layers, grace_steps=0)
+        self.page_size, self.spare_pages, self.period = page_size, spare_pages, period
 
     def plan(self, report: StepReport) -> None:
-        self._step, self._spare = report.step, report.spare_slots
+        super().plan(report)
+        self._exchanging = np.flatnonzero(self.is_due)
+        self._since = report.step - RESULT_DELAY_STEPS - self.period + 1
+        self.is_due, self.granted = ~self.is_due, report.spare_slots
 
-    def pick(
-        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
-    ) -> tuple[Ids, Ids]:
-        # Layers are staggered, so that their copies do not burst on the link.
-        is_due = (self._step + layers) % self.period == 0
+    def pick(self, missed: Ints, ages: Ids, uses: PageUses) -> tuple[Ids, Ids]:
         # All selected since the layer's last exchange: hot pages need not be those the last step missed.
-        hot = uses.selected_since(layers[is_due], self._step - RESULT_DELAY_STEPS - self.period + 1)
-        idle = np.flatnonzero(~is_due & (self._spare[layers] > 0))
-        every_row = np.ones((len(idle), missed.shape[1]), bool)
-        none_first = np.zeros(missed.shape[1], bool)
-        spare = self._spare[layers[idle]]
-        likely = uses.most_frequent(layers[idle], missed[idle], every_row, none_first, spare)
+        hot = uses.selected_since(self._exchanging, self._since)
+        likely = super().pick(missed, ages, uses)
         return np.concatenate([hot[0], likely[0]]), np.concatenate([hot[1], likely[1]])
-
-    def fill_pages(self) -> int:
-        return self.step_pages
 
     def loaded_pages(self, full: int, budget_pages: int) -> int:
         return min(full, budget_pages)

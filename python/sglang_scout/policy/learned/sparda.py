@@ -15,7 +15,7 @@ import torch
 from sglang_scout.engine.ahead import QueryProjector
 from sglang_scout.engine.policy import Policy, QuerySource
 from sglang_scout.policy import Context, selection_rule, trained_weights
-from sglang_scout.policy.learned.embed import Means
+from sglang_scout.policy.learned import Means
 from sglang_scout.policy.residency import ImportantPages
 
 DEFAULTS: dict[str, Any] = {

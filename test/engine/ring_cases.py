@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_pages_reference, merge_states_reference
-from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
 LAYERS, BATCH, K, HQ, D = 3, 4, 5, 4, 16
@@ -54,7 +54,7 @@ def settle():
 
 def ring_of(arena, epoch=0, step=0, timeout_us=20_000_000, **more):
     how = {"timeout_us": timeout_us, "device": DEVICE} | more
-    ring = DeviceRing(arena.address, arena.layout, arena.spec, **how)
+    ring = GraphTransport(arena, lambda: ring.epoch, **how)
     ring.set_epoch(epoch)
     ring.begin_step(step)
     return ring
@@ -115,7 +115,7 @@ def exchange(arena, ring, step):
             arena, layer, asked, out, lse if change is None else lse - change
         )
         dtype, atol = (torch.bfloat16, 2e-2) if layer == 2 else (torch.float32, 1e-5)
-        merged = ring.merge(layer, out, lse, change, dtype)
+        merged = ring.merge(layer, None, asked[0].to(dtype), (out, lse), change)
         assert merged.dtype == dtype
         assert ((merged.float().cpu() - expected).abs() <= atol + rounding).all()
     assert ring.errors() == []

@@ -38,6 +38,13 @@ pytestmark = ring_cases.NEEDS_KERNELS
 
 
 @pytest.fixture
+def arena(request):
+    """With one NUMA node and one list per request unless parametrised."""
+    with ring_cases.arena_of(*getattr(request, "param", ())) as made:
+        yield made
+
+
+@pytest.fixture
 def attended(arena):
     """A producer, which provides the live epoch, and an attendant on its ring."""
     producer = _native.RingProducer(arena.address, arena.nbytes)
@@ -136,10 +143,10 @@ def test_nothing_is_posted_without_pages_or_without_an_epoch(arena):
     out, lse = state(0)
     q, pages, n_pages = request(0)
     ring.post(0, q, pages, n_pages)  # epoch 0: warm-up and capture
-    assert torch.equal(ring.merge(0, out, lse), out)
+    assert torch.equal(ring.merge(0, None, out, (out, lse)), out)
     ring.set_epoch(1)
     ring.post(1, q, torch.full_like(pages, -1), torch.zeros_like(n_pages))
-    assert torch.equal(ring.merge(1, out, lse), out)
+    assert torch.equal(ring.merge(1, None, out, (out, lse)), out)
     assert all(
         np.array_equal(a, b) for a, b in zip(before, ring_cases.shared_bytes(arena), strict=True)
     )
@@ -151,13 +158,13 @@ def test_no_answer_is_an_error_and_never_hangs(arena):
     ring = ring_of(arena, 1, 1, timeout_us=2000)
     ring.post(0, *request(0))
     out, lse = state(0)
-    assert torch.equal(ring.merge(0, out, lse), out)
+    assert torch.equal(ring.merge(0, None, out, (out, lse)), out)
     settle()
     assert ring.faults() == ring.errors() == ["no answer in time"]
     assert ring.faults() == []
     ring.begin_step(3)
     ring.post(0, *request(1))
-    ring.merge(0, out, lse)  # returns at once: nothing was posted
+    ring.merge(0, None, out, (out, lse))  # returns at once: nothing was posted
     settle()
     assert ring.faults() == ring.errors() == ["a slot was not answered"]
     assert int(RingView(arena).control["head"]) == 1
@@ -174,12 +181,12 @@ def test_after_an_error_nothing_is_waited_for(arena):
         ring.post(layer, *request(layer))
     assert int(RingView(arena).control["head"]) == LAYERS
     out, lse = state(0)
-    ring.merge(0, out, lse)
+    ring.merge(0, None, out, (out, lse))
     settle()
     assert ring.faults() == ["no answer in time"]
     ring.timeout_us = 10**15
     for layer in range(1, LAYERS):
-        ring.merge(layer, out, lse)
+        ring.merge(layer, None, out, (out, lse))
     settle()
     assert ring.errors() == ["no answer in time"]
 
@@ -197,13 +204,13 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     out_there[:], lse_there[:] = 1.0, 100.0
     reply["done"] = (3 << 40) | 1  # of an earlier epoch
     out, lse = state(0)
-    ring.merge(1, out, lse)
+    ring.merge(1, None, out, (out, lse))
     assert ring.errors() == ["no answer in time"]
     ring.set_epoch(4)
     ring.post(1, q, pages, n_pages)
     settle()
     reply["status"], reply["done"] = status, int(view.record(slot)["seq"])
-    merged = ring.merge(1, out, lse)
+    merged = ring.merge(1, None, out, (out, lse))
     assert ring.errors() == (["CPU attention refused a record"] if status else [])
     assert torch.equal(merged, out if status else torch.ones_like(out))
     ring.begin_step(4)
@@ -216,15 +223,15 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     [
         ({"layer": 3}, "post: layer is 3, expected 0..2"),
         (
-            {"q": torch.zeros(3, ring_cases.HQ, 32)},
-            r"post: q is \[3, 4, 32\] .* expected \[3, 4, 16\]",
+            {"query": torch.zeros(3, ring_cases.HQ, 32)},
+            r"post: query is \[3, 4, 32\] .* expected \[3, 4, 16\]",
         ),
         ({"pages": torch.zeros(3, 6).int()}, r"pages is \[3, 6\], the ring has room for \[4, 5\]"),
         ({"n_pages": torch.zeros(6).int()[::2]}, r"post: n_pages is \[3\] with strides \(2,\)"),
     ],
 )
 def test_malformed_arguments_are_named(arena, change, message):
-    arguments = dict(zip(("q", "pages", "n_pages"), request(0), strict=True)) | {"layer": 0}
+    arguments = dict(zip(("query", "pages", "n_pages"), request(0), strict=True)) | {"layer": 0}
     with pytest.raises(ValueError, match=message):
         ring_of(arena).post(**(arguments | change))
 
@@ -235,7 +242,8 @@ def test_ranks_see_each_other_s_faults(arena):
     rings = [ring_of(arena, 1, 1, 2000, faults=faults, rank=rank) for rank in range(3)]
     ring = rings[1]
     ring.post(0, *request(0))
-    ring.merge(0, *state(0))
+    out, lse = state(0)
+    ring.merge(0, None, out, (out, lse))
     settle()
     assert [r.faults() for r in rings] == [["no answer in time"]] * 3
     assert faults.tolist() == [0, 1, 0]
@@ -272,7 +280,8 @@ def test_the_attendant_takes_over_in_the_middle_of_a_step(arena, attended, makes
     settle()
     assert attendant.pages() == 0
     producer.set_live_epoch(0)
-    ring.merge(1, *state(1))
+    out, lse = state(1)
+    ring.merge(1, None, out, (out, lse))
     assert ring.errors() == ([] if makes_sense else ["CPU attention refused a record"])
     assert attendant.pages() == (int((pages >= 0).sum()) if makes_sense else 0)
 
@@ -288,7 +297,7 @@ def test_a_damaged_head_shows_no_record_that_is_being_written(arena, attended):
         settle()
         RingView(arena).control["head"] |= 1 << 38
         ring.post(1, *asked)
-        merged = ring.merge(1, out, lse)
+        merged = ring.merge(1, None, out, (out, lse))
         expected, _ = expected_of(arena, 1, asked, out, lse)
         assert (merged.cpu() - expected).abs().max() < 1e-5, f"step {step}"
     assert ring.errors() == []

@@ -1,8 +1,11 @@
-"""Tensor-core products with fp32 accuracy.
+"""What kernels share: tensor-core products with fp32 accuracy, conversions, the device's clock, and loads and stores of
+host memory that are ordered for the whole system.
 
 Decode attention and digest scoring are memory-bound, even when each product is computed three times. So fp32 operands
 keep full precision, and a kernel differs from its reference only in summation order, except where it says so.
 """
+
+import time
 
 import torch
 import triton
@@ -27,7 +30,7 @@ def dot_narrow(a, b, acc):
 
 @triton.jit
 def dot_fp32(a, b, acc):
-    """acc + a b. a: [M, K] float32, bfloat16 or float16; b: [K, N], the same; acc: [M, N] float32.
+    """acc + a b, of float32, bfloat16 or float16; acc float32.
 
     Products of the same 16-bit type are exact. Otherwise a is widened, and with a bfloat16 b split into three bfloat16
     parts, which hold its 24 bits; other types use three TF32 products (22 bits of each). Small parts are added first.
@@ -61,11 +64,8 @@ def as_loaded(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def widened(x, FP8: tl.constexpr):
-    """Elements of K or V unchanged; fp8 converted exactly to bfloat16, with the NaN of e4m3 as 480.
-
-    e5m2 is the upper byte of a half. e4m3 is placed in a float32, whose exponent bias is 120 higher; small ones are
-    denormal until the product.
-    """
+    """Elements of K or V; fp8 converted exactly to bfloat16, with the NaN of e4m3 as 480. e5m2 is the upper byte of a
+    half. e4m3 is placed in a float32, whose exponent bias is 120 higher; small ones are denormal until the product."""
     if FP8 == 2:
         x = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32).to(tl.bfloat16)
     elif FP8 == 3:
@@ -124,3 +124,66 @@ def rounded(x, dtype: tl.constexpr):
         return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)
+
+
+if triton.knobs.runtime.interpret:
+
+    def now_ns():
+        return time.monotonic_ns()
+
+    def pause(ns):
+        time.sleep(ns.value * 1e-9)
+
+    @triton.jit
+    def load_acquire(word):
+        return tl.atomic_add(word, 0, sem="acquire", scope="sys")
+
+    @triton.jit
+    def store_release(word, value):
+        tl.atomic_xchg(word, value, sem="release", scope="sys")
+
+else:
+    # Not Triton's atomics: PCIe atomics on host memory are a separate request type, which not
+    # every platform supports. Loads and stores always work.
+
+    @triton.jit
+    def now_ns():
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def pause(ns):
+        """Suspend the warp for a time between 0 and twice ``ns``, a constant."""
+        tl.inline_asm_elementwise(
+            "{ nanosleep.u32 $1; mov.u32 $0, 0; }", "=r,r", [ns],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )
+
+    @triton.jit
+    def load_acquire(word):
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.s64 $0, [$1];", "=l,l", [word],
+            dtype=tl.int64, is_pure=False, pack=1,
+        )
+
+    @triton.jit
+    def store_release(word, value):
+        # Every thread of the program runs inline asm; thread 0 made the preceding stores.
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first st.release.sys.global.s64 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l", [word, value], dtype=tl.int32, is_pure=False, pack=1,
+        )
+
+
+@triton.jit
+def stamp_kernel(stamps, index):
+    """One word of ``stamps``, int64: nanoseconds of ``%globaltimer``."""
+    tl.store(stamps + index, now_ns())
