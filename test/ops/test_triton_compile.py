@@ -95,7 +95,9 @@ def test_a_mask_of_stored_bits_is_all_that_makes_an_operand(ptx):
     """Warp-group MMAs of 64 pages with bits as register operands, loaded 16 bytes at a time."""
     code = ptx["rotated_sums_kernel"]
     products = "wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8"
-    assert code.count(products) == 4 + 2 * 4 * 4  # D / 32 of the mean, and of each plane of four tokens
+    assert (
+        code.count(products) == 4 + 2 * 4 * 4
+    )  # D / 32 of the mean, and of each plane of four tokens
     # For each register with the bits of two tokens in two rows: 4 masks per token, none per byte.
     masks = [f"and.b32 .*, {(0x01010101 << r)};" for r in range(4)]
     assert [len(re.findall(mask, code)) for mask in masks] == [32] * 4
