@@ -38,16 +38,7 @@ from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.ops import triton as kernels
 from sglang_scout.ops.pages import LayerPages
 from sglang_scout.ops.rotated import STATS_BYTES, planes_shape
-from sglang_scout.ops.triton import (
-    attend,
-    doorbell,
-    pages,
-    predict,
-    rotated,
-    rotated_scores,
-    score,
-    select,
-)
+from sglang_scout.ops.triton import attend, doorbell, pages, predict, rotated, rotated_scores, score
 from sglang_scout.worker.ring import ArenaSpec, Split, layout_of
 
 learned = hgca = None
@@ -119,7 +110,7 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
         yield attend.attend_pages, ", a list per head", arguments
     if model == "all one":
         yield attend.attend_pages, " without a last page", (real_q, k, v, table, None, None, 0.1)
-        yield select.select_pages, "", (empty(1, 1), table, row, row, 1, 1, 0)
+        yield kernels.select.select_pages, "", (empty(1, 1), table, row, row, 1, 1, 0)
 
 
 def of_learned_policies(model: str) -> Iterator[Case]:
@@ -179,22 +170,19 @@ def parts_of_a_step() -> Iterator[Case]:
     yield predict.add_norm, "", (x, x, norm, 1e-6)
     yield predict.add_norm, " of layer 0", (x, None, norm, 1e-6)
     yield predict.rotate_heads, "", (x, head_norm, 1e-6, table, at, 128, True, 40, 128)
-    arguments = (x[:1, :128], None, 0.0, None, at[:1], 128, True, 1, 128)
-    yield predict.rotate_heads, ", one head", arguments
+    one_head = x[:1, :128], None, 0.0, None, at[:1], 128, True, 1, 128
+    yield predict.rotate_heads, ", one head", one_head
     yield attend.merge_states, "", (out, lse, out, lse)
     yield write_stamp, "", (empty(64, dtype=I64), 3)
     for N, chosen in ((4096, 64), (1250, 64), (8192, 512), (128, 16)):
         arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
-        yield select.select_pages, f", {N} pages, k={chosen}", arguments
+        yield kernels.select.select_pages, f", {N} pages, k={chosen}", arguments
     new = empty(4, 8, 128, dtype=BF16)
     for dtype in (BF16, E4M3, E5M2):
         pool = empty(4096, 32, 8, 128, dtype=dtype)
         yield pages.append_tokens, f", {dtype}", (new, new, row, (pool, pool, row))
-        yield (
-            pages.append_tokens,
-            f" with mirror, {dtype}",
-            (new, new, row, *[(pool, pool, row)] * 2),
-        )
+        arguments = (new, new, row, *[(pool, pool, row)] * 2)
+        yield pages.append_tokens, f" with mirror, {dtype}", arguments
 
 
 def ring_of(spec: ArenaSpec, **more: object) -> GraphTransport:
