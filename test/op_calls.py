@@ -1,6 +1,7 @@
 """Which ops there are: to replace what they run on CPU tensors, and what policies add to tables of tests."""
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -32,6 +33,7 @@ def replaced(replacement):
         yield
 
 
+@functools.cache
 def kernels():
     """The functions that launch kernels, by name; of ops, those have the names of the ops."""
     every = [*modules(triton), *(x for x in modules(policy) if x.__name__.endswith(".kernels"))]

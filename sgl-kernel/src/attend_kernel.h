@@ -12,9 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "attend_cpu.h"
+#include "attend.h"
 #include "attend_dispatch.h"
-#include "scout/attend.h"
 
 namespace scout {
 namespace {

@@ -12,7 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "scout/attend.h"
+#include "attend.h"
 #include "vec_math.h"
 
 namespace scout {

@@ -10,9 +10,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "attend.h"
 #include "isa.h"
-#include "score_cpu.h"
-#include "scout/attend.h"
+#include "score.h"
 #include "split.h"
 #include "tensors.h"
 #include "thread_pool.h"

@@ -7,8 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "pages.h"
-#include "score_cpu.h"
+#include "score.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -168,14 +167,9 @@ void rotate_layers(const Pages& k, const Pages& v, const In<int64_t, 1>& ids,
   expect_shape(op, "stats", stats, {L, P, H, D + scout::kStatsBytes});
   expect_ids(op, "ids", ids.data(), n, P);
   for (int64_t l = 0; l < L; ++l) {
-    scout::rotate_pages({k[l].data(),
-                         v[l].data(),
-                         scout::dtype_of(op, k[0].dtype()),
-                         ids.data(),
-                         n,
+    scout::rotate_pages({k[l].data(), v[l].data(), scout::dtype_of(op, k[0].dtype()), ids.data(), n,
                          planes.data() + l * P * H * 8 * D,
-                         stats.data() + l * P * H * (D + scout::kStatsBytes),
-                         static_cast<int>(H),
+                         stats.data() + l * P * H * (D + scout::kStatsBytes), static_cast<int>(H),
                          static_cast<int>(D)});
   }
 }

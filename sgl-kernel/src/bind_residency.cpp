@@ -29,6 +29,11 @@ nb::ndarray<nb::numpy, T, nb::ndim<1>> handed_over(std::vector<T>&& values) {
   return {kept->data(), {kept->size()}, owner};
 }
 
+template <class... T>
+nb::tuple all_handed_over(std::vector<T>&... values) {
+  return nb::make_tuple(handed_over(std::move(values))...);
+}
+
 // A view of the residency's memory that keeps it alive.
 template <class T>
 using View = nb::ndarray<nb::numpy, T>;
@@ -42,6 +47,10 @@ View<T> of_pages(Residency& r, T* data, int64_t step = 1) {
 template <class T>
 View<T> of_slots(Residency& r, T* data) {
   return View<T>(data, {static_cast<size_t>(r.num_layers), static_cast<size_t>(r.num_slots)});
+}
+
+View<int64_t> of_all(std::vector<int64_t>& values) {
+  return View<int64_t>(values.data(), {values.size()});
 }
 
 int64_t size(const Keys& keys) { return static_cast<int64_t>(keys.shape(0)); }
@@ -95,8 +104,7 @@ nb::tuple least_frequent(const Residency& r, const Keys& counts, int32_t before_
   expect_shape("least_frequent", "counts", counts, {r.num_layers});
   expect_shape("least_frequent", "below", below, {r.num_layers});
   auto found = scout::least_frequent_slots(r, counts.data(), before_step, below.data());
-  return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.slots)),
-                        handed_over(std::move(found.frequency)));
+  return all_handed_over(found.layers, found.slots, found.frequency);
 }
 
 nb::tuple most_frequent(const Residency& r, const Keys& layers, const PageIds& pages,
@@ -107,7 +115,7 @@ nb::tuple most_frequent(const Residency& r, const Keys& layers, const PageIds& p
   expect_shape("most_frequent", "is_first", is_first, {ids.rows});
   expect_shape("most_frequent", "limits", limits, {ids.n});
   auto found = scout::most_frequent_pages(r, ids, counts.data(), is_first.data(), limits.data());
-  return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.pages)));
+  return all_handed_over(found.layers, found.pages);
 }
 
 auto absent(const Residency& r, const Keys& keys) {
@@ -120,9 +128,7 @@ nb::tuple reserve(Residency& r, const Keys& keys) {
   scout::Reserved found;
   require("reserve", scout::reserve(r, keys.data(), keys.shape(0), &found),
           "more pages than free slots");
-  return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.pages)),
-                        handed_over(std::move(found.slots)),
-                        handed_over(std::move(found.generations)));
+  return all_handed_over(found.layers, found.pages, found.slots, found.generations);
 }
 
 auto land(Residency& r, const Keys& layers, const Keys& pages, const Keys& slots,
@@ -149,50 +155,32 @@ auto vacate(Residency& r, const Keys& layers, const Keys& slots) {
 void bind_residency(nb::module_& m) {
   // No implicit conversion: ids of another width are an error.
   const auto exact = [](const char* name) { return nb::arg(name).noconvert(); };
-  const auto inside = nb::rv_policy::reference_internal;
-  m.def("count_pages", &count_pages, exact("pages"), "How many pages each row has.");
-  nb::class_<Residency>(m, "Residency", "Metadata of page slots; see ops/residency.py.")
-      .def(nb::init<int64_t, int64_t, int64_t>(), nb::arg("layers"), nb::arg("pages"),
-           nb::arg("slots"))
-      .def_prop_ro(
-          "frequency", [](Residency& r) { return of_pages(r, &r.uses[0].frequency, 2); }, inside)
-      .def_prop_ro(
-          "stamp", [](Residency& r) { return of_pages(r, &r.uses[0].stamp, 2); }, inside)
-      .def_prop_ro(
-          "slot_of", [](Residency& r) { return of_pages(r, r.slot_of.data()); }, inside)
-      .def_prop_ro(
-          "is_pending", [](Residency& r) { return of_pages(r, r.is_pending.get()); }, inside)
-      .def_prop_ro(
-          "generation",
-          [](Residency& r) { return View<int64_t>(r.generation.data(), {r.generation.size()}); },
-          inside)
-      .def_prop_ro(
-          "page_of", [](Residency& r) { return of_slots(r, r.page_of.data()); }, inside)
-      .def_prop_ro(
-          "slot_frequency", [](Residency& r) { return of_slots(r, r.slot_frequency.data()); },
-          inside)
-      .def_prop_ro(
-          "slot_stamp", [](Residency& r) { return of_slots(r, r.slot_stamp.data()); }, inside)
-      .def_prop_ro(
-          "free", [](Residency& r) { return of_slots(r, r.free.data()); }, inside)
-      .def_prop_ro(
-          "num_free",
-          [](Residency& r) { return View<int64_t>(r.num_free.data(), {r.num_free.size()}); },
-          inside)
-      .def("touch", &touch, exact("layers"), exact("pages"), exact("weights"), nb::arg("step"),
-           "Adds to the frequency of pages and stamps them.")
-      .def("protect", &protect, exact("pages"), nb::arg("step"),
-           "Stamps pages in every layer; returns how many have no slot.")
+  m.def("count_pages", &count_pages, exact("pages"));
+  nb::class_<Residency> of(m, "Residency", "Metadata of page slots; see ops/residency.py.");
+  const auto view = [&of](const char* name, auto get) {
+    of.def_prop_ro(name, get, nb::rv_policy::reference_internal);
+  };
+  view("frequency", [](Residency& r) { return of_pages(r, &r.uses[0].frequency, 2); });
+  view("stamp", [](Residency& r) { return of_pages(r, &r.uses[0].stamp, 2); });
+  view("slot_of", [](Residency& r) { return of_pages(r, r.slot_of.data()); });
+  view("is_pending", [](Residency& r) { return of_pages(r, r.is_pending.get()); });
+  view("generation", [](Residency& r) { return of_all(r.generation); });
+  view("page_of", [](Residency& r) { return of_slots(r, r.page_of.data()); });
+  view("slot_frequency", [](Residency& r) { return of_slots(r, r.slot_frequency.data()); });
+  view("slot_stamp", [](Residency& r) { return of_slots(r, r.slot_stamp.data()); });
+  view("free", [](Residency& r) { return of_slots(r, r.free.data()); });
+  view("num_free", [](Residency& r) { return of_all(r.num_free); });
+  of.def(nb::init<int64_t, int64_t, int64_t>(), nb::arg("layers"), nb::arg("pages"),
+         nb::arg("slots"))
+      .def("touch", &touch, exact("layers"), exact("pages"), exact("weights"), nb::arg("step"))
+      .def("protect", &protect, exact("pages"), nb::arg("step"))
       .def("least_frequent", &least_frequent, exact("counts"), nb::arg("before_step"),
-           exact("below"), "Layers, slots and frequency of the layers' least frequent pages.")
+           exact("below"))
       .def("most_frequent", &most_frequent, exact("layers"), exact("pages"), exact("counts"),
-           exact("is_first"), exact("limits"), "Layers and pages worth most of those missed.")
-      .def("absent", &absent, exact("keys"),
-           "The distinct keys without a slot that are not pending, ascending.")
-      .def("reserve", &reserve, exact("keys"),
-           "Takes free slots; returns layers, pages, slots and generations.")
+           exact("is_first"), exact("limits"))
+      .def("absent", &absent, exact("keys"))
+      .def("reserve", &reserve, exact("keys"))
       .def("land", &land, exact("layers"), exact("pages"), exact("slots"), exact("generations"),
-           nb::arg("step"), "Maps reserved pages; returns the keys of those still wanted.")
-      .def("vacate", &vacate, exact("layers"), exact("slots"),
-           "Frees slots; returns the keys of the pages that were there.");
+           nb::arg("step"))
+      .def("vacate", &vacate, exact("layers"), exact("slots"));
 }

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <string>
 
+#include "attend.h"
 #include "ring.h"
-#include "scout/attend.h"
 #include "shared_words.h"
 
 namespace scout {

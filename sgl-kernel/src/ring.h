@@ -53,7 +53,7 @@
 
 #include <cstdint>
 
-#include "scout/attend.h"
+#include "attend.h"
 
 namespace scout {
 

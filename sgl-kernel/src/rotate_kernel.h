@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "score_cpu.h"
+#include "score.h"
 
 namespace scout {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "code_sums.h"
-#include "score_cpu.h"
+#include "score.h"
 #include "score_kernel.h"
 #include "vec_math.h"
 

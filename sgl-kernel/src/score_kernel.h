@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "score_cpu.h"
+#include "score.h"
 #include "vec_math.h"
 
 namespace scout {

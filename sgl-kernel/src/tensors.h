@@ -12,7 +12,7 @@
 #include <string>
 #include <utility>
 
-#include "scout/attend.h"
+#include "attend.h"
 
 namespace scout {
 

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "scout/attend.h"
+#include "attend.h"
 
 namespace scout {
 namespace {

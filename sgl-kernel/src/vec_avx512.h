@@ -1,13 +1,13 @@
 // Sixteen-lane vectors: AVX-512 F, BW, DQ, VL. The interface is explained in vec_avx2.h.
 //
-// VDPBF16PS serves queries that are bf16 (attend_cpu_avx512bf16.cpp): others it would round.
+// VDPBF16PS serves queries that are bf16 (attend_avx512bf16.cpp): others it would round.
 #pragma once
 
 #include <immintrin.h>
 
 #include <cstdint>
 
-#include "scout/attend.h"
+#include "attend.h"
 
 namespace scout {
 namespace {

@@ -100,40 +100,13 @@ struct Request {
   uint64_t items(uint32_t nodes) const { return uint64_t{rows} * parts * nodes; }
 };
 
-// softmax(scale * q k^T) v in double, one row and head at a time.
-inline Answer attend_plainly(const Arena& arena, uint32_t layer, const Request& r) {
-  const float* k = arena.k(layer);
-  const float* v = arena.v(layer);
+inline Answer answer_of(const Arena& arena, uint32_t layer, const Request& r) {
   Answer a{std::vector<float>(uint64_t{r.rows} * kRowFloats),
-           std::vector<float>(uint64_t{r.rows} * kQHeads, -INFINITY)};
-  for (uint32_t b = 0; b < r.rows; ++b) {
-    for (uint32_t head = 0; head < kQHeads; ++head) {
-      const float* q = &r.q[uint64_t{b} * kRowFloats + head * kDim];
-      std::vector<double> scores;
-      std::vector<uint64_t> at;
-      double top = -INFINITY;
-      for (int32_t i = 0; i < r.n_pages[b]; ++i) {
-        const int32_t id = r.pages[b * kMaxPages + i];
-        for (uint32_t t = 0; id >= 0 && t < kTokens; ++t) {
-          const uint64_t row = ((uint64_t(id) * kTokens + t) * kHeads + head / 2) * kDim;
-          double dot = 0;
-          for (uint32_t d = 0; d < kDim; ++d) dot += static_cast<double>(q[d]) * k[row + d];
-          scores.push_back(0.25 * dot);
-          at.push_back(row);
-          top = std::fmax(top, 0.25 * dot);
-        }
-      }
-      if (scores.empty()) continue;
-      double total = 0;
-      for (double x : scores) total += std::exp(x - top);
-      a.lse[b * kQHeads + head] = static_cast<float>(top + std::log(total));
-      for (uint32_t d = 0; d < kDim; ++d) {
-        double sum = 0;
-        for (size_t j = 0; j < at.size(); ++j) sum += std::exp(scores[j] - top) * v[at[j] + d];
-        a.out[uint64_t{b} * kRowFloats + head * kDim + d] = static_cast<float>(sum / total);
-      }
-    }
-  }
+           std::vector<float>(uint64_t{r.rows} * kQHeads)};
+  for (uint32_t b = 0; b < r.rows; ++b)
+    scout::attend_sequence(arena.ring.kv(layer), arena.ring.params(), &r.q[b * kRowFloats],
+                           &r.pages[b * kMaxPages], r.n_pages[b], -1, 0, &a.out[b * kRowFloats],
+                           &a.lse[b * kQHeads]);
   return a;
 }
 
@@ -158,7 +131,7 @@ inline Request random_request(const Arena& arena, Rng& rng, uint32_t max_parts) 
   r.pages[0] = static_cast<int32_t>(rng() % kNumPages);
   r.n_pages[0] = kMaxPages;
   for (uint32_t layer = 0; layer < kLayers; ++layer)
-    r.answers.push_back(attend_plainly(arena, layer, r));
+    r.answers.push_back(answer_of(arena, layer, r));
   return r;
 }
 
@@ -200,7 +173,7 @@ std::vector<int> pick_cpus(uint32_t count);
 // Nodes of `count` threads, round-robin: with more nodes than threads some have none.
 std::vector<int> pick_nodes(uint32_t count, uint32_t nodes);
 
-int run_stress(const Options& options);
-int run_kill(const Options& options);
+void run_stress(const Options& options);
+void run_kill(const Options& options);
 
 }  // namespace ring_test

@@ -186,7 +186,7 @@ void run_epochs(const Arena& arena, const std::vector<Request>& requests, const 
 
 }  // namespace
 
-int run_stress(const Options& options) {
+void run_stress(const Options& options) {
   damage = options.damage;
   thread_seeds = options.seed * 2 + 1;
   for (uint32_t nodes : {1u, 2u}) {
@@ -199,7 +199,6 @@ int run_stress(const Options& options) {
     run_epochs(arena, requests, options, begin_s + options.seconds * 0.5);
     point_handler = nullptr;
   }
-  return 0;
 }
 
 }  // namespace ring_test

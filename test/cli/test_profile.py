@@ -97,7 +97,8 @@ PROFILE = RecallProfile(
 )
 def test_a_profile_of_something_else_is_refused_by_name(server, parts):
     check_profile(PROFILE, "p.json", **SERVER)
-    check_profile(change(PROFILE, identity=None, selection={}), "p.json", **SERVER)
+    for selection in ({}, PROFILE.selection | {"mass": 0.9}):  # a key of an earlier release
+        check_profile(change(PROFILE, identity=None, selection=selection), "p.json", **SERVER)
     with pytest.raises(ValueError, match=FLAG) as caught:
         check_profile(PROFILE, "p.json", **(SERVER | server))
     for part in ["'p.json'", *parts, "sglang-scout profile"]:

@@ -16,17 +16,7 @@ import triton
 import triton.language as tl
 
 import ring_cases
-from ring_cases import (
-    DEVICE,
-    KINDS,
-    LAYERS,
-    exchange,
-    expected_of,
-    request,
-    ring_of,
-    settle,
-    state,
-)
+from ring_cases import KINDS, LAYERS, request, ring_of, settle, state
 from ring_view import RingView
 from sglang_scout import _native
 from sglang_scout.ops.triton.doorbell import runs_of
@@ -111,8 +101,10 @@ def test_the_rule_for_runs_in_a_kernel():
         batch = len(counts), int(counts.sum()), int(counts.max())
         cases.append([*batch, *split])
         expected.append(_native.split_runs(*split, *batch))
-    out = torch.zeros(len(cases), dtype=torch.int32, device=DEVICE)
-    rule_kernel[(len(cases),)](torch.tensor(cases, dtype=torch.int32, device=DEVICE), out)
+    out = torch.zeros(len(cases), dtype=torch.int32, device=ring_cases.DEVICE)
+    rule_kernel[(len(cases),)](
+        torch.tensor(cases, dtype=torch.int32, device=ring_cases.DEVICE), out
+    )
     assert out.tolist() == expected and len(set(expected)) == 16
 
 
@@ -129,7 +121,9 @@ def test_answers_are_merged(arena, attended, split, has_worker):
         producer.set_live_epoch(epoch)
     try:
         ring = ring_of(arena, epoch, split=split)
-        posted = sum(exchange(arena, ring, step) for step in range(1, 4))  # slots are reused
+        posted = sum(
+            ring_cases.exchange(arena, ring, step) for step in range(1, 4)
+        )  # slots are reused
         assert ring.state[2] == 3 * LAYERS
         assert attendant.pages() == (0 if has_worker else posted)
     finally:
@@ -238,7 +232,7 @@ def test_malformed_arguments_are_named(arena, change, message):
 
 def test_ranks_see_each_other_s_faults(arena):
     """Those of a joint step; each rank clears only its own."""
-    faults = torch.zeros(3, dtype=torch.int64, pin_memory=DEVICE != "cpu")
+    faults = torch.zeros(3, dtype=torch.int64, pin_memory=ring_cases.DEVICE != "cpu")
     rings = [ring_of(arena, 1, 1, 2000, faults=faults, rank=rank) for rank in range(3)]
     ring = rings[1]
     ring.post(0, *request(0))
@@ -298,6 +292,6 @@ def test_a_damaged_head_shows_no_record_that_is_being_written(arena, attended):
         RingView(arena).control["head"] |= 1 << 38
         ring.post(1, *asked)
         merged = ring.merge(1, None, out, (out, lse))
-        expected, _ = expected_of(arena, 1, asked, out, lse)
+        expected, _ = ring_cases.expected_of(arena, 1, asked, out, lse)
         assert (merged.cpu() - expected).abs().max() < 1e-5, f"step {step}"
     assert ring.errors() == []

@@ -109,7 +109,7 @@ def test_a_page_that_is_copied_is_compared_before_a_step_attends_to_it(make):
     flip(worker, 2, first[1])
     flip(worker, 2, second[0])
     recall.load_now(2, first, 3)
-    recall.fill(2, second)
+    recall.prefetch(2, second, "fill")
     recall.commit(3)
     assert (slot_of[2, absent[:4]] >= 0).all()
     assert worker.host.checksums.damaged().tolist() == [[2, first[1]], [2, second[0]]]

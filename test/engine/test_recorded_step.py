@@ -103,7 +103,9 @@ def test_replayed_steps_equal_eager_ones_that_attend_to_exactly_the_chosen_pages
             assert np.array_equal(worker.engine._inputs.slot_of.numpy(), worker.table.slot_of)
             check_table(worker.table)
             if policy == "hgca":
-                worker.engine.selector.wait()  # both get its result at the same boundary
+                worker.engine.selector._thread.submit(
+                    int
+                ).result()  # both get its result at the same boundary
             if 0 <= leaves < rows - 1:
                 worker.finish(worker.requests[leaves])
         assert replayed.engine.can_replay

@@ -7,11 +7,13 @@ arguments are copied to the device, results and mutated arguments back.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
+import op_calls
 from sglang_scout.ops import triton
 from sglang_scout.ops.pages import LayerPages
 
@@ -26,14 +28,29 @@ def name_of(implementation: Callable) -> str:
     return "native" if implementation.__name__.endswith("_native") else "reference"
 
 
-def implementations(*functions: Callable, also: str = "") -> pytest.MarkDecorator:
-    """Parametrises a test with functions as ``impl``; or with tuples whose last item is one, ``also`` naming the others
-    before it."""
+KINDS = "native", "triton", "reference"
+
+
+def implementation(op: Callable, kind: str) -> Callable | None:
+    """The op's C++ function, its kernel or its reference, if there is one."""
+    if kind == "triton":
+        return op_calls.kernels().get(op.__name__)
+    name = f"_{op.__name__}_native" if kind == "native" else f"{op.__name__}_reference"
+    return getattr(sys.modules[op.__module__], name, None)
+
+
+def implementations(
+    *ops: Callable, only: tuple[str, ...] = KINDS, also: str = ""
+) -> pytest.MarkDecorator:
+    """Parametrises a test with the implementations of ops as ``impl``; or of the last items of tuples, ``also`` naming
+    the others before it."""
     values = []
-    for row in functions:
-        *before, function = row if isinstance(row, tuple) else (row,)
-        name = "-".join([*(getattr(x, "__name__", x) for x in before), name_of(function)])
-        values.append(pytest.param(*before, usable(function), id=name))
+    for row in ops:
+        *before, op = row if isinstance(row, tuple) else (row,)
+        names = [getattr(x, "__name__", x) for x in before]
+        for kind in only:
+            if function := implementation(op, kind):
+                values.append(pytest.param(*before, usable(function), id="-".join([*names, kind])))
     return pytest.mark.parametrize(f"{also},impl".strip(","), values)
 
 

@@ -5,26 +5,13 @@ from __future__ import annotations
 import torch
 
 from op_calls import of_policies
-from sglang_scout.ops import minmax, rotated, triton
+from sglang_scout.ops import minmax, rotated
 from sglang_scout.ops.pages import LayerPages
 
 OPS = {
     "minmax": minmax.score_pages,
     "rotated-2": rotated.score_rotated,
     **of_policies("SCORES"),
-}
-IMPLEMENTATIONS = {
-    minmax.score_pages: (
-        minmax._score_pages_native,
-        triton.score.score_pages,
-        minmax.score_pages_reference,
-    ),
-    rotated.score_rotated: (
-        rotated._score_rotated_native,
-        triton.rotated_scores.score_rotated,
-        rotated.score_rotated_reference,
-    ),
-    **of_policies("IMPLEMENTATIONS"),
 }
 BY_HEAD = ("pilot", "means")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

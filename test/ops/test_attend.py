@@ -7,16 +7,10 @@ from hypothesis import strategies as st
 
 from attend_cases import FP8, agrees, densely, i32, inputs
 from implementations import implementations, usable
-from sglang_scout.ops.attend import (
-    _attend_pages_native,
-    attend_pages,
-    attend_pages_reference,
-    merge_states,
-    merge_states_reference,
-)
+from sglang_scout.ops.attend import attend_pages, attend_pages_reference, merge_states
 from sglang_scout.ops.triton import attend as kernel
 
-IMPLS = implementations(_attend_pages_native, kernel.attend_pages, attend_pages_reference)
+IMPLS = implementations(attend_pages)
 PER_HEAD = pytest.mark.parametrize("per_head", [False, True])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
 KINDS = pytest.mark.parametrize(
@@ -123,7 +117,7 @@ def test_large_scores_do_not_overflow(agree, impl, sign, dtype, rounded):
     agrees(agree, impl, got, (q, k, v, pages, *last, 1.0), times=200)
 
 
-@implementations(_attend_pages_native, attend_pages_reference)  # kernels split floats: inf - inf
+@implementations(attend_pages, only=("native", "reference"))  # kernels split floats: inf - inf
 @KINDS
 def test_keys_that_mask_their_tokens(impl, dtype, rounded):
     """A key of -inf where the query is positive masks its token; if all are masked, the set is empty."""
@@ -178,7 +172,7 @@ def test_a_wide_table_gives_what_its_pages_give(agree, impl, columns, with_last)
 
 # Merging of two parts -----------------------------------------------------------------------------
 
-MERGES = implementations(kernel.merge_states, merge_states_reference)
+MERGES = implementations(merge_states)
 INF = torch.inf
 
 

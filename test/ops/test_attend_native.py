@@ -14,7 +14,6 @@ from attend_cases import FP8, densely, i32, inputs
 from implementations import implementations
 from sglang_scout import _native
 from sglang_scout.ops.attend import _attend_pages_native, attend_pages
-from sglang_scout.ops.triton import attend as kernels
 from sglang_scout.worker.ring import Split
 
 
@@ -66,7 +65,7 @@ def test_every_narrow_value_is_widened_exactly(dtype):
         torch.testing.assert_close(lse.reshape(v.shape), v.float(), rtol=1e-6, atol=0)
 
 
-@implementations(_attend_pages_native, kernels.attend_pages)
+@implementations(attend_pages, only=("native", "triton"))
 @pytest.mark.usefixtures("isa")
 def test_the_nan_of_e4m3_counts_as_480(impl):
     v = torch.full((1, 1, 1, 64), torch.nan).to(torch.float8_e4m3fn)

@@ -9,32 +9,19 @@ from attend_cases import FP8
 from benchmark.kernels.tolerances import tolerance_of
 from implementations import implementations, name_of
 from op_calls import of_policies
-from sglang_scout.ops import minmax, rotated, triton
+from sglang_scout.ops import rotated
 from sglang_scout.ops.minmax import build_layer_digests
 from sglang_scout.ops.pages import LayerPages, largest
 from sglang_scout.ops.rotated import PAGE_TOKENS, STATS_BYTES, build_layer_rotated, planes_shape
 
 pytestmark = pytest.mark.usefixtures("isa")
-EMBEDS = of_policies("BUILDS")  # op: kernel and reference
-NATIVE = (
-    (build_layer_digests, minmax._build_layer_digests_native),
-    (build_layer_rotated, rotated._build_layer_rotated_native),
-)
-KERNELS = (
-    (build_layer_digests, triton.pages.build_layer_digests),
-    (build_layer_rotated, triton.rotated.build_layer_rotated),
-    *((op, kernel) for op, (kernel, _) in EMBEDS.items()),
-)
-REFERENCES = (
-    (build_layer_digests, minmax.build_layer_digests_reference),
-    (build_layer_rotated, rotated.build_layer_rotated_reference),
-    *((op, reference) for op, (_, reference) in EMBEDS.items()),
-)
+EMBEDS = tuple(of_policies("BUILDS"))
+OPS = tuple((op, op) for op in (build_layer_digests, build_layer_rotated, *EMBEDS))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
 RANK = 24
-IMPLS = implementations(*NATIVE, *KERNELS, *REFERENCES, also="op")
-BOUNDS = implementations(*(rows[0] for rows in (NATIVE, KERNELS, REFERENCES)), also="op")
-OF_EMBEDS = implementations(*KERNELS[2:], *REFERENCES[2:], also="op")
+IMPLS = implementations(*OPS, also="op")
+BOUNDS = implementations(OPS[0], also="op")
+OF_EMBEDS = implementations(*OPS[2:], also="op")
 SIZES = st.tuples(*(st.integers(1, n) for n in (3, 6, 9, 17, 3)))
 UNWRITTEN = 0xFF  # NaN as the bytes of a float
 
@@ -135,7 +122,7 @@ def test_named_rows_are_built_and_others_untouched(
     check(op, built, wanted, ids)
 
 
-@implementations(*NATIVE, *REFERENCES[:2], also="op")
+@implementations(*OPS[:2], only=("native", "reference"), also="op")
 @pytest.mark.parametrize("bad", [-1, 3])
 def test_page_out_of_range_is_refused_before_anything_is_written(op, impl, bad, layer_pages):
     built = unwritten(op, 2, 3, 2, 16)
@@ -145,7 +132,7 @@ def test_page_out_of_range_is_refused_before_anything_is_written(op, impl, bad, 
     assert all(map(is_unwritten, built))
 
 
-@implementations(*KERNELS, also="op")
+@implementations(*OPS, only=("triton",), also="op")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_skips_pages_out_of_range(op, impl, dtype, layer_pages):
     """The host cannot check ids on the device: nothing out of bounds is read or written."""

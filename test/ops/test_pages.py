@@ -8,15 +8,10 @@ from hypothesis import strategies as st
 from attend_cases import FP8
 from implementations import implementations, name_of
 from sglang_scout.ops import pages as ops
-from sglang_scout.ops import triton as kernels
 from sglang_scout.ops.pages import LayerPages, Pool
 
-APPENDS = implementations(ops.append_tokens_reference, kernels.pages.append_tokens)
-COPIES = implementations(
-    ops._copy_layer_pages_native, ops.copy_layer_pages_reference, kernels.pages.copy_layer_pages
-)
-STAGES = implementations(
-    ops._stage_pages_native, ops.stage_pages_reference, kernels.pages.stage_pages
+APPENDS, COPIES, STAGES = map(
+    implementations, (ops.append_tokens, ops.copy_layer_pages, ops.stage_pages)
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ANY = (*DTYPES, torch.uint8, torch.int16)
@@ -100,7 +95,7 @@ def test_rounds_every_value_to_fp8_as_torch_does(impl, dtype, of):
     assert torch.equal(to.k[:, 0].view(torch.uint8), k.to(dtype).view(torch.uint8))
 
 
-@implementations(kernels.pages.append_tokens)
+@implementations(ops.append_tokens, only=("triton",))
 @pytest.mark.parametrize(("page", "length"), [(4, 1), (LAST_INT32, 1), (3, 9), (3, 0)])
 def test_triton_skips_what_would_write_outside(impl, page, length):
     to = pool(torch.Generator(), [page, 2], 4, 8, 2, 16, torch.float32)
@@ -139,7 +134,7 @@ def test_named_pages_are_copied_and_others_untouched(
         assert torch.equal(got[half], expected[half])
 
 
-@implementations(ops._copy_layer_pages_native, kernels.pages.copy_layer_pages)
+@implementations(ops.copy_layer_pages, only=("native", "triton"))
 @pytest.mark.parametrize(("which", "bad"), [(0, 2), (0, -1), (1, 4), (2, 3), (2, -1), (2, 2**40)])
 def test_what_is_out_of_range_is_refused_and_by_triton_skipped(impl, which, bad, layer_pages):
     """The host cannot check ids on the device: nothing out of bounds is read or written."""
@@ -218,7 +213,7 @@ def test_cpp_refuses_what_it_would_read_or_write_outside(layer_pages):
             call(*arguments)
 
 
-@implementations(ops._copy_tokens_native, ops.copy_tokens_reference)
+@implementations(ops.copy_tokens)
 @pytest.mark.parametrize("dtype", (*DTYPES, *FP8))
 def test_tokens_of_a_head_come_to_their_places(layer_pages, impl, dtype):
     S, rng = 32, torch.Generator().manual_seed(2)

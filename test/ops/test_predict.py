@@ -10,7 +10,7 @@ from implementations import implementations, name_of, usable
 from sglang_scout.ops.predict import add_norm_reference, rotate_heads, rotate_heads_reference
 from sglang_scout.ops.triton import predict as kernels
 
-IMPLS = implementations(kernels.rotate_heads, rotate_heads_reference)
+IMPLS = implementations(rotate_heads)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

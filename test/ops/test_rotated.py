@@ -11,17 +11,15 @@ from implementations import implementations
 from score_cases import (
     DIMS,
     DTYPES,
-    IMPLEMENTATIONS,
     inputs,
     literal,
     masses,
     rotated_digests,
     scores,
 )
-from sglang_scout.ops import rotated, triton
+from sglang_scout.ops import rotated
 from sglang_scout.ops.pages import LARGEST
 from sglang_scout.ops.rotated import (
-    _mass_change_rotated_native,
     mass_change_rotated,
     mass_change_rotated_reference,
     rotate,
@@ -29,17 +27,9 @@ from sglang_scout.ops.rotated import (
 )
 
 pytestmark = pytest.mark.usefixtures("isa")
-BUILDS = implementations(
-    rotated._build_layer_rotated_native,
-    triton.rotated.build_layer_rotated,
-    rotated.build_layer_rotated_reference,
-)
-SCORES = implementations(*IMPLEMENTATIONS[score_rotated])
-CHANGES = implementations(
-    _mass_change_rotated_native,
-    triton.rotated_scores.mass_change_rotated,
-    mass_change_rotated_reference,
-)
+BUILDS = implementations(rotated.build_layer_rotated)
+SCORES = implementations(score_rotated)
+CHANGES = implementations(mass_change_rotated)
 
 
 def keys(seed, P, H, D, dtype=torch.float32):

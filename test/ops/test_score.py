@@ -3,14 +3,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from implementations import implementations
-from score_cases import DIMS, DTYPES, IMPLEMENTATIONS, OPS, inputs, literal, scores
+from implementations import implementation, implementations
+from score_cases import DIMS, DTYPES, OPS, inputs, literal, scores
 from sglang_scout.ops.minmax import _score_pages_native
 from sglang_scout.ops.triton.score import parts_of
 
-EVERY = implementations(
-    *((kind, impl) for kind, op in OPS.items() for impl in IMPLEMENTATIONS[op]), also="kind"
-)
+EVERY = implementations(*OPS.items(), also="kind")
 
 
 @EVERY
@@ -73,7 +71,7 @@ def test_native_refuses_what_would_read_outside(kind, name, value):
     n_full[0] = 9
     {"table": table, "n_full": n_full}[name].view(-1)[0] = value
     with pytest.raises(ValueError, match=rf"{OPS[kind].__name__}: {name}.*{value}"):
-        scores(kind, *arguments, table, n_full, IMPLEMENTATIONS[OPS[kind]][0])
+        scores(kind, *arguments, table, n_full, implementation(OPS[kind], "native"))
 
 
 @pytest.mark.usefixtures("isa")

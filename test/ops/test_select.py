@@ -5,10 +5,9 @@ from hypothesis import strategies as st
 
 from attend_cases import i32
 from implementations import implementations
-from sglang_scout.ops.select import select_pages, select_pages_reference
-from sglang_scout.ops.triton import select as kernels
+from sglang_scout.ops.select import select_pages
 
-IMPLS = implementations(kernels.select_pages, select_pages_reference)
+IMPLS = implementations(select_pages)
 
 
 def best_by_sorting(scores, pages, n_full, k, sink, recent):

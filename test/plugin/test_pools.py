@@ -281,8 +281,6 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
     )
     checksums.check(np.zeros(count), np.array(new))
     assert not checksums.failures, "they are of the K and V that came back"
-    with pytest.raises(ValueError, match=f"{count} pages were saved, cannot restore {count + 1}"):
-        made.load_cpu_copy(kept, torch.arange(length + PAGE))
 
 
 @pytest.mark.parametrize(("layer", "half"), [(0, 0), (1, 1), (2, 0)])

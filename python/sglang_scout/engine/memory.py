@@ -173,6 +173,7 @@ class ServerSize:
             ConfigError: they do not fit; with the numbers.
         """
         config, page_bytes, layers = self.config, self.page_bytes, self.shape.num_layers
+        arena = self.arena(num_pages)
         digests, inputs = (num_pages * each for each in self._beside_slots)
         # With a slot for every page nothing is ever missing; more slots would stay empty.
         num_slots = min(self.wanted_slots, num_pages)
@@ -202,8 +203,8 @@ class ServerSize:
             ("checksums", num_pages, 8 * num_pages * layers * config.page_checksums),
             *self.worker.rows,
         )
-        of_pages = num_pages, num_slots, self.budget_pages, self.arena(num_pages)
-        return MemoryPlan(*of_pages, tuple(row for row in rows if row[2]))
+        rows = tuple(row for row in rows if row[2])
+        return MemoryPlan(num_pages, num_slots, self.budget_pages, arena, rows)
 
     def room(self, device_bytes: int) -> DeviceRoom:
         """The most host pages whose digests fit on a device together with enough resident pages.

@@ -162,7 +162,8 @@ class Pages:
         # The last prompt token selected them.
         chosen, is_new = np.ascontiguousarray(pages[:, None], np.int32), np.ones(1, bool)
         self._table.uses.touch(self._every, chosen, self.step, is_new)
-        self._recall.prefetch_arrival(*self._with_slots(pages, self.step - 1, is_forced=False))
+        missing = self._with_slots(pages, self.step - 1, is_forced=False)
+        self._recall.prefetch(*missing, "arrival")
 
     def _with_slots(
         self, pages: PageIds, before_step: int, is_forced: bool = True
@@ -197,4 +198,4 @@ class Pages:
             keys = self._table.missing(self._every[:, None, None], np.where(absent, table, -1))
             layers, pages = np.divmod(keys, self._table.num_pages)
             fits = np.flatnonzero(rank_within(layers) < self._table.num_spare[layers])[:left]
-            self._recall.fill(layers[fits], pages[fits])
+            self._recall.prefetch(layers[fits], pages[fits], "fill")

@@ -71,18 +71,14 @@ class Recall:
         self._submit(taken, "recall")
         return taken.per_layer(self._table.num_layers)
 
-    def fill(self, layer: Layers, pages: PageIds) -> None:
-        """Start prefetching ``pages`` into free slots."""
-        self._submit(self._table.reserve(layer, pages), "fill")
-
-    def prefetch_arrival(self, layer: Layers, pages: PageIds) -> None:
-        """Start prefetching the first ``pages`` of a request that has not joined yet into free slots."""
-        self._submit(self._table.reserve(layer, pages, is_forced=False), "arrival")
+    def prefetch(self, layer: Layers, pages: PageIds, why: str) -> None:
+        """Start copying ``pages`` into free slots; for an "arrival" into those that are not held back."""
+        self._submit(self._table.reserve(layer, pages, is_forced=why != "arrival"), why)
 
     def _submit(self, taken: Reservation, why: str) -> None:
         if len(taken.pages):
-            copies = Copies(taken, self._side.submit(self._copy, taken, why), why)
-            self._in_flight.append(copies)
+            done = self._side.submit(self._copy, taken, why)
+            self._in_flight.append(Copies(taken, done, why))
 
     def commit(self, step: int, patience_us: float | None = None) -> None:
         """Step boundary: map what was copied during the last step.

@@ -176,7 +176,7 @@ class Stat(NamedTuple):
     help: str
 
 
-def _counter(unit: str, help: str) -> Any:
+def _total(unit: str, help: str) -> Any:
     return field(default=0, metadata={"stat": Stat("counter", unit, help)})
 
 
@@ -186,22 +186,20 @@ class Counters:
     Figure 6: pages computed on the CPU over the budget, mean over requests, layers and steps."""
 
     num_layers: InitVar[int]
-    steps: int = _counter("steps", "Decode steps")
-    dense_steps: int = _counter(
+    steps: int = _total("steps", "Decode steps")
+    dense_steps: int = _total(
         "steps", "Steps with full attention: all pages resident, few beyond the budget"
     )
-    selected_pages: int = _counter("pages", "Selected, summed over requests, layers and steps")
-    cpu_pages: int = _counter("pages", "Computed by CPU attention because they were not resident")
-    fetched_pages: int = _counter(
-        "pages", "Copied to the device before the layer that selected them"
-    )
+    selected_pages: int = _total("pages", "Selected, summed over requests, layers and steps")
+    cpu_pages: int = _total("pages", "Computed by CPU attention because they were not resident")
+    fetched_pages: int = _total("pages", "Copied to the device before the layer that selected them")
     budget_pages: int = 0
-    recalled_pages: int = _counter("pages", "Copied to the device by recalls")
-    recall_bytes: int = _counter("bytes", "Copied to the device by recalls")
+    recalled_pages: int = _total("pages", "Copied to the device by recalls")
+    recall_bytes: int = _total("bytes", "Copied to the device by recalls")
     warmed_pages: int = 0
     recall_wait_us: int = 0
     gpu_wait_us: int = 0
-    raised_thresholds: int = _counter(
+    raised_thresholds: int = _total(
         "heads", "Heads without room for all tokens that they would keep"
     )
     verify_checks: int = 0

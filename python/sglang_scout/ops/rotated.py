@@ -199,7 +199,7 @@ def _change(masses, q, q_ahead, planes, stats, pages, n_pages, scale):
     """With one list per KV head, each (page, head) is a page of one head, so that a list reads its head only.
     ``masses(q, ...)``: [rows, heads] of a query."""
     lists = len(pages) // len(q) if len(q) else 1
-    if lists > 1:
+    if lists != 1:
         head = torch.arange(lists, dtype=torch.int32, device=pages.device)[:, None]
         pages = (pages.unflatten(0, (-1, lists)) * lists + head).flatten(0, 1)
         planes, stats = (x.flatten(0, 1).unsqueeze(1) for x in (planes, stats))

@@ -20,7 +20,7 @@ from sglang_scout.core.errors import ArenaError
 HEADER_DTYPE = np.dtype(_native.RING_STRUCTS["Header"])
 BELL_DTYPE = np.dtype(_native.RING_STRUCTS["Bell"])
 EVENT_DTYPE = np.dtype(_native.RING_STRUCTS["Event"])
-# As numbered in scout/attend.h.
+# As numbered in sgl-kernel/src/attend.h.
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 QUERY_DTYPES = KV_DTYPES[:2]
 MAX_BATCH = 1 << 16

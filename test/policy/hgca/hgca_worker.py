@@ -98,7 +98,7 @@ class HgcaWorker(MiniWorker):
                 found = outputs[layer][row].numpy()
                 np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
             self.check_kept(request)
-        self.engine.selector.wait()
+        self.engine.selector._thread.submit(int).result()
 
     def older_of(self, request):
         return self.engine.selector._older[self.engine.requests._of_row[request.slot]]

@@ -14,8 +14,7 @@ from sglang_scout.ops.attend import attend_pages
 from sglang_scout.policy.hgca import kernels
 from sglang_scout.policy.hgca.kept_tokens import (
     decay_mass,
-    decay_mass_reference,
-    salient_bits_reference,
+    salient_bits,
     select_salient,
 )
 
@@ -30,7 +29,7 @@ def weights(q, k, scale):
     return s.softmax(1).view(-1, group, len(k)).amax(1)
 
 
-@implementations(kernels.decay_mass, decay_mass_reference)
+@implementations(decay_mass)
 @given(
     dtype=st.sampled_from(DTYPES),
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(1, 6)),
@@ -71,7 +70,7 @@ def test_the_average_is_that_of_the_weights_within_the_window(agree, impl, dtype
     agree(decay_mass, maw, expected)
 
 
-@implementations(kernels.salient_bits, salient_bits_reference)
+@implementations(salient_bits)
 def test_a_bit_for_every_token_above_the_threshold_of_its_head(impl):
     rng = torch.Generator().manual_seed(0)
     maw = torch.rand(3, 4, 5, 2, S, generator=rng)

@@ -4,7 +4,6 @@ import torch
 
 from far_pages import COUNT, PLANES_AT, QUERY, TABLE, D, H, pool
 from sglang_scout.ops.pages import LayerPages
-from sglang_scout.policy import learned
 from sglang_scout.policy.learned import (
     build_layer_means,
     build_layer_pilots,
@@ -13,13 +12,7 @@ from sglang_scout.policy.learned import (
 )
 
 SCORES = {"pilot": score_embeddings, "means": score_embeddings}
-IMPLEMENTATIONS = {
-    score_embeddings: (kernels.score_embeddings, learned.score_embeddings_reference),
-}
-BUILDS = {
-    build_layer_means: (kernels.build_layer_means, learned.build_layer_means_reference),
-    build_layer_pilots: (kernels.build_layer_pilots, learned.build_layer_pilots_reference),
-}
+BUILDS = dict.fromkeys((build_layer_means, build_layer_pilots))
 FAR_READS = {
     kernels.score_embeddings: (
         PLANES_AT,
@@ -49,4 +42,4 @@ EVERY = {
         torch.ones(3, dtype=torch.int32),
     ),
 }
-MUTATES = dict.fromkeys((build_layer_means, build_layer_pilots))
+MUTATES = BUILDS

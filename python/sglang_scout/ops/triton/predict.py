@@ -12,7 +12,6 @@ def norm_kernel(x, residual, weight, out, eps, C, BLOCK: tl.constexpr):
     """RMSNorm of one row of the sum. x, residual (or None), out [B, C]; weight [C]."""
     b = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
-    # [BLOCK]
     value = tl.load(x + b * C + c, mask=c < C, other=0.0).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + b * C + c, mask=c < C, other=0.0).to(tl.float32)
@@ -33,7 +32,6 @@ def rotate_kernel(
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, triton.next_power_of_2(D))
     row = b * row_stride + h * D
-    # [BLOCK_D]
     own = tl.load(q + row + d, mask=d < D, other=0.0).to(tl.float32)
     if weight is not None:
         scale = 1 / tl.sqrt(tl.sum(own * own, axis=0) / D + eps)

@@ -260,11 +260,5 @@ class OlderTokens(Selector):
         window = query, lse, k, pages, recent, *slots, first_at, state, fresh
         decay_mass(*window, self._maw[layer], self._config.hgca_alpha, self._shape.scale)
 
-    def wait(self) -> None:
-        """Wait for all evaluations in progress."""
-        for older in self._older.values():
-            if older.evaluation is not None:
-                older.evaluation.exception()
-
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

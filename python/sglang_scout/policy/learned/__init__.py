@@ -53,8 +53,7 @@ def build_layer_means(
         embeddings: dtype of K, or a wider one if K is fp8; mutated.
     Source: arXiv 2606.04511, equation 5; see the module docstring.
     """
-    on_device = embeddings.is_cuda
-    run = kernels.build_layer_means if on_device else build_layer_means_reference
+    run = kernels.build_layer_means if embeddings.is_cuda else build_layer_means_reference
     run(source, ids, embeddings, rows)
 
 
@@ -78,8 +77,7 @@ def build_layer_pilots(
         embeddings: dtype of K, or a wider one if K is fp8; mutated.
     Source: SeerAttention (arXiv 2410.13276), section 3; see the module docstring.
     """
-    on_device = embeddings.is_cuda
-    run = kernels.build_layer_pilots if on_device else build_layer_pilots_reference
+    run = kernels.build_layer_pilots if embeddings.is_cuda else build_layer_pilots_reference
     run(source, ids, embeddings, w_k, rows)
 
 

@@ -1,4 +1,4 @@
-#include "score_cpu.h"
+#include "score.h"
 
 #include "isa.h"
 

@@ -1,7 +1,8 @@
-#include "pages.h"
-
+// Min/max digests of pages. Plain code: it is memory-bound.
 #include <cstddef>
 #include <cstring>
+
+#include "score.h"
 
 namespace scout {
 namespace {

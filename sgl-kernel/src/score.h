@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "scout/attend.h"
+#include "attend.h"
 
 namespace scout {
 
@@ -73,6 +73,14 @@ struct RotateArgs {
   int32_t head_dim;
 };
 void rotate_pages(const RotateArgs& args);
+
+// Min/max digests: for each page ids[i] of k [P, S, H, D], head and column the minimum and maximum
+// over the page's tokens, to row ids[i] of kmin and kmax [P, H, D] of type `to`: that of k, or for
+// fp8 another, in which `values` [256] are those of its bytes. A NaN becomes the minimum, the
+// maximum or both; -0 orders below +0, except in fp32.
+void digest_pages(const void* k, int32_t page_size, int32_t kv_heads, int32_t head_dim, DType dtype,
+                  const int64_t* ids, int64_t n, DType to, const void* values, void* kmin,
+                  void* kmax);
 
 void score_avx2(const Digests& digests, const ScoreArgs& args);
 void score_avx512(const Digests& digests, const ScoreArgs& args);
