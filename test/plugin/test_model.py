@@ -61,7 +61,7 @@ def norm(size, rng):
 
 
 def attention_layer(method=None, bias=True, q_norm=True, skip_bias_add=False, tp=1):
-    """A decoder layer as `make_projectors` sees it, of rank ``tp - 1`` of ``tp``, and its weights."""
+    """A decoder layer as `make_projector` sees it, of rank ``tp - 1`` of ``tp``, and its weights."""
     rng = torch.Generator().manual_seed(3)
     group = SimpleNamespace(rank_in_group=tp - 1, world_size=tp)
     is_told = VERSION == "0.5.15.post1"  # else it looks up the group
@@ -125,13 +125,13 @@ def counted(layer):
 def test_plain_weights_are_sliced_and_quantised_ones_go_through_the_module(agree, token, given):
     layer, weight, bias = attention_layer(**given)
     calls = counted(layer)
-    (project,) = model.make_projectors([layer])
+    project = model.make_projector(0, layer)
     agree(rotate_heads, predict(project, *token), predicted(layer, weight, bias, *token))
     assert not calls
     layer, weight, bias = attention_layer(Int8LinearMethod(), **given)
     calls = counted(layer)
     assert not hasattr(layer.self_attn.qkv_proj, "weight")
-    (project,) = model.make_projectors([layer])
+    project = model.make_projector(0, layer)
     codes, step = quantise(weight)
     got = predict(project, *token)
     agree(rotate_heads, got, predicted(layer, codes * step, bias, *token))
@@ -146,7 +146,7 @@ def test_a_norm_a_product_and_a_rotation_are_launched(token, bias, product, meth
     from launches import Launches  # imports triton
 
     layer, *_ = attention_layer(method, bias)
-    (project,) = model.make_projectors([layer])
+    project = model.make_projector(0, layer)
     with Launches() as counted:
         predict(project, *token)
     assert counted.names == ["norm_kernel", *product, "rotate_kernel"]
@@ -162,7 +162,7 @@ def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(ag
     layers[0].input_layernorm.weight.data *= 3
     rule = SelectionRule(Means, weights)
     policy = SparDA("", rule, QuerySource(attends=False), "fetch", Residency())
-    for target, project in enumerate(policy.projectors(model.make_projectors(layers))):
+    for target, project in enumerate(policy.projectors([model.make_projector(*x) for x in enumerate(layers)])):
         norm, w = layers[max(target - 1, 0)].input_layernorm, weights.arrays["w"][target]
         got = predict(project, *token)
         assert got.shape == (TOKENS, H, D)
@@ -172,7 +172,7 @@ def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(ag
 
 def test_a_float_weight_of_another_method_is_not_sliced(agree, token):
     layer, weight, bias = attention_layer(method=RotatedInput())
-    (project,) = model.make_projectors([layer])
+    project = model.make_projector(0, layer)
     agree(rotate_heads, predict(project, *token), predicted(layer, weight.flip(-1), bias, *token))
 
 
@@ -183,7 +183,7 @@ def test_a_weight_of_another_dtype_is_not_sliced(token, dtype):
     projection.weight.data = projection.weight.data.to(dtype)
     projection.forward = lambda x: (x.new_ones(len(x), ALL), None)
     del layer.self_attn.q_norm
-    (project,) = model.make_projectors([layer])
+    project = model.make_projector(0, layer)
     x, residual, positions = token
     assert predict(project, x, residual, torch.zeros_like(positions)).eq(1).all()
 
@@ -193,7 +193,7 @@ def test_a_layer_without_the_expected_parts_is_refused(what):
     layer, *_ = attention_layer()
     setattr(layer.self_attn, what, None)
     with pytest.raises(ConfigError, match=f"layer 0 .* unexpected {what}"):
-        model.make_projectors([layer])
+        model.make_projector(0, layer)
 
 
 def shape_of(kv_dtype, monkeypatch, logit_cap=0, **scales):
