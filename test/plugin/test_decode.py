@@ -95,9 +95,8 @@ def request(rid):
 def test_a_copy_of_a_retracted_request_that_does_not_fit_fails_it(monkeypatch, available, kept):
     """Of two ranks, the other of which has more memory."""
     ranks = SimpleNamespace(size=2, least=lambda value: min(value, 1 << 40))
-    monkeypatch.setattr(hooks, "AttentionRanks", lambda: ranks)
     monkeypatch.setattr(hooks, "available_bytes", lambda: available + hooks.LEFT_BESIDE_COPIES)
-    pool = SimpleNamespace(copy_bytes={99: COPY}.get)
+    pool = SimpleNamespace(copy_bytes={99: COPY}.get, ranks=ranks)
     allocator = SimpleNamespace(
         get_kvcache=lambda: pool, get_cpu_copy=lambda tokens, **_: copied.append(tokens) or tokens
     )

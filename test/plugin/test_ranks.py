@@ -25,6 +25,7 @@ from sglang_scout.plugin import limits
 from sglang_scout.plugin import model as model_module
 from sglang_scout.plugin import ranks as ranks_module
 from sglang_scout.plugin.hooks import VERSION
+from sglang_scout.plugin.ranks import RankCpus, RankMemory
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool, pool_lacks
@@ -145,10 +146,11 @@ def default(monkeypatch):
     """default(...) -> bytes of all ranks; ``available``: by node, and under None of the machine."""
 
     def size(available, *, ranks=1, bound_to=([],), nodes=(), on_device=None):
-        monkeypatch.setattr(host_memory, "available_bytes", lambda node=None: available[node])
-        monkeypatch.setattr(ranks_module.numa, "nodes", lambda: nodes)
+        monkeypatch.setattr(ranks_module, "available_bytes", lambda node=None: available[node])
+        monkeypatch.setattr(numa, "nodes", lambda: nodes)
         group = SimpleNamespace(size=ranks, least=lambda own: own, gather=lambda own: bound_to)
-        return ranks_module.default_bytes(SIZE, bound_to[0], group, on_device)
+        cpus = RankCpus(None, dict.fromkeys(bound_to[0]))
+        return RankMemory(group, cpus, SIZE, on_device).default_bytes()
 
     return size
 
@@ -224,9 +226,8 @@ def test_what_leaves_no_room_is_named(default, given, message):
 
 def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages():
     def given(host_gb, ranks=1):
-        group = SimpleNamespace(size=ranks)
         size = dataclasses.replace(SIZE, config=config_of(host_gb=host_gb))
-        return ranks_module.host_bytes(size, [], group, 8 << 30)
+        return RankMemory(SimpleNamespace(size=ranks), None, size, 8 << 30).host_bytes()
 
     assert given(3, ranks=2) == 3 * 2**29
     assert given(1024) == 1024 << 30
@@ -271,16 +272,16 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
 
     config = parse_config(policy=policy, policies=policies(), config=keys)
     lists = 8 if config.grain == "head" else 1
-    cpus = ranks_module.RankCpus(CpuPlan([0] * 8 * lists, [], [], ""), {0: [0] * 8 * lists})
+    cpus = RankCpus(CpuPlan([0] * 8 * lists, [], [], ""), {0: [0] * 8 * lists})
     shape = dataclasses.replace(SHAPE, fp8=None if kv == "auto" else torch.float8_e4m3fn)
-    known = {"parse": config, "model_shape": shape, "rank_cpus": cpus, "AttentionRanks": None}
+    alone = SimpleNamespace(rank_in_group=0, world_size=1)
+    known = {"parse": config, "model_shape": shape, "rank_cpus": cpus, "get_attn_tp_group": alone}
     for name, value in known.items():
         monkeypatch.setattr(ranks_module, name, lambda *_, value=value: value)
-    alone = SimpleNamespace(rank_in_group=0, world_size=1)
     monkeypatch.setattr(model_module, "get_attn_tp_group", lambda: alone)
     model_config = SimpleNamespace(context_len=8192)
     runner = SimpleNamespace(server_args=None, model_config=model_config)
-    size, _ = ranks_module.size_of(runner, 8)
+    size = ranks_module.rank_memory(runner, 8, None).size
     assert size.plan(8 * 8192 // 32 + 1) == said.memory
     # With the flag that it says, the arena takes the huge pages that it says.
     pages = int(said.host_gib * 2**30) // said.server.kv_bytes_per_page

@@ -13,25 +13,17 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import load_profile
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import Parts, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.plugin import status
 from sglang_scout.plugin.hooks import adapter
-from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.limits import check_context, uses_graph_transport
-from sglang_scout.plugin.model import (
-    before_layer,
-    decoder_layers,
-    make_projectors,
-    rank_policy,
-)
+from sglang_scout.plugin.model import QueryProbe, before_layer, decoder_layers, make_projector
 from sglang_scout.plugin.pools import HostKVPool, ScoutAllocator
 from sglang_scout.plugin.prefill import DummyKV
-from sglang_scout.plugin.query_check import QueryProbe
-from sglang_scout.plugin.ranks import AttentionRanks, lock
+from sglang_scout.plugin.ranks import lock
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -57,69 +49,66 @@ class ScoutAttnBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         global _current
         super().__init__()
-        self.ranks = AttentionRanks()
-        self.config = config = parse(runner.server_args).of_rank(self.ranks.rank)
         self.pool: HostKVPool = runner.token_to_kv_pool
         self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
-        self.plan, self.cpu_plan = self.pool.plan, self.pool.cpus.plan
-        device, context_tokens = runner.device, runner.model_config.context_len
+        pool, config, device = self.pool, self.pool.config, runner.device
+        self.config, self.ranks = config, pool.ranks
         layers = decoder_layers(runner.model)
-        self.max_batch = num_requests = runner.max_running_requests
-        shape, cpus = self.pool.shape, self.cpu_plan.threads
-        profile = load_profile(path) if (path := config.recall_profile) else None
-        policy, own = rank_policy(config, shape, profile), make_projectors(layers)
-        projectors = policy.projectors(own)
+        own = [make_projector(index, layer) for index, layer in enumerate(layers)]
+        projectors = pool.policy.projectors(own)
         # Not needed from here on, and up to gigabytes.
-        self.policy = replace(policy, rule=replace(policy.rule, weights=None))
+        self.policy = replace(pool.policy, rule=replace(pool.policy.rule, weights=None))
+        pool.policy = self.policy
         in_graph = uses_graph_transport(config, device)
         self.transport = "graph" if in_graph else "host"
-        of_worker = WorkerConfig(
-            ready_timeout_s=READY_TIMEOUT_S,
-            spin_us=DEVICE_SPIN_US if in_graph else HOST_SPIN_US,
-            populate=torch.device(device).type == "cuda",  # the pages were allocated by locking
-        )
-        nodes, background = list(self.pool.cpus.by_node.values()), self.cpu_plan.background
-        on_cpus = {"background_cpus": background, "nodes": nodes or None, "config": of_worker}
-        self.worker = WorkerClient(self.pool.arena, cpus, **on_cpus)
-        facts = status.facts(config, shape.num_layers, cpus)
+        self.worker = self._make_worker(device, in_graph)
+        facts = status.facts(config, runner.model_config, pool.cpus.plan.threads)
         # Not the width of SGLang's request table, which is a few tokens more: a step launched before its request's end
         # is seen writes to position context_len - 2 at most, and one more page would double the table width of a 2^n
         # context, also in the kernels.
-        max_pages = -(-context_tokens // shape.page_size)
+        max_pages = -(-runner.model_config.context_len // pool.shape.page_size)
         if in_graph:
-            check_context(context_tokens, shape.page_size)
-        lists = config.lists(shape.num_kv_heads)
+            check_context(runner.model_config.context_len, pool.shape.page_size)
+        self.max_batch, plan = runner.max_running_requests, pool.plan
+        lists = config.lists(pool.shape.num_kv_heads)
         parts = Parts(
             self.policy,
-            shape,
-            Sizes(self.plan.budget_pages, self.plan.num_slots, num_requests, max_pages, lists),
-            self.pool.host_pages,
-            self.pool.digests,
-            Tracer(self.config.trace, self.config.trace_steps, self.worker, facts),
+            pool.shape,
+            Sizes(plan.budget_pages, plan.num_slots, self.max_batch, max_pages, lists),
+            pool.host_pages,
+            pool.digests,
+            Tracer(config.trace, config.trace_steps, self.worker, facts),
             self.ranks if self.ranks.size > 1 else None,
         )
-        wait_s = of_worker.wait_timeout_s
+        wait_s = WorkerConfig.wait_timeout_s
         attention = self._graph_transport(device, wait_s) if in_graph else self.worker
         log = status.open_step_log(config, facts, runner.model_config)
         self.engine = StepEngine(parts, projectors, attention, config.verify, log)
         self._probe = QueryProbe(own)
-        self.tables = RequestTables(runner.req_to_token_pool, shape.page_size)
+        self.tables = RequestTables(runner.req_to_token_pool, pool.shape.page_size)
         self._begun = False
-        self.dummy_kv = DummyKV(self.pool.host_pages) if config.dummy_kv else None
+        self.dummy_kv = DummyKV(pool.host_pages) if config.dummy_kv else None
         self.allocator.listener = self.engine.pages
-        self._hook(layers)
+        for index, layer in enumerate(layers):
+            before = before_layer(index, self._probe.layer_input, self.engine.layer_input)
+            layer.register_forward_pre_hook(before, with_kwargs=True)
+        layers[-1].register_forward_hook(lambda *_: self.engine.layer_output())
         self.worker.start()
         atexit.register(self.close)
         _current = self
         server_args = adapter.resolved(runner.server_args)
         self.metrics = status.Metrics(self, server_args) if server_args.enable_metrics else None
-        self._log_plan(num_requests)
+        self._log_plan()
 
-    def _hook(self, layers: list[torch.nn.Module]) -> None:
-        for index, layer in enumerate(layers):
-            before = before_layer(index, self._probe.layer_input, self.engine.layer_input)
-            layer.register_forward_pre_hook(before, with_kwargs=True)
-        layers[-1].register_forward_hook(lambda *_: self.engine.layer_output())
+    def _make_worker(self, device: str, in_graph: bool) -> WorkerClient:
+        cpus = self.pool.cpus
+        config = WorkerConfig(
+            ready_timeout_s=READY_TIMEOUT_S,
+            spin_us=DEVICE_SPIN_US if in_graph else HOST_SPIN_US,
+            populate=torch.device(device).type == "cuda",  # the pages were allocated by locking
+        )
+        of_cpus = {"background_cpus": cpus.plan.background, "nodes": [*cpus.by_node.values()]}
+        return WorkerClient(self.pool.arena, cpus.plan.threads, config=config, **of_cpus)
 
     def _graph_transport(self, device: str, timeout_s: float) -> GraphTransport:
         faults = self.ranks.shared_words(self.ranks.size) if self.ranks.size > 1 else None
@@ -129,13 +118,16 @@ class ScoutAttnBackend(AttentionBackend):
         ring = device_ring(self.pool.arena, self.worker, device, timeout_s, faults, self.ranks.rank)
         return GraphTransport(ring, lambda: self.worker.device_epoch)
 
-    def _log_plan(self, max_batch: int) -> None:
-        if far := self.cpu_plan.warning:
+    def _log_plan(self) -> None:
+        cpus = self.pool.cpus.plan
+        if cpus.warning:
             allow = "allow them (cpuset, taskset)"
-            logger.warning(f"--kv-offload: attention threads are far from the GPU: {far}; {allow}")
-        lines = [f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.plan.rows]
-        lines += [f"  CPUs {use.cpus}: {use.used_by} ({use.why})" for use in self.cpu_plan.rows]
-        budget = f"budget {self.config.budget_tokens} tokens, {max_batch} requests at most"
+            logger.warning(
+                f"--kv-offload: attention threads are far from the GPU: {cpus.warning}; {allow}"
+            )
+        lines = [f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.pool.plan.rows]
+        lines += [f"  CPUs {use.cpus}: {use.used_by} ({use.why})" for use in cpus.rows]
+        budget = f"budget {self.config.budget_tokens} tokens, {self.max_batch} requests at most"
         logger.info("\n".join([f"--kv-offload {self.policy.name}: {budget}", *lines]))
 
     def begin(self, forward_batch: Any) -> bool:
@@ -150,11 +142,14 @@ class ScoutAttnBackend(AttentionBackend):
     def damaged_pages(self) -> Ids:
         """``[n, 2]`` layer and page of held host pages that some rank has found damaged."""
         checksums = self.pool.host_pages.checksums
-        damaged = np.zeros((0, 2), np.int64) if checksums is None else checksums.damaged()
-        if checksums is None or self.ranks.size == 1:
-            return damaged
-        # Page ids are equal on all ranks, which must fail the same requests in the same step.
-        return np.array(sum(self.ranks.gather(damaged.tolist()), []), np.int64).reshape(-1, 2)
+        if checksums is None:
+            return np.zeros((0, 2), np.int64)
+        damaged = checksums.damaged()
+        if self.ranks.size > 1:
+            # Page ids are equal on all ranks, which must fail the same requests in the same step.
+            every = sum(self.ranks.gather(damaged.tolist()), [])
+            damaged = np.array(every, np.int64).reshape(-1, 2)
+        return damaged
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before an eager step, which has begun if a replay was considered."""

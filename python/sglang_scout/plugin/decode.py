@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -16,15 +17,13 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS
-from sglang_scout.engine.memory import check_memory
 from sglang_scout.plugin import status
 from sglang_scout.plugin.backend import ScoutAttnBackend, current_backend
 from sglang_scout.plugin.hooks import adapter, hook
 from sglang_scout.plugin.limits import BACKEND_NAME
 from sglang_scout.plugin.pools import HostKVPool, build_pools, pools_target
-from sglang_scout.plugin.ranks import AttentionRanks, host_bytes, size_of
+from sglang_scout.plugin.ranks import RankMemory, rank_memory
 from sglang_scout.plugin.requests import answer_error
-from sglang_scout.worker.arena_fits import pool_lacks
 from sglang_scout.worker.host_memory import available_bytes, gib
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ _DROPPED = (
 )
 _GRAPHS = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
-_device_bytes: int | None = None  # for digests and resident pages; None: the CPU device
+_memory: RankMemory | None = None  # from its sizing until the pools are built
 
 register_attention_backend(BACKEND_NAME)(ScoutAttnBackend)
 
@@ -50,34 +49,31 @@ def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
     Returns:
         Bytes for the KV pages of this rank. All ranks must get the same number of pages, as they allocate the same ids.
     """
-    global _device_bytes
+    global _memory
     on_cuda = torch.device(runner.device).type == "cuda"
     # Digests and resident pages share the memory that SGLang would give to KV pages.
-    _device_bytes = original(runner, *args, **kwargs) if on_cuda else None
-    # SGLang lowers the number of requests once the page count is known.
-    size, cpus = size_of(runner, adapter.resolved(runner.server_args).max_running_requests)
-    return host_bytes(size, list(cpus.by_node), AttentionRanks(), _device_bytes)
+    device_bytes = original(runner, *args, **kwargs) if on_cuda else None
+    max_batch = adapter.resolved(runner.server_args).max_running_requests
+    _memory = rank_memory(runner, max_batch, device_bytes)
+    return _memory.host_bytes()
 
 
 @hook(pools_target("_init_pools"), "around")
 def around_init_pools(original, runner, **given):
     """Put the KV pool into the arena that the CPU attention process maps; use the allocator that reports pages."""
+    global _memory
     tokens, max_batch = adapter.pool_sizes(runner, **given)
-    size, cpus = size_of(runner, max_batch)
-    num_pages, ranks = tokens // PAGE_SIZE_TOKENS + 1, AttentionRanks()
-    # Every rank reads both before any allocates.
-    in_pool = not pool_lacks(size.arena(num_pages), arenas=ranks.size)
-    available, on_cpu = ranks.least(available_bytes()), torch.device(runner.device).type == "cpu"
-    memory = {"in_pool": in_pool, "device_bytes": _device_bytes, "shared": on_cpu}
-    plan = check_memory(size, num_pages, available, ranks=ranks.size, **memory)
-    if tokens < size.context_tokens:
+    assert _memory is not None
+    # SGLang lowers the number of requests once the page count is known.
+    memory, _memory = _memory._replace(size=replace(_memory.size, max_batch=max_batch)), None
+    plan = memory.plan(tokens // PAGE_SIZE_TOKENS + 1)
+    if tokens < (context_tokens := memory.size.context_tokens):
         logger.warning(
-            f"host memory holds {tokens} tokens of KV, less than one context of {size.context_tokens}: longer requests "
-            "are refused; raise --kv-offload-host-gb or --max-total-tokens"
+            f"host memory holds {tokens} tokens of KV, less than one context of {context_tokens}: longer requests are "
+            "refused; raise --kv-offload-host-gb or --max-total-tokens"
         )
-    build = functools.partial(original, runner, **given)
-    of_rank = {"server_size": size, "plan": plan, "cpus": cpus}
-    return build_pools(build, runner, functools.partial(HostKVPool, **of_rank))[0]
+    make_pool = functools.partial(HostKVPool, memory=memory, plan=plan)
+    return build_pools(functools.partial(original, runner, **given), runner, make_pool)[0]
 
 
 @hook("disaggregation.decode.DecodeTransferQueue.pop_transferred", "after")
@@ -221,9 +217,9 @@ def around_offload_kv_cache(original, req, tables, allocator) -> None:
 
     Either every rank keeps a copy of its part, or none does.
     """
-    ranks, pool = AttentionRanks(), allocator.get_kvcache()
-    needed = ranks.size * pool.copy_bytes(req.seqlen - 1)
-    available = ranks.least(available_bytes())
+    pool = allocator.get_kvcache()
+    needed = pool.ranks.size * pool.copy_bytes(req.seqlen - 1)
+    available = pool.ranks.least(available_bytes())
     if available - needed >= LEFT_BESIDE_COPIES:
         original(req, tables, allocator)
         return

@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest
+from sglang_scout.core.profile import ModelIdentity, config_digest, load_profile
 from sglang_scout.core.supported import DTYPES, FP8_KV
 from sglang_scout.engine.ahead import QueryHeads, QueryProjector
 from sglang_scout.engine.policy import Policy
@@ -34,12 +34,10 @@ MAX_QUERY_ERROR = 0.1
 """Relative, over all queries of a layer. Rounding causes up to 0.01, omitting the residual stream about 1."""
 
 
-def rank_policy(
-    config: OffloadConfig, shape: ModelShape, profile: RecallProfile | None = None
-) -> Policy:
+def rank_policy(config: OffloadConfig, shape: ModelShape) -> Policy:
     """The configured policy, with the part of its weights for this tensor-parallel rank's heads."""
-    page_bytes = 2 * shape.page_bytes
-    policy = make_policy(Context(config, shape.num_layers, page_bytes, profile))
+    profile = load_profile(path) if (path := config.recall_profile) else None
+    policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes, profile))
     if (weights := policy.rule.weights) is None:
         return policy
     group = get_attn_tp_group()

@@ -20,13 +20,12 @@ from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.numa import CpuPlan, deal_cpus, parse_cpu_list, plan_cpus
 from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
-from sglang_scout.engine.memory import MIN_PAGES, ServerSize
+from sglang_scout.engine.memory import MIN_PAGES, MemoryPlan, ServerSize, check_memory
 from sglang_scout.plugin.hooks import adapter
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
 from sglang_scout.plugin.model import model_shape, rank_policy
-from sglang_scout.worker import host_memory
-from sglang_scout.worker.arena_fits import pool
-from sglang_scout.worker.host_memory import LAST_RESORT
+from sglang_scout.worker.arena_fits import pool, pool_lacks
+from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes
 from sglang_scout.worker.ring import MAX_NODES
 
 logger = logging.getLogger(__name__)
@@ -123,105 +122,113 @@ def _by_node(cpus: list[int], ranks: AttentionRanks) -> dict[int, list[int]]:
     return {}
 
 
-def size_of(runner: Any, max_batch: int) -> tuple[ServerSize, RankCpus]:
-    """What the memory of this rank follows from; ``runner`` is SGLang's, with a loaded model."""
-    config, shape = parse(runner.server_args), model_shape(runner)
-    cpus = rank_cpus(runner, config, AttentionRanks())
+class RankMemory(NamedTuple):
+    """What the memory of this rank follows from.
+
+    Attributes:
+        cpus: of its attention process.
+        device_bytes: for digests and resident pages on a device with separate memory; None: the CPU device.
+    """
+
+    ranks: AttentionRanks
+    cpus: RankCpus
+    size: ServerSize
+    device_bytes: int | None
+
+    def host_bytes(self) -> int:
+        """Bytes for the KV pages of this rank: its share of ``--kv-offload-host-gb``, or of the default."""
+        host_gb, page_bytes = self.size.config.host_gb, self.size.page_bytes
+        if host_gb is not None:
+            total, given = int(host_gb * 2**30), format(host_gb, "g")
+        else:
+            total, given = self.default_bytes(), "not given"
+            logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", total / 2**30)
+        of_pages = total // self.ranks.size
+        if of_pages < MIN_PAGES * page_bytes:
+            raise ConfigError(
+                f"--kv-offload-host-gb ({given}): {total / 2**30:.6f} GiB hold {of_pages // page_bytes} of the "
+                f"{MIN_PAGES} pages of {page_bytes} bytes that each rank needs; raise it, or free memory"
+            )
+        return of_pages
+
+    def default_bytes(self) -> int:
+        """For the KV pages of all ranks: a share of what CPU attention leaves of host memory, or the pool of huge
+        pages; at most the pages whose digests fit on the devices."""
+        ranks, size = self.ranks, self.size
+        # The most pages with which every rank's arena is in the pool, the first one being SGLang's padding.
+        place = pool(list(self.cpus.by_node), ranks.size)
+        in_pool = place.max_pages(size.arena(place.free_bytes(None) // size.page_bytes + 2))
+        of_pool = ranks.least(ranks.size * max(in_pool - 1, 0) * size.page_bytes)
+        worker = ranks.size * size.worker.total_bytes
+        left = ranks.least(self._available_bytes() - worker)
+        if max(left, of_pool) <= 0:
+            raise ConfigError(
+                f"--max-running-requests {size.max_batch}: ring and partial results of CPU attention need "
+                f"{worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
+                f"lower it, or name fewer CPUs in --kv-offload-cpus; {LAST_RESORT}"
+            )
+        total = int(max(left, 0) * DEFAULT_HOST_SHARE)
+        # A pool of less than half of that is somebody else's.
+        total = of_pool if 2 * of_pool >= total else total
+        return total if self.device_bytes is None else self._with_digests(total, self.device_bytes)
+
+    def _with_digests(self, total: int, device_bytes: int) -> int:
+        """``total``, or less: the KV of the pages whose digests fit on the devices beside resident pages."""
+        size, room = self.size, self.size.room(device_bytes)
+        least = self.ranks.least(room.num_pages)
+        if least < MIN_PAGES + 1:
+            raise ConfigError(
+                f"--kv-offload {size.config.policy}: the {(device_bytes - size.step_bytes) / 2**30:.2f} GiB of device "
+                f"memory left for digests and resident pages hold {least} of the {MIN_PAGES + 1} pages that each rank "
+                "needs; raise --mem-fraction-static"
+            )
+        of_digests = self.ranks.size * (least - 1) * size.page_bytes
+        if of_digests >= total:
+            return total
+        limited = (
+            f"--kv-offload-host-gb not given: limited to {of_digests / 2**30:.1f} GiB of KV pages, whose digests fit "
+            f"on the device beside {room.num_slots} resident slots"
+        )
+        if room.num_slots >= size.wanted_slots:
+            logger.info(limited)
+        else:
+            logger.warning(
+                f"{limited}; a budget for each of --max-running-requests {size.max_batch} would need "
+                f"{size.wanted_slots}: lower that flag, or raise --mem-fraction-static"
+            )
+        return of_digests
+
+    def _available_bytes(self) -> int:
+        """For the pages of all ranks if each had as much as this one: of the NUMA nodes that they are bound to, if any.
+        A node that several ranks' pages are bound to is divided among them."""
+        ranks, nodes = self.ranks, list(self.cpus.by_node)
+        bound_to = ranks.gather(nodes) if ranks.size > 1 else [nodes]
+        available = available_bytes()
+        if len(numa.nodes()) <= 1 or not nodes:
+            return available
+        users = Counter(node for of_rank in bound_to for node in of_rank)
+        of_nodes = (available_bytes(node) // users[node] for node in nodes)
+        return min(available, ranks.size * sum(of_nodes))
+
+    def plan(self, num_pages: int) -> MemoryPlan:
+        """Sizes of the stores. Raises ConfigError if they do not fit in host memory."""
+        # Every rank reads both before any allocates.
+        in_pool = not pool_lacks(self.size.arena(num_pages), arenas=self.ranks.size)
+        available, on_cpu = self.ranks.least(available_bytes()), self.device_bytes is None
+        memory = {"in_pool": in_pool, "device_bytes": self.device_bytes, "shared": on_cpu}
+        return check_memory(self.size, num_pages, available, ranks=self.ranks.size, **memory)
+
+
+def rank_memory(runner: Any, max_batch: int, device_bytes: int | None) -> RankMemory:
+    """Of this rank; ``runner`` is SGLang's, with a loaded model."""
+    ranks, shape = AttentionRanks(), model_shape(runner)
+    config = parse(runner.server_args).of_rank(ranks.rank)
+    cpus = rank_cpus(runner, config, ranks)
     policy, context = rank_policy(config, shape), runner.model_config.context_len
     # How many CPUs are on each node that the pages are divided among.
     counts = [len(of_node) for of_node in cpus.by_node.values()] or [len(cpus.plan.threads)]
-    return ServerSize(config, policy, shape, max_batch, context, counts), cpus
-
-
-def host_bytes(
-    size: ServerSize, nodes: list[int], ranks: AttentionRanks, device_bytes: int | None
-) -> int:
-    """Bytes for the KV pages of this rank: its share of ``--kv-offload-host-gb``, or of the default.
-
-    Args:
-        nodes: NUMA nodes that the pages are divided among, if any.
-        device_bytes: for digests and resident pages on a device with separate memory; None: the CPU device.
-    """
-    host_gb, page_bytes = size.config.host_gb, size.page_bytes
-    if host_gb is not None:
-        total = int(host_gb * 2**30)
-    else:
-        total = default_bytes(size, nodes, ranks, device_bytes)
-        logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", total / 2**30)
-    of_pages = total // ranks.size
-    if of_pages < MIN_PAGES * page_bytes:
-        given = "not given" if host_gb is None else format(host_gb, "g")
-        raise ConfigError(
-            f"--kv-offload-host-gb ({given}): {total / 2**30:.6f} GiB hold {of_pages // page_bytes} of the "
-            f"{MIN_PAGES} pages of {page_bytes} bytes that each rank needs; raise it, or free memory"
-        )
-    return of_pages
-
-
-def default_bytes(
-    size: ServerSize, nodes: list[int], ranks: AttentionRanks, device_bytes: int | None
-) -> int:
-    """For the KV pages of all ranks: a share of what CPU attention leaves of host memory, or the pool of huge pages;
-    at most the pages whose digests fit on the devices."""
-    # The most pages with which every rank's arena is in the pool.
-    place = pool(nodes, ranks.size)
-    in_pool = place.max_pages(size.arena(place.free_bytes(None) // size.page_bytes + 2))
-    of_pool = ranks.least(_bytes_of(size, ranks, in_pool))
-    worker = ranks.size * size.worker.total_bytes
-    left = ranks.least(_available_bytes(nodes, ranks) - worker)
-    if max(left, of_pool) <= 0:
-        raise ConfigError(
-            f"--max-running-requests {size.max_batch}: ring and partial results of CPU attention need "
-            f"{worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
-            f"lower it, or name fewer CPUs in --kv-offload-cpus; {LAST_RESORT}"
-        )
-    total = int(max(left, 0) * DEFAULT_HOST_SHARE)
-    # A pool of less than half of that is somebody else's.
-    total = of_pool if 2 * of_pool >= total else total
-    return total if device_bytes is None else _with_digests(size, ranks, device_bytes, total)
-
-
-def _bytes_of(size: ServerSize, ranks: AttentionRanks, num_pages: int) -> int:
-    """KV of all ranks, without SGLang's padding page."""
-    return ranks.size * max(num_pages - 1, 0) * size.page_bytes
-
-
-def _with_digests(size: ServerSize, ranks: AttentionRanks, device_bytes: int, total: int) -> int:
-    """``total``, or less: the KV of the pages whose digests fit on the devices beside resident pages."""
-    room = size.room(device_bytes)
-    least = ranks.least(room.num_pages)
-    if least < MIN_PAGES + 1:
-        raise ConfigError(
-            f"--kv-offload {size.config.policy}: the {(device_bytes - size.step_bytes) / 2**30:.2f} GiB of device "
-            f"memory left for digests and resident pages hold {least} of the {MIN_PAGES + 1} pages that each rank "
-            "needs; raise --mem-fraction-static"
-        )
-    of_digests = _bytes_of(size, ranks, least)
-    if of_digests >= total:
-        return total
-    fits = room.num_slots >= size.wanted_slots
-    short = (
-        f"; a budget for each of --max-running-requests {size.max_batch} would need {size.wanted_slots}: lower that "
-        "flag, or raise --mem-fraction-static"
-    )
-    logger.log(
-        logging.INFO if fits else logging.WARNING,
-        f"--kv-offload-host-gb not given: limited to {of_digests / 2**30:.1f} GiB of KV pages, whose digests fit on "
-        f"the device beside {room.num_slots} resident slots{'' if fits else short}",
-    )
-    return of_digests
-
-
-def _available_bytes(nodes: list[int], ranks: AttentionRanks) -> int:
-    """Memory for the pages of all ranks if each had as much as this one: of the NUMA nodes that they are bound to, if
-    any. A node that several ranks' pages are bound to is divided among them."""
-    bound_to = ranks.gather(nodes) if ranks.size > 1 else [nodes]
-    available = host_memory.available_bytes()
-    if len(numa.nodes()) <= 1 or not nodes:
-        return available
-    users = Counter(node for of_rank in bound_to for node in of_rank)
-    of_nodes = (host_memory.available_bytes(node) // users[node] for node in nodes)
-    return min(available, ranks.size * sum(of_nodes))
+    size = ServerSize(config, policy, shape, max_batch, context, counts)
+    return RankMemory(ranks, cpus, size, device_bytes)
 
 
 def lock(address: int, nbytes: int, message: str) -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PUBLISH_INTERVAL_S = 1.0
-_FACTS = "policy budget_tokens digest mass precompute exact_layers recall".split()
 _OF_WORKER = (
     "pid state restarts cpus cpu_nodes pages remote_pages refused refused_messages local_tickets late_tickets "
     "last_error"
@@ -68,10 +67,12 @@ METRICS = {
 _BUCKETS_S = tuple(x * 10.0**power for power in range(-4, 1) for x in (1, 2, 5))
 
 
-def facts(config: OffloadConfig, num_layers: int, cpus: list[int]) -> dict[str, Any]:
+def facts(config: OffloadConfig, model_config: Any, cpus: list[int]) -> dict[str, Any]:
     """Metadata of this server for its output files."""
-    of_config = {key: getattr(config, key) for key in _FACTS}
-    return of_config | {"layers": num_layers, "worker_cpus": cpus}
+    keys = "policy", "budget_tokens", "page_size_tokens", "precompute", "exact_layers", "recall"
+    of_model = {"model": Path(model_config.model_path).name, "worker_cpus": cpus}
+    found = selection_of(config) | {key: getattr(config, key) for key in keys} | of_model
+    return found | {"layers": model_config.num_hidden_layers}
 
 
 def open_step_log(
@@ -80,10 +81,9 @@ def open_step_log(
     """The configured step log."""
     if config.step_log is None:
         return None
-    model = {"model": Path(model_config.model_path).name, "identity": model_identity(model_config)}
-    of_log = {"page_size_tokens": config.page_size_tokens, "selection": selection_of(config)}
+    model = {"identity": model_identity(model_config), "selection": selection_of(config)}
     try:
-        return StepLog(config.step_log, facts | model | of_log)
+        return StepLog(config.step_log, facts | model)
     except OSError as error:
         file = f"--kv-offload-config: step_log = {config.step_log!r}"
         raise ConfigError(
@@ -103,8 +103,8 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "sglang": VERSION,
         "backend": f"{digests.device.type}-{worker.isa}",
         "transport": backend.transport,
-        "plan": [dict(zip(("what", "count", "bytes"), x, strict=True)) for x in backend.plan.rows],
-        "cpus": [use._asdict() for use in backend.cpu_plan.rows],
+        "plan": [dict(zip(("what", "count", "bytes"), x, strict=True)) for x in backend.pool.plan.rows],
+        "cpus": [use._asdict() for use in backend.pool.cpus.plan.rows],
         "tp_size": backend.ranks.size,
         "budget_tokens": backend.config.budget_tokens,
         "page_size": backend.config.page_size_tokens,
@@ -113,7 +113,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "resident_pages": table.resident_pages,
         "resident_pages_by_layer": table.resident_pages_by_layer.tolist(),
         "copying_pages_by_layer": table.copying_pages_by_layer.tolist(),
-        "resident_slots": backend.plan.num_slots * backend.pool.shape.num_layers,
+        "resident_slots": backend.pool.plan.num_slots * backend.pool.shape.num_layers,
         "context_pages_total": context_total,
         "context_pages_used": context_used,
         **counters.totals(),

@@ -14,16 +14,15 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
 
-from sglang_scout.engine.digest_pool import DigestPool, has_hint
+from sglang_scout.engine.digest_pool import has_hint
 from sglang_scout.plugin.hooks import hook
 
 logger = logging.getLogger(__name__)
@@ -35,21 +34,6 @@ _PROBE_S = 2.0
 _KV = "disaggregation.common.conn.CommonKV"
 _MOONCAKE = "disaggregation.mooncake.conn.MooncakeKVManager"
 _warn_once = functools.cache(logger.warning)
-BufferInfos = tuple[list[int], list[int], list[int]]
-
-
-def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
-    """Append digests and hints to K and V, in lists of the buffers' pointers, bytes and item bytes."""
-    middle = len(infos[0]) // 2
-    groups = [digests.parts, *([digests.hints.parts] if digests.hints else [])]
-    first, second = ([t for part in parts for t in part] for parts in zip(*groups, strict=True))
-
-    def put(values: list[int], of: Callable[[torch.Tensor], int]) -> list[int]:
-        return [*values[:middle], *map(of, first), *values[middle:], *map(of, second)]
-
-    of_buffers = torch.Tensor.data_ptr, lambda t: t.nbytes, lambda t: t[0].nbytes
-    pointers, lengths, items = map(put, infos, of_buffers)
-    return pointers, lengths, items
 
 
 def num_layers(item_lens: list[int]) -> int:
