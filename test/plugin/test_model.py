@@ -162,7 +162,9 @@ def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(ag
     layers[0].input_layernorm.weight.data *= 3
     rule = SelectionRule(Means, weights)
     policy = SparDA("", rule, QuerySource(attends=False), "fetch", Residency())
-    for target, project in enumerate(policy.projectors([model.make_projector(*x) for x in enumerate(layers)])):
+    for target, project in enumerate(
+        policy.projectors([model.make_projector(*x) for x in enumerate(layers)])
+    ):
         norm, w = layers[max(target - 1, 0)].input_layernorm, weights.arrays["w"][target]
         got = predict(project, *token)
         assert got.shape == (TOKENS, H, D)

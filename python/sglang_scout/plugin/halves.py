@@ -62,7 +62,10 @@ class _Room:
     # The half that has failed, here or there, until the other one has been seen to end.
     told: Half | None = None
     heard: Half | None = None
-    there: tuple[Any, int] = (None, 0)  # the decode server's newest request, and the connection to it
+    there: tuple[Any, int] = (
+        None,
+        0,
+    )  # the decode server's newest request, and the connection to it
 
 
 class Halves:

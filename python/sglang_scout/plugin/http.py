@@ -83,7 +83,9 @@ def before_normalize(request: GenerateReqInput) -> None:
 
     Before SGLang makes ``n`` requests of it, with one bootstrap room for all: fields may be lists, and of any type.
     """
-    asked = {field: _each(getattr(request, field, None)) for field in LIMITS}  # not in every release
+    asked = {
+        field: _each(getattr(request, field, None)) for field in LIMITS
+    }  # not in every release
     sampling = [one for one in _each(request.sampling_params) if isinstance(one, dict)]
     asked["n"] = [one.get("n") not in (None, 1) for one in sampling]
     asked["positional_embed_overrides"] = [asked["positional_embed_overrides"] != [None]]

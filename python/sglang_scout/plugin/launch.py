@@ -11,15 +11,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-from sglang.srt.server_args import ServerArgs
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin import limits
-from sglang_scout.plugin.fields import FIELDS
-from sglang_scout.plugin.hooks import adapter, apply, hook, hooks_of
+from sglang_scout.plugin.hooks import FIELDS, ServerArgs, adapter, apply, hook, hooks_of
 from sglang_scout.policy import policies
 
 logger = logging.getLogger(__name__)
@@ -57,9 +55,7 @@ PROCESS_CPUS = _LAUNCHED.cpus if _LAUNCHED else frozenset(os.sched_getaffinity(0
 """CPU affinity at server start. SGLang may bind a scheduler process to a NUMA node, and its model thread to one CPU."""
 
 _WITH_FIELDS = "Add the `--kv-offload` fields in a subclass, so that its parser has the flags."
-hook({"0.5.23": "server_args.ServerArgs"}, "replace", why=_WITH_FIELDS, roles="flags")(
-    adapter.ServerArgs
-)
+hook({"0.5.23": "server_args.ServerArgs"}, "replace", why=_WITH_FIELDS, roles="flags")(ServerArgs)
 
 
 @hook({"0.5.15.post1": "server_args.ServerArgs.__init__"}, "around")
@@ -87,21 +83,19 @@ def around_resolve(original, self: ServerArgs) -> None:
     try:
         _resolve(original, self)
     except ConfigError:
-        otherwise = sys.excepthook
-
-        def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            """If uncaught it ends the launcher with its message, without a traceback."""
-            if isinstance(error, ConfigError):
-                print(f"sglang-scout: {error}", file=sys.stderr)
-            else:
-                otherwise(kind, error, trace)
-
-        sys.excepthook = end
+        sys.excepthook = _print_refusal
         raise
 
 
+def _print_refusal(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """An uncaught refusal ends the launcher with its message, without a traceback."""
+    if isinstance(error, ConfigError):
+        print(f"sglang-scout: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
-    """Validate before SGLang resolves its own defaults, check the model after it is known."""
     if self.kv_offload == "none":
         os.environ.pop(ROLE_ENV, None)
         for name in FIELDS:

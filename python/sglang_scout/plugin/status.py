@@ -103,7 +103,9 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "sglang": VERSION,
         "backend": f"{digests.device.type}-{worker.isa}",
         "transport": backend.transport,
-        "plan": [dict(zip(("what", "count", "bytes"), x, strict=True)) for x in backend.pool.plan.rows],
+        "plan": [
+            dict(zip(("what", "count", "bytes"), x, strict=True)) for x in backend.pool.plan.rows
+        ],
         "cpus": [use._asdict() for use in backend.pool.cpus.plan.rows],
         "tp_size": backend.ranks.size,
         "budget_tokens": backend.config.budget_tokens,

@@ -36,9 +36,8 @@ _MOONCAKE = "disaggregation.mooncake.conn.MooncakeKVManager"
 _warn_once = functools.cache(logger.warning)
 
 
-def num_layers(item_lens: list[int]) -> int:
-    """Layers of a pool, from the item bytes of its buffers: those of K and V are equal, all others much smaller."""
-    return item_lens.count(item_lens[0]) // 2
+def _num_layers(item_lens: list[int]) -> int:
+    return item_lens.count(item_lens[0]) // 2  # those of K and V are equal, all others much smaller
 
 
 def same_items(items: list[int], target: list[int], layers: int, group: int) -> bool:
@@ -62,7 +61,7 @@ def of_groups(values: list[int], layers: int, first: int, count: int = 1) -> lis
 
 def _same_layers(here: int, there: int, layers: int) -> bool:
     """Whether ``there`` is a count of buffers of as many layers, with or without digests and hints. An exception would
-    end SGLang's transfers to all decode servers, a hook's result of -1 only those to this one."""
+    end SGLang's transfers to all decode servers, a result of -1 only those to this one."""
     same = there in (2 * layers, 4 * layers, 6 * layers)
     if not same:
         logger.error(
@@ -78,13 +77,12 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
     """Omit the digests for a decode server without the flag, or with digests of another size; of hints, send only the
     prompt's.
 
-    SGLang would pair V with digests. A hint is in the row of its prompt's last page. SGLang's decode server does not
-    refuse KV of another --dtype, nor of a server that was restarted with another --kv-cache-dtype.
+    SGLang would pair V with digests, and takes KV of another dtype. A hint is in the row of its prompt's last page.
     """
     source, target, items = (kwargs[x] for x in ("src_data_ptrs", "dst_data_ptrs", "item_lens"))
     if kwargs.get("state_type") is not None or source != manager.kv_args.kv_data_ptrs:
         return original(manager, *args, **kwargs)
-    layers, flags = num_layers(items), manager.server_args
+    layers, flags = _num_layers(items), manager.server_args
     there = manager.decode_kv_args_table[kwargs["mooncake_session_id"]].dst_kv_item_len
     if items[0] != there:
         logger.error(
@@ -125,7 +123,7 @@ def around_send_kvcache_slice(
 
     It computes them. SGLang slices every buffer of the list by heads as if it held K or V.
     """
-    infos, layers = manager.kv_args, num_layers(manager.kv_args.kv_item_lens)
+    infos, layers = manager.kv_args, _num_layers(manager.kv_args.kv_item_lens)
     if not _same_layers(len(infos.kv_data_ptrs), len(target), layers):
         return -1
     if len(set(infos.kv_item_lens)) > 1:
@@ -174,14 +172,12 @@ def around_connect(original, receiver, endpoint: str, is_ipv6: bool = False):
     """Do not block forever on a message to a prefill server that is gone.
 
     SGLang's PUSH sockets do not reconnect, and one that has lost its peer blocks in ``send``, holding a lock that the
-    heartbeat thread waits for. A new socket queues messages instead, and heartbeats fail the requests. Newer releases
-    bound the wait: https://github.com/sgl-project/sglang/pull/31144.
+    heartbeat thread waits for. A new one queues messages. Mended by https://github.com/sgl-project/sglang/pull/31144.
     """
-    connected = original(receiver, endpoint, is_ipv6)
-    sock, lock = connected
+    sock, lock = original(receiver, endpoint, is_ipv6)
     with lock:
         if sock.poll(0, zmq.POLLOUT):
-            return connected
+            return sock, lock
     receiver.disconnect_endpoint(endpoint)
     return original(receiver, endpoint, is_ipv6)
 
@@ -217,8 +213,7 @@ def around_ensure_parallel_info(original, manager, address: str) -> bool:
 def after_heartbeat_success(_, manager, address: str) -> None:
     """Notice that a prefill server was replaced between two heartbeats.
 
-    Its bootstrap server at ``address`` answers. If nothing listens where its schedulers were, fail the requests that
-    wait for them.
+    Its bootstrap server at ``address`` answers, but nothing listens where its schedulers were.
     """
     with manager.connection_lock:
         pool = list(manager.connection_pool.items())
@@ -259,8 +254,7 @@ def _kept(receiver: Any, status: int) -> int:
 def around_connect_to_decode(original, manager, *args, **kwargs) -> SimpleNamespace:
     """Serialise messages, as several threads share a socket; survive the loss of a decode server.
 
-    Parts of two messages could merge, and a request whose message is lost waits forever. If sending raised, the thread
-    would end, and with it the transfers to all others.
+    Parts of two messages could merge. If sending raised, the thread would end, and with it the transfers to all others.
     """
     sock = original(manager, *args, **kwargs)
 
