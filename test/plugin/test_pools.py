@@ -159,7 +159,7 @@ def extend(made, total):
 def test_a_transfer_waits_for_a_step_that_may_still_write_a_page(monkeypatch):
     """SGLang launches a step before it knows that the last one has ended some of its requests."""
     waits = []
-    monkeypatch.setattr(pools.ScoutAllocator, "_wait_for_steps", lambda self: waits.append(1))
+    monkeypatch.setattr(pools, "_synchronize", waits.append)
     made = make(pools.ScoutAllocator)
     made.listener = listener = Listener()
     most = made.alloc(28 * SIZE)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
+import os
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +19,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import Parts, Sizes
+from sglang_scout.engine.stores import HostPages, Parts, Sizes, as_words
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.plugin import status
@@ -22,15 +27,16 @@ from sglang_scout.plugin.hooks import adapter
 from sglang_scout.plugin.limits import check_context, uses_graph_transport
 from sglang_scout.plugin.model import QueryProbe, before_layer, decoder_layers, make_projector
 from sglang_scout.plugin.pools import HostKVPool, ScoutAllocator
-from sglang_scout.plugin.prefill import DummyKV
 from sglang_scout.plugin.ranks import lock
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
+from sglang_scout.worker.host_memory import MAX_THREADS
 
 logger = logging.getLogger(__name__)
 
 HOST_SPIN_US = 50
 DEVICE_SPIN_US = 20_000  # as long as a step: a kernel cannot wake a sleeping thread, and the attendant does so late
 READY_TIMEOUT_S = 60.0
+NOISE_PAGES = 1021  # a prime: no period of a prompt's pages aligns with that of the noise
 
 Ids = npt.NDArray[np.int64]
 _current: ScoutAttnBackend | None = None
@@ -250,3 +256,28 @@ class RequestTables:
             counts = f"a step of {len(seq_lens)} requests, {len(self.rows)} were announced"
             raise RuntimeError(f"--kv-offload: {counts}")
         return self._pages[self.rows, : -(-int(seq_lens.max()) // self._size)]
+
+
+class DummyKV:
+    """Random K and V of requests without a prefill server, for benchmarks and tests: SGLang's fake transfer leaves a
+    request's pages in ``host`` as their previous owner did."""
+
+    def __init__(self, host: HostPages) -> None:
+        self._planes = [as_words(plane) for plane in (*host.k, *host.v)]
+        size, seeded = (NOISE_PAGES, *host.k[0].shape[1:]), torch.Generator().manual_seed(0)
+        self._noise = as_words(torch.randn(size, generator=seeded).to(host.k[0].dtype))
+
+    def fill(self, pages: npt.NDArray[np.int64], prompt: Sequence[int]) -> None:
+        """K and V of all layers are standard normal in ``pages`` ``[N]`` of the tokens ``prompt``, the last one too,
+        and depend only on the prompt and the position."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a step of the pages' previous owner may still append to them
+        seed, where = zlib.crc32(np.asarray(prompt, np.int64).tobytes()), pages.tolist()
+
+        def fill_plane(first: int, plane: Any) -> None:
+            for position, page in enumerate(where):
+                plane[page] = self._noise[(first + position * 7) % NOISE_PAGES]
+
+        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:
+            # numpy copies a page without the GIL
+            list(pool.map(fill_plane, itertools.count(seed), self._planes))

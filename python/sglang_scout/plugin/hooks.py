@@ -88,8 +88,8 @@ ServerArgs = adapter.with_fields(FIELDS, __name__)
 ROLES = {
     "flags": ("launch",),
     "http": ("http", "halves"),
-    "decode": ("decode", "requests", "transfers"),
-    "prefill": ("prefill", "requests", "transfers"),
+    "decode": ("decode", "ranks", "requests", "status"),
+    "prefill": ("prefill", "ranks", "requests", "status"),
 }
 """The modules of each role's hooks. A process applies only those of its own."""
 
@@ -135,6 +135,14 @@ def hook(
         return function
 
     return declare
+
+
+def pools_target(name: str) -> dict[str, str]:
+    """The hook's target: a method of the class that builds the pools, by release."""
+    return {
+        "0.5.15.post1": f"model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin.{name}",
+        "0.5.23": f"mem_cache.kv_cache_configurator.KVCacheConfigurator.{name}",
+    }
 
 
 def hooks_of(role: str) -> list[Hook]:

@@ -79,10 +79,8 @@ def _adds_prompt_logprobs(request: GenerateReqInput) -> bool:
 
 @hook("managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", "before")
 def before_normalize(request: GenerateReqInput) -> None:
-    """Refuse what a pair cannot answer in full, for example `n` above 1.
-
-    Before SGLang makes ``n`` requests of it, with one bootstrap room for all: fields may be lists, and of any type.
-    """
+    """Refuse what a pair cannot answer in full, for example `n` above 1."""
+    # Before SGLang makes n requests of it, with one bootstrap room for all: fields may be lists, and of any type.
     asked = {
         field: _each(getattr(request, field, None)) for field in LIMITS
     }  # not in every release
@@ -145,10 +143,8 @@ def _check_place(request: GenerateReqInput) -> None:
 
 @hook("managers.tokenizer_manager.TokenizerManager._validate_one_request", "before")
 def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> None:
-    """Refuse requests whose fields would crash a scheduler, by type and range, and requests after SIGTERM.
-
-    ``obj`` is normalized, of one prompt.
-    """
+    """Refuse requests whose fields would crash a scheduler, by type and range, and requests after SIGTERM."""
+    # obj is normalized, of one prompt.
     if not isinstance(obj, GenerateReqInput):
         return  # SGLang refuses it itself
     if manager.gracefully_exit:

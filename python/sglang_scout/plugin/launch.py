@@ -60,10 +60,8 @@ hook({"0.5.23": "server_args.ServerArgs"}, "replace", why=_WITH_FIELDS, roles="f
 
 @hook({"0.5.15.post1": "server_args.ServerArgs.__init__"}, "around")
 def around_init(original, self: ServerArgs, *args, **kwargs) -> None:
-    """Accept the `--kv-offload` fields; they are added to the live class, so that its parser has the flags.
-
-    The generated ``__init__`` does not know them: set them here, pass the rest on.
-    """
+    """Accept the `--kv-offload` fields; they are added to the live class, so that its parser has the flags."""
+    # The generated __init__ does not know them: set them here, pass the rest on.
     for name, (_, default, _) in FIELDS.items():
         setattr(self, name, kwargs.pop(name, default))
     original(self, *args, **kwargs)

@@ -31,9 +31,8 @@ BufferInfos = tuple[list[int], list[int], list[int]]
 
 
 def alternate_nodes(pages: torch.Tensor, stripe_pages: int) -> torch.Tensor:
-    """Free ``pages`` ``[n]`` in an order in which the first ones, however many, are spread evenly over the NUMA nodes.
-
-    Page i is on node ``i // stripe_pages``. Runs of ``NODE_RUN_PAGES`` stay together, as the KV transfer sends
+    """Free ``pages`` ``[n]`` in an order in which the first ones, however many, are spread evenly over the NUMA nodes:
+    page i is on node ``i // stripe_pages``. Runs of ``NODE_RUN_PAGES`` stay together, as the KV transfer sends
     consecutive pages in one piece.
     """
     pages = torch.sort(pages).values
@@ -41,6 +40,11 @@ def alternate_nodes(pages: torch.Tensor, stripe_pages: int) -> torch.Tensor:
     begins = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     place_in_node = torch.arange(len(pages), device=pages.device) - begins
     return pages[torch.argsort(place_in_node // NODE_RUN_PAGES, stable=True)]
+
+
+def _synchronize(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class ScoutAllocator(PagedTokenToKVPoolAllocator):
@@ -92,12 +96,8 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         if count and self.listener is not None:
             self.listener.allocate_pages(taken.numpy().copy())
             if not in_order and self.listener.may_be_written(taken.numpy()):
-                self._wait_for_steps()
+                _synchronize(self.device)
         return taken
-
-    def _wait_for_steps(self) -> None:
-        if torch.device(self.device).type != "cpu":
-            torch.cuda.synchronize(self.device)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         taken = self._take(need_size // self.page_size)
@@ -180,7 +180,11 @@ class DigestKVPool(MHATokenToKVPool):
 
 
 def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
-    """Append digests and hints to K and V, in lists of the buffers' pointers, bytes and item bytes."""
+    """The buffers' pointers, bytes and item bytes with those of digests, and of hints (``engine/digest_pool.py``).
+
+    SGLang halves the lists into keys and values, so ``[K.., first.., V.., second..]`` sends the two parts of a page's
+    digest with its K and V, each buffer with its own item length. Groups 0, 1 and 2 are K and V, digests, hints.
+    """
     middle = len(infos[0]) // 2
     groups = [digests.parts, *([digests.hints.parts] if digests.hints else [])]
     first, second = ([t for part in parts for t in part] for parts in zip(*groups, strict=True))
@@ -246,17 +250,8 @@ class HostKVPool(DigestKVPool):
 
     def _pages_of(self, indices: torch.Tensor) -> npt.NDArray[np.int64]:
         """Pages of a request's tokens, which fill them in order; waits for the writes of running steps."""
-        if torch.device(self.device).type == "cuda":
-            torch.cuda.synchronize()
+        _synchronize(self.device)
         return indices[:: self.page_size].cpu().numpy().astype(np.int64) // self.page_size
-
-
-def pools_target(name: str) -> dict[str, str]:
-    """The hook's target: a method of the class that builds the pools, by release."""
-    return {
-        "0.5.15.post1": f"model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin.{name}",
-        "0.5.23": f"mem_cache.kv_cache_configurator.KVCacheConfigurator.{name}",
-    }
 
 
 def build_pools(

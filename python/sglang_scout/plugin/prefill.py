@@ -1,38 +1,36 @@
-"""What a prefill server adds: digests and hints, computed while K is on the device and sent with the KV; and noise in
-place of such a server."""
+"""The hooks of a prefill server: digests and hints, computed while K is on the device and sent with the KV."""
 
 from __future__ import annotations
 
+import copy
 import functools
-import itertools
-import os
-import zlib
+import logging
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+import zmq
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_pool import DigestPool, choose_hint, hint_bytes
-from sglang_scout.engine.stores import HostPages, as_words
-from sglang_scout.plugin import status
-from sglang_scout.plugin.hooks import adapter, hook
+from sglang_scout.engine.digest_pool import DigestPool, choose_hint, has_hint, hint_bytes
+from sglang_scout.engine.stores import HostPages
+from sglang_scout.plugin.hooks import adapter, hook, pools_target
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.model import model_shape, rank_policy
-from sglang_scout.plugin.pools import DigestKVPool, build_pools, pools_target
-from sglang_scout.worker.host_memory import MAX_THREADS
+from sglang_scout.plugin.pools import DigestKVPool, build_pools
 
+logger = logging.getLogger(__name__)
+
+_MOONCAKE = "disaggregation.mooncake.conn.MooncakeKVManager"
 KEPT_BATCHES = 3  # more than one, as SGLang sends a batch's KV while the next one runs
-NOISE_PAGES = 1021  # a prime: no period of a prompt's pages aligns with that of the noise
 MASK_ELEMENTS = 1 << 24
 """Maximum mask size, rows x KV tokens; rows are processed in chunks."""
+_warn_once = functools.cache(logger.warning)
 
 
 class LastQueries:
@@ -116,10 +114,8 @@ def after_init_attention_backends(_, runner) -> None:
 def before_send_kv_chunk(
     scheduler, req, last_chunk: bool = False, end_idx: int | None = None
 ) -> None:
-    """Compute the digests of the pages about to be sent, and the hint: the best pages for the last token.
-
-    The digests are of the chunk's full pages, whose K is still on the device. The hint comes with the last chunk.
-    """
+    """Compute the digests of the pages about to be sent, and the hint: the best pages for the last token."""
+    # The digests are of the chunk's full pages, whose K is still on the device. The hint comes with the last chunk.
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if torch.device(pool.device).type == "cpu":
         # Of 0.5.23: they are page-locked, by CUDA.
@@ -142,13 +138,6 @@ def before_send_kv_chunk(
     hint = choose_hint(pool.digests, queries, full, pool.rule, pool.shape.scale)
     if hint is not None:
         pool.digests.hints.put(pages[-1], hint)
-
-
-@hook("managers.scheduler.Scheduler.get_internal_state", "after")
-def after_get_internal_state(result, scheduler, *args, **kwargs):
-    """Add the state to `/server_info`."""
-    result.internal_state["kv_offload"] = status.prefill_state(scheduler)
-    return result
 
 
 @hook(
@@ -189,26 +178,113 @@ def around_extend(
     return output
 
 
-class DummyKV:
-    """Random K and V of requests without a prefill server, for benchmarks and tests: SGLang's fake transfer leaves a
-    request's pages in ``host`` as their previous owner did."""
+def _num_layers(item_lens: list[int]) -> int:
+    return item_lens.count(item_lens[0]) // 2  # those of K and V are equal, all others much smaller
 
-    def __init__(self, host: HostPages) -> None:
-        self._planes = [as_words(plane) for plane in (*host.k, *host.v)]
-        size, seeded = (NOISE_PAGES, *host.k[0].shape[1:]), torch.Generator().manual_seed(0)
-        self._noise = as_words(torch.randn(size, generator=seeded).to(host.k[0].dtype))
 
-    def fill(self, pages: npt.NDArray[np.int64], prompt: Sequence[int]) -> None:
-        """K and V of all layers are standard normal in ``pages`` ``[N]`` of the tokens ``prompt``, the last one too,
-        and depend only on the prompt and the position."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # a step of the pages' previous owner may still append to them
-        seed, where = zlib.crc32(np.asarray(prompt, np.int64).tobytes()), pages.tolist()
+def same_items(items: list[int], target: list[int], layers: int, group: int) -> bool:
+    """Whether the buffers of digests and of ``group`` at ``target`` have the item bytes of ``items``: each part of a
+    group is one allocation, in which a layer has one item per page of that server."""
+    if layers == 1:
+        return False
+    sizes = [n for g in (1, group) for n in of_groups(items, layers, g)[::layers]]
+    starts = [of_groups(target, layers, g) for g in (1, group)]
+    lengths = [x[i + 1] - x[i] for x in starts for i in (0, layers)]
+    return all(
+        0 < n * sizes[0] == lengths[0] * size for n, size in zip(lengths, sizes, strict=True)
+    )
 
-        def fill_plane(first: int, plane: Any) -> None:
-            for position, page in enumerate(where):
-                plane[page] = self._noise[(first + position * 7) % NOISE_PAGES]
 
-        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:
-            # numpy copies a page without the GIL
-            list(pool.map(fill_plane, itertools.count(seed), self._planes))
+def of_groups(values: list[int], layers: int, first: int, count: int = 1) -> list[int]:
+    """The part of ``count`` groups from ``first`` on, of a list made by :func:`with_digests`."""
+    middle, begin, end = len(values) // 2, first * layers, (first + count) * layers
+    return values[begin:end] + values[middle + begin : middle + end]
+
+
+def _same_layers(here: int, there: int, layers: int) -> bool:
+    """Whether ``there`` is a count of buffers of as many layers, with or without digests and hints. An exception would
+    end SGLang's transfers to all decode servers, a result of -1 only those to this one."""
+    same = there in (2 * layers, 4 * layers, 6 * layers)
+    if not same:
+        logger.error(
+            f"--kv-offload: this server has {here} KV buffers and the decode server {there}, so no KV is sent: the two "
+            "serve different models, or only one uses pipeline parallelism; give both the same --model-path and no "
+            "--pp-size"
+        )
+    return same
+
+
+@hook(f"{_MOONCAKE}._send_kvcache_generic", "around")
+def around_send_kvcache(original, manager, *args, **kwargs) -> int:
+    """Omit the digests for a decode server without the flag, or with digests of another size; of hints, send only the
+    prompt's."""
+    # SGLang would pair V with digests, and takes KV of another dtype. A hint is in the row of its prompt's last page.
+    source, target, items = (kwargs[x] for x in ("src_data_ptrs", "dst_data_ptrs", "item_lens"))
+    if kwargs.get("state_type") is not None or source != manager.kv_args.kv_data_ptrs:
+        return original(manager, *args, **kwargs)
+    layers, flags = _num_layers(items), manager.server_args
+    there = manager.decode_kv_args_table[kwargs["mooncake_session_id"]].dst_kv_item_len
+    if items[0] != there:
+        logger.error(
+            f"--kv-cache-dtype {flags.kv_cache_dtype}, --dtype {flags.dtype}: K of a page takes {items[0]} bytes here "
+            f"and {there} on the decode server, so no KV is sent; give both servers the same flags"
+        )
+        return -1
+    if not _same_layers(len(source), len(target), layers):
+        return -1
+    common = min(len(source), len(target)) // (2 * layers)
+    if common > 1 and not same_items(items, target, layers, 1):
+        _warn_once(
+            "--kv-offload: the decode server has another `digest` in --kv-offload-config, so it gets no digests and "
+            "computes its own; set the same on both servers"
+        )
+        common = 1
+
+    def send(first: int, count: int, **others: Any) -> int:
+        for name in ("src_data_ptrs", "item_lens", "dst_data_ptrs"):
+            others[name] = of_groups(kwargs[name], layers, first, count)
+        return original(manager, *args, **kwargs | others)
+
+    if status := send(0, min(common, 2)):
+        return status
+    if common < 3 or not same_items(items, target, layers, 2):
+        return 0
+    last = {name: kwargs[name][-1:] for name in ("prefill_data_indices", "dst_data_indices")}
+    row = (of_groups(values, layers, 2)[0] for values in (source, items))
+    # No hint before the end of a prompt.
+    return send(2, 1, **last) if has_hint(*row, int(last["prefill_data_indices"][0])) else 0
+
+
+@hook(f"{_MOONCAKE}.send_kvcache_slice", "around")
+def around_send_kvcache_slice(
+    original, manager, session: str, pages, target: list[int], *args, **kwargs
+) -> int:
+    """Omit the digests for a decode server with another `--tp-size`."""
+    # It computes them. SGLang slices every buffer of the list by heads as if it held K or V.
+    infos, layers = manager.kv_args, _num_layers(manager.kv_args.kv_item_lens)
+    if not _same_layers(len(infos.kv_data_ptrs), len(target), layers):
+        return -1
+    if len(set(infos.kv_item_lens)) > 1:
+        manager, infos = copy.copy(manager), copy.copy(infos)
+        infos.kv_data_ptrs = of_groups(infos.kv_data_ptrs, layers, 0)
+        manager.kv_args = infos
+        target = of_groups(target, layers, 0)
+    return original(manager, session, pages, target, *args, **kwargs)
+
+
+@hook("disaggregation.common.conn.CommonKVManager._connect", "around")
+def around_connect_to_decode(original, manager, *args, **kwargs) -> SimpleNamespace:
+    """Serialise messages, as several threads share a socket; survive the loss of a decode server."""
+    # Parts of two messages could merge. If sending raised, the thread would end, and with it the transfers to all
+    # others.
+    sock = original(manager, *args, **kwargs)
+
+    def send_multipart(parts: Sequence[bytes]) -> None:
+        try:
+            with manager._socket_lock:
+                sock.send_multipart(parts)
+        except zmq.ZMQError as error:
+            lost = "--kv-offload: a message to a decode server that is gone was lost: %s"
+            logger.error(lost, error)
+
+    return SimpleNamespace(send_multipart=send_multipart)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import resource
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,7 +23,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.numa import CpuPlan, deal_cpus, parse_cpu_list, plan_cpus
 from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
 from sglang_scout.engine.memory import MIN_PAGES, MemoryPlan, ServerSize, check_memory
-from sglang_scout.plugin.hooks import adapter
+from sglang_scout.plugin.hooks import adapter, hook, pools_target
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
 from sglang_scout.plugin.model import model_shape, rank_policy
 from sglang_scout.worker.arena_fits import pool, pool_lacks
@@ -63,10 +65,8 @@ class AttentionRanks:
         return [msgspec.json.decode(one.numpy().tobytes()) for one in found]
 
     def shared_words(self, count: int) -> torch.Tensor:
-        """``[count]`` int64 zeros in memory that all ranks map; they are on one machine.
-
-        It is not in the file system, so nothing is left there whichever process is killed.
-        """
+        """``[count]`` int64 zeros in memory that all ranks map; they are on one machine. It is in no file system, so
+        nothing is left there whichever process is killed."""
         fd = os.memfd_create("sglang-scout-ranks", os.MFD_CLOEXEC) if self.rank == 0 else -1
         if fd >= 0:
             os.ftruncate(fd, 8 * count)
@@ -101,34 +101,26 @@ def rank_cpus(runner: Any, config: OffloadConfig, ranks: AttentionRanks) -> Rank
             home = sorted(parse_cpu_list(str(adapter.omp_cpus(runner)), set(range(1 << 16))))
         found = ranks.gather([sorted(PROCESS_CPUS), home])
         allowed = {cpu for cpus, _ in found for cpu in cpus}
-        homes = [home or cpus for cpus, home in found]
-        share = deal_cpus(config.cpus or allowed, homes)[ranks.rank]
+        share = deal_cpus(config.cpus or allowed, [home or cpus for cpus, home in found])[
+            ranks.rank
+        ]
     plan = plan_cpus(allowed, near, config.cpus, share)
-    return RankCpus(plan, _by_node(plan.threads, ranks))
-
-
-def _by_node(cpus: list[int], ranks: AttentionRanks) -> dict[int, list[int]]:
-    """Nothing if unknown, or if the ranks' CPUs are on different numbers of nodes: the order in which pages are
-    allocated depends on it, and must be the same on all ranks."""
-    found = numa.cpus_by_node(cpus)
-    counts = ranks.gather(len(found)) if ranks.size > 1 else [len(found)]
-    if len(found) <= 1 or (len(set(counts)) == 1 and len(found) <= MAX_NODES):
-        return found
-    logger.warning(
-        f"--kv-offload-cpus: the CPUs of the CPU attention processes are on {counts} NUMA nodes, by rank, but pages "
-        f"can be divided among at most {MAX_NODES}, and the same number on each rank. The system decides where host "
-        "pages are; name CPUs of fewer nodes"
-    )
-    return {}
+    by_node = numa.cpus_by_node(plan.threads)
+    counts = ranks.gather(len(by_node)) if ranks.size > 1 else [len(by_node)]
+    # The order in which pages are allocated depends on it, and must be the same on all ranks.
+    if len(by_node) > 1 and (len(set(counts)) > 1 or len(by_node) > MAX_NODES):
+        logger.warning(
+            f"--kv-offload-cpus: the CPUs of the CPU attention processes are on {counts} NUMA nodes, by rank, but "
+            f"pages can be divided among at most {MAX_NODES}, and the same number on each rank. The system decides "
+            "where host pages are; name CPUs of fewer nodes"
+        )
+        by_node = {}
+    return RankCpus(plan, by_node)
 
 
 class RankMemory(NamedTuple):
-    """What the memory of this rank follows from.
-
-    Attributes:
-        cpus: of its attention process.
-        device_bytes: for digests and resident pages on a device with separate memory; None: the CPU device.
-    """
+    """What the memory of this rank follows from. ``device_bytes``: what a device with separate memory has for digests
+    and resident pages; None: the CPU device."""
 
     ranks: AttentionRanks
     cpus: RankCpus
@@ -219,31 +211,71 @@ class RankMemory(NamedTuple):
         return check_memory(self.size, num_pages, available, ranks=self.ranks.size, **memory)
 
 
-def rank_memory(runner: Any, max_batch: int, device_bytes: int | None) -> RankMemory:
-    """Of this rank; ``runner`` is SGLang's, with a loaded model."""
+_memory: RankMemory
+
+
+@hook(pools_target("_profile_available_bytes"), "around", roles="decode")
+def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
+    """Size the KV pool by host memory.
+
+    Returns:
+        Bytes for the KV pages of this rank. All ranks must get the same number of pages, as they allocate the same ids.
+    """
+    global _memory
+    on_cuda = torch.device(runner.device).type == "cuda"
+    # Digests and resident pages share the memory that SGLang would give to KV pages.
+    device_bytes = original(runner, *args, **kwargs) if on_cuda else None
     ranks, shape = AttentionRanks(), model_shape(runner)
     config = parse(runner.server_args).of_rank(ranks.rank)
-    cpus = rank_cpus(runner, config, ranks)
-    policy, context = rank_policy(config, shape), runner.model_config.context_len
+    cpus, policy = rank_cpus(runner, config, ranks), rank_policy(config, shape)
     # How many CPUs are on each node that the pages are divided among.
     counts = [len(of_node) for of_node in cpus.by_node.values()] or [len(cpus.plan.threads)]
-    size = ServerSize(config, policy, shape, max_batch, context, counts)
-    return RankMemory(ranks, cpus, size, device_bytes)
+    max_batch = adapter.resolved(runner.server_args).max_running_requests
+    context_tokens = runner.model_config.context_len
+    size = ServerSize(config, policy, shape, max_batch, context_tokens, counts)
+    _memory = RankMemory(ranks, cpus, size, device_bytes)
+    return _memory.host_bytes()
+
+
+def rank_memory(max_batch: int) -> RankMemory:
+    """Of this rank; SGLang has lowered the number of requests once the page count was known."""
+    return _memory._replace(size=replace(_memory.size, max_batch=max_batch))
 
 
 def lock(address: int, nbytes: int, message: str) -> None:
-    """Page-lock memory that the device uses, until this process ends.
-
-    Args:
-        message: of the refusal, with a place for the error.
-    """
+    """Page-lock memory that the device uses, until this process ends. ``message``: of the refusal, with a place for the
+    error."""
 
     def progress(done: int) -> None:
         if nbytes > LOCK_CHUNK_BYTES:
-            of = nbytes / 2**30
-            logger.info("--kv-offload: %.0f of %.0f GiB are page-locked", done / 2**30, of)
+            gib = done / 2**30, nbytes / 2**30
+            logger.info("--kv-offload: %.0f of %.0f GiB are page-locked", *gib)
 
     try:
         lock_memory(address, nbytes, progress)
     except MemoryError as error:
         raise ConfigError(message.format(error)) from None
+
+
+@hook(
+    "distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine.batch_register",
+    "around",
+)
+def around_batch_register(original, engine, pointers: list[int], lengths: list[int]) -> int:
+    """End the server if the transfer engine rejects its memory; SGLang ignores that, and every transfer would
+    fail."""
+    # https://github.com/sgl-project/sglang/pull/33264 does so too.
+    if not (error := original(engine, pointers, lengths)):
+        return error
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.3g} MiB"
+    raise RuntimeError(
+        f"--kv-offload: the transfer engine cannot register {len(pointers)} buffers of "
+        f"{sum(lengths) / 2**30:.2f} GiB (error {error}; its own log lines above name the first one), so no KV can be "
+        f"transferred. RDMA locks them in memory: the limit on locked memory is {locked}; make it unlimited (ulimit "
+        "-l, LimitMEMLOCK of a service, --ulimit memlock=-1 of a container). The network device must have room for "
+        "them: lower --kv-offload-host-gb, or raise its limits (max_mr and max_mr_size in ibv_devinfo -v). Buffers on "
+        "a GPU (digests on a decode server, everything on a prefill server) also need the kernel module "
+        "nvidia_peermem, or a mooncake with CUDA and WITH_NVIDIA_PEERMEM=0. To work without RDMA, set "
+        "--disaggregation-transfer-backend mooncake_tcp"
+    )

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import selection_of
 from sglang_scout.core.step_log import StepLog
 from sglang_scout.engine.counters import Counters, Stat
-from sglang_scout.plugin.hooks import VERSION
+from sglang_scout.plugin.hooks import VERSION, hook
 from sglang_scout.plugin.model import model_identity
+from sglang_scout.plugin.requests import is_decode
 
 if TYPE_CHECKING:
     from sglang_scout.plugin.backend import ScoutAttnBackend
@@ -29,6 +29,7 @@ _OF_WORKER = (
     "pid state restarts cpus cpu_nodes pages remote_pages refused refused_messages local_tickets late_tickets "
     "last_error"
 ).split()
+TRACED = "steps selected_pages cpu_pages recalled_pages gpu_wait_us recall_wait_us".split()
 OF_EACH_RANK = (
     "resident_pages selected_pages cpu_pages cpu_compute_ratio recalled_pages gpu_wait_us fallback_pages "
     "checksum_failures digests_received digests_computed verify_checks verify_max_rel_error "
@@ -78,17 +79,11 @@ def facts(config: OffloadConfig, model_config: Any, cpus: list[int]) -> dict[str
 def open_step_log(
     config: OffloadConfig, facts: dict[str, Any], model_config: Any
 ) -> StepLog | None:
-    """The configured step log."""
+    """The configured step log. The launcher has checked that it can be written."""
     if config.step_log is None:
         return None
     model = {"identity": model_identity(model_config), "selection": selection_of(config)}
-    try:
-        return StepLog(config.step_log, facts | model)
-    except OSError as error:
-        file = f"--kv-offload-config: step_log = {config.step_log!r}"
-        raise ConfigError(
-            f"{file}: cannot write it: {error.strerror}; name another file"
-        ) from error
+    return StepLog(config.step_log, facts | model)
 
 
 def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
@@ -198,3 +193,32 @@ class Metrics:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+
+
+@hook("observability.trace.TraceReqContext.trace_slice", "before", roles="decode")
+def before_trace_slice(context, slice, *_, **__) -> None:
+    """With `--enable-trace`: add step counters as attributes to each token's span."""
+    # They are the batch's, since the request's previous token.
+    from sglang_scout.plugin.backend import current_backend  # which imports this module
+
+    if slice.slice_name == "decode_loop":
+        counters = current_backend().engine.parts.counters
+        now = {name: getattr(counters, name) for name in TRACED}
+        before = getattr(context, "kv_offload_before", now)
+        context.kv_offload_before = now
+        slice.attrs.update({f"kv_offload.{name}": now[name] - before[name] for name in TRACED})
+
+
+@hook("managers.scheduler.Scheduler.get_internal_state", "after")
+def after_get_internal_state(result, scheduler, *args, **kwargs):
+    """Add the state to `/server_info`."""
+    if not is_decode(scheduler):
+        result.internal_state["kv_offload"] = prefill_state(scheduler)
+        return result
+    from sglang_scout.plugin.backend import current_backend  # which imports this module
+
+    backend = current_backend()
+    result.internal_state["kv_offload"] = state = decode_state(backend)
+    # All ranks are asked at once.
+    state["ranks"] = backend.ranks.gather({key: state[key] for key in OF_EACH_RANK})
+    return result
