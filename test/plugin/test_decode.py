@@ -12,6 +12,7 @@ from sglang.srt.observability import trace
 from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 
 from sglang_scout.engine.counters import Counters
+from sglang_scout.plugin import backend, status
 from sglang_scout.plugin import decode as hooks
 
 COPY = 5000
@@ -126,11 +127,11 @@ def test_a_token_s_span_has_what_was_counted_since_the_one_before(monkeypatch):
     monkeypatch.setattr(trace, "opentelemetry_initialized", True)
     monkeypatch.setattr(trace, "tracer", provider.get_tracer("test"))
     counters, original = Counters(4), trace.TraceReqContext.trace_slice
-    backend = SimpleNamespace(engine=SimpleNamespace(parts=SimpleNamespace(counters=counters)))
-    monkeypatch.setattr(hooks, "current_backend", lambda: backend)
+    made = SimpleNamespace(engine=SimpleNamespace(parts=SimpleNamespace(counters=counters)))
+    monkeypatch.setattr(backend, "_current", made)
 
     def hooked(*given, **named):
-        hooks.before_trace_slice(*given, **named)
+        status.before_trace_slice(*given, **named)
         original(*given, **named)
 
     monkeypatch.setattr(trace.TraceReqContext, "trace_slice", hooked)

@@ -72,9 +72,12 @@ def test_two_ranks(tmp_path):
 )  # fmt: skip
 def test_pages_are_divided_the_same_way_on_all_ranks(nodes, others, divided, monkeypatch, caplog):
     found = {node: [2 * node, 2 * node + 1] for node in range(nodes)}
-    ranks = SimpleNamespace(size=1 + len(others), gather=lambda own: [own, *others])
+    gather = lambda own: [own, *(others if isinstance(own, int) else [own] * len(others))]  # noqa: E731
+    ranks = SimpleNamespace(rank=0, size=1 + len(others), gather=gather)
     monkeypatch.setattr(numa, "cpus_by_node", lambda cpus: found)
-    made = ranks_module._by_node(range(2 * nodes), ranks)
+    monkeypatch.setattr(ranks_module.adapter, "omp_cpus", lambda runner: "0")
+    runner = SimpleNamespace(device="cpu")
+    made = ranks_module.rank_cpus(runner, OffloadConfig("scout"), ranks).by_node
     assert made == (found if divided else {})
     assert ("--kv-offload-cpus" in caplog.text) == (nodes > 1 and not divided)
 
@@ -279,9 +282,12 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
     for name, value in known.items():
         monkeypatch.setattr(ranks_module, name, lambda *_, value=value: value)
     monkeypatch.setattr(model_module, "get_attn_tp_group", lambda: alone)
-    model_config = SimpleNamespace(context_len=8192)
-    runner = SimpleNamespace(server_args=None, model_config=model_config)
-    size = ranks_module.rank_memory(runner, 8, None).size
+    monkeypatch.setattr(ranks_module.adapter, "resolved", lambda args: args)
+    monkeypatch.setattr(RankMemory, "default_bytes", lambda memory: 1 << 40)
+    args, context = SimpleNamespace(max_running_requests=9), SimpleNamespace(context_len=8192)
+    runner = SimpleNamespace(server_args=args, model_config=context, device="cpu")
+    ranks_module.around_profile_available_bytes(None, runner)
+    size = ranks_module.rank_memory(8).size
     assert size.plan(8 * 8192 // 32 + 1) == said.memory
     # With the flag that it says, the arena takes the huge pages that it says.
     pages = int(said.host_gib * 2**30) // said.server.kv_bytes_per_page

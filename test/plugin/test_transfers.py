@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.common import conn
 from page_weights import digest_kinds, digest_pool, rule_of
 from sglang_scout.engine.digest_pool import HINT_PAGES, DigestPool
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.plugin import transfers
+from sglang_scout.plugin import prefill, ranks
 from sglang_scout.plugin.pools import with_digests
 
 SIZE = 32
@@ -60,7 +60,7 @@ def sent(source_lists, target, pages=(1, 2, 3), item_bytes=100):
     buffers = dict(src_data_ptrs=source_lists[0], dst_data_ptrs=target, item_lens=source_lists[2])
     indices = dict(prefill_data_indices=pages, dst_data_indices=10 * pages)
     of_session = dict(mooncake_session_id="session", **buffers, **indices)
-    status = transfers.around_send_kvcache(send, manager, **of_session)
+    status = prefill.around_send_kvcache(send, manager, **of_session)
     if status:
         assert status == -1 and not calls
         return None
@@ -135,7 +135,7 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
             original = mooncake.MooncakeKVManager.send_kvcache_slice
             pages, pages_there = np.array([2], np.int32), np.array([5], np.int32)
             given = manager, "session", pages, there[0], pages_there, rank, 2, item // 2, executor
-            transfers.around_send_kvcache_slice(original, *given)
+            prefill.around_send_kvcache_slice(original, *given)
         own = 2 * item + rank * token
         expected = {
             (sources[i] + own + t * 2 * token, targets[i] + 5 * item // 2 + t * token, token)
@@ -153,7 +153,7 @@ def test_other_layers_fail_the_session_and_not_the_thread(caplog):
     assert sent(source, [50, 51, 60, 61]) is None
     kv_args = SimpleNamespace(kv_item_lens=source[2], kv_data_ptrs=source[0])
     manager = SimpleNamespace(kv_args=kv_args)
-    assert transfers.around_send_kvcache_slice(pytest.fail, manager, "session", [], [50, 60]) == -1
+    assert prefill.around_send_kvcache_slice(pytest.fail, manager, "session", [], [50, 60]) == -1
     for there in (4, 2):
         assert caplog.text.count(f"12 KV buffers and the decode server {there},") == 1
 
@@ -184,9 +184,9 @@ def test_memory_that_the_transfer_engine_does_not_take_ends_the_server(transfer_
     buffers = [torch.zeros(1 << 16) for _ in range(4)]
     pointers = [b.data_ptr() for b in buffers]
     lengths = [b.nbytes for b in buffers]
-    assert transfers.around_batch_register(original, transfer_engine, pointers, lengths) == 0
+    assert ranks.around_batch_register(original, transfer_engine, pointers, lengths) == 0
     with pytest.raises(RuntimeError) as caught:  # they overlap with themselves
-        transfers.around_batch_register(original, transfer_engine, pointers, lengths)
+        ranks.around_batch_register(original, transfer_engine, pointers, lengths)
     parts = "4 buffers,0.00 GiB,limit on locked memory is,nvidia_peermem,--kv-offload-host-gb,mooncake_tcp"
     assert all(part in str(caught.value) for part in parts.split(","))
     transfer_engine.batch_deregister(pointers)

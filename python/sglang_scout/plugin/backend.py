@@ -24,7 +24,7 @@ from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, device_ring
 from sglang_scout.plugin import status
 from sglang_scout.plugin.hooks import adapter
-from sglang_scout.plugin.limits import check_context, uses_graph_transport
+from sglang_scout.plugin.limits import uses_graph_transport
 from sglang_scout.plugin.model import QueryProbe, before_layer, decoder_layers, make_projector
 from sglang_scout.plugin.pools import HostKVPool, ScoutAllocator
 from sglang_scout.plugin.ranks import lock
@@ -58,13 +58,13 @@ class ScoutAttnBackend(AttentionBackend):
         self.pool: HostKVPool = runner.token_to_kv_pool
         self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
         pool, config, device = self.pool, self.pool.config, runner.device
-        self.config, self.ranks = config, pool.ranks
+        self.config, self.ranks, self.max_batch = config, pool.ranks, runner.max_running_requests
         layers = decoder_layers(runner.model)
         own = [make_projector(index, layer) for index, layer in enumerate(layers)]
         projectors = pool.policy.projectors(own)
         # Not needed from here on, and up to gigabytes.
-        self.policy = replace(pool.policy, rule=replace(pool.policy.rule, weights=None))
-        pool.policy = self.policy
+        policy = replace(pool.policy, rule=replace(pool.policy.rule, weights=None))
+        self.policy = pool.policy = policy
         in_graph = uses_graph_transport(config, device)
         self.transport = "graph" if in_graph else "host"
         self.worker = self._make_worker(device, in_graph)
@@ -73,19 +73,11 @@ class ScoutAttnBackend(AttentionBackend):
         # is seen writes to position context_len - 2 at most, and one more page would double the table width of a 2^n
         # context, also in the kernels.
         max_pages = -(-runner.model_config.context_len // pool.shape.page_size)
-        if in_graph:
-            check_context(runner.model_config.context_len, pool.shape.page_size)
-        self.max_batch, plan = runner.max_running_requests, pool.plan
-        lists = config.lists(pool.shape.num_kv_heads)
-        parts = Parts(
-            self.policy,
-            pool.shape,
-            Sizes(plan.budget_pages, plan.num_slots, self.max_batch, max_pages, lists),
-            pool.host_pages,
-            pool.digests,
-            Tracer(config.trace, config.trace_steps, self.worker, facts),
-            self.ranks if self.ranks.size > 1 else None,
-        )
+        counts = pool.plan.budget_pages, pool.plan.num_slots, self.max_batch, max_pages
+        sizes = Sizes(*counts, config.lists(pool.shape.num_kv_heads))
+        tracer = Tracer(config.trace, config.trace_steps, self.worker, facts)
+        stores, ranks = (pool.host_pages, pool.digests), self.ranks if self.ranks.size > 1 else None
+        parts = Parts(policy, pool.shape, sizes, *stores, tracer, ranks)
         wait_s = WorkerConfig.wait_timeout_s
         attention = self._graph_transport(device, wait_s) if in_graph else self.worker
         log = status.open_step_log(config, facts, runner.model_config)
@@ -127,10 +119,8 @@ class ScoutAttnBackend(AttentionBackend):
     def _log_plan(self) -> None:
         cpus = self.pool.cpus.plan
         if cpus.warning:
-            allow = "allow them (cpuset, taskset)"
-            logger.warning(
-                f"--kv-offload: attention threads are far from the GPU: {cpus.warning}; {allow}"
-            )
+            far = f"attention threads are far from the GPU: {cpus.warning}"
+            logger.warning(f"--kv-offload: {far}; allow them (cpuset, taskset)")
         lines = [f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.pool.plan.rows]
         lines += [f"  CPUs {use.cpus}: {use.used_by} ({use.why})" for use in cpus.rows]
         budget = f"budget {self.config.budget_tokens} tokens, {self.max_batch} requests at most"
@@ -170,11 +160,7 @@ class ScoutAttnBackend(AttentionBackend):
             self.engine.pause()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """All buffers are already allocated.
-
-        Raises:
-            ConfigError: graphs of more rows than the buffers have.
-        """
+        """All buffers are already allocated. Raises ConfigError for graphs of more rows than they have."""
         if max_bs > (most := self.max_batch):
             why = f"more than --max-running-requests ({most}); lower it"
             raise ConfigError(f"--cuda-graph-max-bs {max_bs}: {why}")
@@ -205,16 +191,10 @@ class ScoutAttnBackend(AttentionBackend):
 
 
 class RequestTables:
-    """The pages in SGLang's request table, on the host.
+    """The pages in the table of SGLang's request pool, on the host.
 
     Whole requests are read from the device when SGLang writes them, as they are admitted or hit a shared prefix. A page
-    opened by decoding is known from the allocator.
-
-    Args:
-        pool: SGLang's request pool; its ``write`` is wrapped from now on.
-
-    Attributes:
-        rows: ``[B]`` of the table, of the last announced step.
+    opened by decoding is known from the allocator. ``rows`` ``[B]`` of the table are of the last announced step.
     """
 
     def __init__(self, pool: Any, page_size: int) -> None:
@@ -241,11 +221,8 @@ class RequestTables:
         return self._pages[row, : -(-tokens // self._size)].astype(np.int64)
 
     def open_pages(self, rows: Ids, positions: Ids, opened: Ids) -> None:
-        """Before a decode step of ``rows`` ``[B]``, which writes tokens at ``positions`` ``[B]``.
-
-        Args:
-            opened: ``[B]`` pages that start with these tokens, -1: none.
-        """
+        """Before a decode step of ``rows`` ``[B]``, which writes tokens at ``positions`` ``[B]``. ``opened`` ``[B]``:
+        pages that start with these tokens, -1: none."""
         opens = opened >= 0
         self._pages[rows[opens], positions[opens] // self._size] = opened[opens]
         self.rows = rows.copy()
@@ -259,7 +236,7 @@ class RequestTables:
 
 
 class DummyKV:
-    """Random K and V of requests without a prefill server, for benchmarks and tests: SGLang's fake transfer leaves a
+    """Noise as K and V of requests without a prefill server, for benchmarks and tests: SGLang's fake transfer leaves a
     request's pages in ``host`` as their previous owner did."""
 
     def __init__(self, host: HostPages) -> None:

@@ -31,8 +31,7 @@ from sglang_scout.worker.host_memory import available_bytes, gib
 
 logger = logging.getLogger(__name__)
 
-HOLD_S = 2.0
-"""Longer than the prefill server may still write to the pages of an ended request: one chunk of a prompt."""
+HOLD_S = 2.0  # longer than the prefill server may still write to an ended request's pages: a chunk
 _ANSWER_S = 0.05  # a step's time; a server that is well answers sooner
 _PROBE_S = 2.0
 _KV = "disaggregation.common.conn.CommonKV"
@@ -129,9 +128,7 @@ def around_can_run_graph(original, runner, forward_batch) -> bool:
 
 
 @hook(f"{_GRAPHS}.capture_one_shape", "around")
-def around_capture_one_shape(
-    original, runner, size: int, forward, stream: int | None = None, variant=None, *more
-) -> None:
+def around_capture_one_shape(original, runner, size, forward, stream=None, variant=None, *more):
     """Capture a graph for dense steps too."""
     engine = current_backend().engine
     for label in (None, DENSE) if engine.has_dense_steps else (None,):
@@ -181,8 +178,7 @@ def _fail_owners(requests: Sequence[Any], damaged: npt.NDArray[np.int64]) -> Non
             continue
         tokens = len(request.origin_input_ids) + len(request.output_ids)
         pages = current_backend().tables.pages_of(adapter.row_of(request), tokens)
-        own = damaged[np.isin(damaged[:, 1], pages)]
-        if not len(own):
+        if not len(own := damaged[np.isin(damaged[:, 1], pages)]):
             continue
         layer, page = own[0].tolist()
         more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
@@ -193,8 +189,7 @@ def _fail_owners(requests: Sequence[Any], damaged: npt.NDArray[np.int64]) -> Non
         logger.error("request %s fails: %s", request.rid, message)
         code = HTTPStatus.INTERNAL_SERVER_ERROR
         request.to_finish = FINISH_ABORT(message, code, "InternalServerError")
-        request.finished_len = len(request.output_ids)
-        request.skip_radix_cache_insert = True
+        request.finished_len, request.skip_radix_cache_insert = len(request.output_ids), True
 
 
 @hook("managers.schedule_batch.Req.offload_kv_cache", "around")
@@ -247,8 +242,7 @@ def around_ensure_parallel_info(original, manager, address: str) -> bool:
     if address in manager.prefill_info_table:
         return True
     questions: dict[str, Future[bool]] = vars(manager).setdefault("kv_offload_questions", {})
-    is_new = address not in questions
-    if is_new:
+    if is_new := address not in questions:
         questions[address] = ThreadPoolExecutor(1).submit(original, manager, address)
     try:
         answer = questions[address].result(_ANSWER_S if is_new else 0)

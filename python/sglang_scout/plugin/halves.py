@@ -62,10 +62,7 @@ class _Room:
     # The half that has failed, here or there, until the other one has been seen to end.
     told: Half | None = None
     heard: Half | None = None
-    there: tuple[Any, int] = (
-        None,
-        0,
-    )  # the decode server's newest request, and the connection to it
+    there: tuple[Any, int] = None, 0  # connection to the decode server, its newest request
 
 
 class Halves:
@@ -79,12 +76,8 @@ class Halves:
         self._links: dict[str, asyncio.Task[None]] = {}  # by the bootstrap server's address
 
     def meet(self, manager: Any, request: Any) -> None:
-        """A valid ``request`` of one prompt. A decode server connects to the server of the other half.
-
-        Raises:
-            ValueError: its room is in use.
-            ValueError, HTTPException: what the other half was answered, if it has failed.
-        """
+        """A valid ``request`` of one prompt. A decode server connects to the server of the other half. Raises
+        ValueError if its room is in use, or as :func:`refuse` what the other half was answered, if it has failed."""
         self._manager, flags, room = manager, manager.server_args, request.bootstrap_room
         if room is None or request.bootstrap_host == FAKE_BOOTSTRAP_HOST:
             return
@@ -131,9 +124,8 @@ class Halves:
                     socket = await session.ws_connect(url, heartbeat=_HEARTBEAT_S)
                 await self._listen(socket)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            logger.info(
-                f"--kv-offload: no connection to {address}, which reports failed requests: {error!r}"
-            )
+            what = f"no connection to {address}, which reports failed requests"
+            logger.info(f"--kv-offload: {what}: {error!r}")
         await asyncio.sleep(_RETRY_S)  # then the next request tries again
         del self._links[address]
 
@@ -162,10 +154,8 @@ class Halves:
                 else:
                     self._manager.event_loop.call_soon_threadsafe(self._hear, half)
         except (msgspec.MsgspecError, OSError, TypeError) as error:
-            logger.warning(
-                f"--kv-offload: the connection to the other server of the pair failed: {error!r}; the next request "
-                "opens a new one"
-            )
+            what = "the connection to the other server of the pair failed"
+            logger.warning(f"--kv-offload: {what}: {error!r}; the next request opens a new one")
         finally:
             del self._sockets[socket]
             if self._manager:

@@ -30,58 +30,41 @@ _OTHER_BUDGETS = "".join(
     if "budget_tokens" in keys
 )
 
-# Type, default and help. The help ends with the default, as scripts/reference.py puts it into a column of its own.
-FIELDS: dict[str, tuple[Any, Any, str]] = {
-    "kv_offload": (
-        str,
-        "none",
-        "Turns on GPU-CPU co-attention decoding. KV pages live in host memory, the GPU keeps a digest of every page "
-        "and a cache of important pages, and a CPU attention process computes attention to selected pages that are "
-        "missing there. Set it on both servers of a prefill-decode pair. Serve with `scout`; the other policies "
-        "reproduce other systems for comparison, and `none` is stock SGLang. Policies: none, "
-        f"{', '.join(policies())}. Default: none.",
-    ),
-    "kv_offload_budget": (
-        int | None,
-        None,
-        "Tokens that a request attends to per layer and decode step, in full pages; a multiple of 32. A request "
-        "whose context fits the budget gets exact attention while the device's cache holds its pages, a longer one an "
-        "approximation. A larger budget is closer to full attention and takes more GPU memory, CPU time and copies. "
-        f"Default: {DEFAULT_BUDGET_TOKENS}{_OTHER_BUDGETS}.",
-    ),
-    "kv_offload_host_gb": (
-        float | None,
-        None,
-        "Host memory for KV pages in GiB, over all ranks; it limits how many tokens the decode server can hold. Set "
-        "it to what `sglang-scout plan` prints, because the default depends on what else is running at the start. "
-        "`--max-total-tokens` can only lower it. Default: half of the host memory that is available at the start, "
-        "from the NUMA nodes of the attention threads; on a CUDA device at most the pages whose digests fit on the "
-        "GPU beside the resident pages.",
-    ),
-    "kv_offload_recall_profile": (
-        str | None,
-        None,
-        "JSON file with a recall interval for each layer, made by `sglang-scout profile` from a step log of your "
-        "workload. With the key `recall: fixed` layers recall at these, with `recall: adaptive` they are the first "
-        "estimates. Default: no file.",
-    ),
-    "kv_offload_cpus": (
-        str | None,
-        None,
-        "CPUs for the attention threads, one thread each, for example 0-35 or 0,2,4. They are taken exactly as "
-        "given, so leave some for the server. If all belong to one NUMA node, KV pages are allocated on it. With "
-        "`--tp-size` they are divided among the ranks. `sglang-scout doctor` prints the default for a machine. "
-        "Default: most cores of the GPU's NUMA node, one thread each, the rest being left to the server; on the CPU "
-        "device every CPU of the process.",
-    ),
-    "kv_offload_config": (
-        str | None,
-        None,
-        "Further settings as a JSON object, or @FILE. docs/reference/configuration.md describes the keys: "
-        f"{', '.join(name for name, key in KEYS.items() if key.is_public)}. Default: no further settings.",
-    ),
+# The help ends with the default, as scripts/reference.py puts it into a column of its own.
+_HELP = {
+    "kv_offload": "Turns on GPU-CPU co-attention decoding. KV pages live in host memory, the GPU keeps a digest of "
+    "every page and a cache of important pages, and a CPU attention process computes attention to selected pages that "
+    "are missing there. Set it on both servers of a prefill-decode pair. Serve with `scout`; the other policies "
+    "reproduce other systems for comparison, and `none` is stock SGLang. Policies: none, "
+    f"{', '.join(policies())}. Default: none.",
+    "kv_offload_budget": "Tokens that a request attends to per layer and decode step, in full pages; a multiple of "
+    "32. A request whose context fits the budget gets exact attention while the device's cache holds its pages, a "
+    "longer one an approximation. A larger budget is closer to full attention and takes more GPU memory, CPU time and "
+    "copies. "
+    f"Default: {DEFAULT_BUDGET_TOKENS}{_OTHER_BUDGETS}.",
+    "kv_offload_host_gb": "Host memory for KV pages in GiB, over all ranks; it limits how many tokens the decode "
+    "server can hold. Set it to what `sglang-scout plan` prints, because the default depends on what else is running "
+    "at the start. `--max-total-tokens` can only lower it. Default: half of the host memory that is available at the "
+    "start, from the NUMA nodes of the attention threads; on a CUDA device at most the pages whose digests fit on the "
+    "GPU beside the resident pages.",
+    "kv_offload_recall_profile": "JSON file with a recall interval for each layer, made by `sglang-scout profile` "
+    "from a step log of your workload. With the key `recall: fixed` layers recall at these, with `recall: adaptive` "
+    "they are the first estimates. Default: no file.",
+    "kv_offload_cpus": "CPUs for the attention threads, one thread each, for example 0-35 or 0,2,4. They are taken "
+    "exactly as given, so leave some for the server. If all belong to one NUMA node, KV pages are allocated on it. "
+    "With `--tp-size` they are divided among the ranks. `sglang-scout doctor` prints the default for a machine. "
+    "Default: most cores of the GPU's NUMA node, one thread each, the rest being left to the server; on the CPU "
+    "device every CPU of the process.",
+    "kv_offload_config": "Further settings as a JSON object, or @FILE. docs/reference/configuration.md describes the "
+    "keys: "
+    f"{', '.join(name for name, key in KEYS.items() if key.is_public)}. Default: no further settings.",
 }
-
+_TYPES = {"kv_offload": str, "kv_offload_budget": int | None, "kv_offload_host_gb": float | None}
+FIELDS: dict[str, tuple[Any, str | None, str]] = {
+    name: (_TYPES.get(name, str | None), "none" if name == "kv_offload" else None, text)
+    for name, text in _HELP.items()
+}
+"""The server flags as fields of SGLang's ``ServerArgs``: type, default, help."""
 ServerArgs = adapter.with_fields(FIELDS, __name__)
 """SGLang's, with these fields."""
 
@@ -97,20 +80,16 @@ _INSTALL = f"install sglang=={VERSION} unmodified, and no other plugin"
 
 
 class Hook(NamedTuple):
-    """A function of SGLang, and the one before, after, around or instead of it.
+    """A function of SGLang, and the one before, after, around or instead of it. What mends a release is dropped with
+    the last that needs it."""
 
-    Attributes:
-        target: dotted name below ``sglang.srt``; by release if it differs or is hooked in some only. What mends a
-            release is dropped with the last that needs it.
-        kind: as of SGLang's ``HookType``.
-        why: as it stands in docs/reference/hooks.md too.
-    """
-
-    target: str | dict[str, str]
-    kind: str
+    target: (
+        str | dict[str, str]
+    )  # below sglang.srt; by release if it differs or is hooked in some only
+    kind: str  # of SGLang's HookType
     function: Callable[..., Any]
     roles: tuple[str, ...]
-    why: str
+    why: str  # as in docs/reference/hooks.md
 
     @property
     def target_here(self) -> str | None:
@@ -139,10 +118,9 @@ def hook(
 
 def pools_target(name: str) -> dict[str, str]:
     """The hook's target: a method of the class that builds the pools, by release."""
-    return {
-        "0.5.15.post1": f"model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin.{name}",
-        "0.5.23": f"mem_cache.kv_cache_configurator.KVCacheConfigurator.{name}",
-    }
+    old = "model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin"
+    new = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    return {"0.5.15.post1": f"{old}.{name}", "0.5.23": f"{new}.{name}"}
 
 
 def hooks_of(role: str) -> list[Hook]:
@@ -153,14 +131,11 @@ def hooks_of(role: str) -> list[Hook]:
 
 
 def apply(hooks: Iterable[Hook]) -> None:
-    """Resolve, register, apply and verify; SGLang itself only logs failures here.
-
-    Raises:
-        RuntimeError: a target is missing or was not patched.
-    """
+    """Resolve, register, apply and verify. SGLang only logs failures; raises RuntimeError if a target is missing or was
+    not patched."""
     targets = set()
     for hook in hooks:
-        if hook.target_here is None:
+        if not hook.target_here:
             continue
         target = f"sglang.srt.{hook.target_here}"
         try:

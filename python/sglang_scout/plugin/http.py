@@ -144,7 +144,6 @@ def _check_place(request: GenerateReqInput) -> None:
 @hook("managers.tokenizer_manager.TokenizerManager._validate_one_request", "before")
 def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> None:
     """Refuse requests whose fields would crash a scheduler, by type and range, and requests after SIGTERM."""
-    # obj is normalized, of one prompt.
     if not isinstance(obj, GenerateReqInput):
         return  # SGLang refuses it itself
     if manager.gracefully_exit:
@@ -154,8 +153,7 @@ def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> No
     _check(obj.sampling_params, manager.sampling_params_class, "sampling_params")
     for token, bias in (obj.sampling_params.get("logit_bias") or {}).items():
         if not abs(bias) <= FLOAT32_MAX:
-            odd = f"{bias}, which is not a finite 32-bit float"
-            raise ValueError(f"logit_bias of token {token} is {odd}")
+            raise ValueError(f"logit_bias of token {token} is {bias}, not a finite 32-bit float")
     sent = _types_of(TokenizedGenerateReqInput).__struct_fields__
     values = {name: getattr(obj, name, None) for name in sent} | {"input_text": obj.text}
     _check(values, TokenizedGenerateReqInput, "request")
@@ -229,8 +227,7 @@ async def around_generate_request(original, manager, obj, request=None) -> Async
 
 def _errors(answer: Any) -> Iterator[tuple[str, tuple[int, str]]]:
     """Request id, status and message of the errors in an answer to a stream or to several prompts."""
-    for one in answer if isinstance(answer, list) else [answer]:
-        about = one.get("meta_info", {})
+    for about in (one.get("meta_info", {}) for one in _each(answer)):
         reason = about.get("finish_reason") or {}
         if reason.get("type") == "abort" and reason.get("status_code"):
             reason["status_code"] = _status(reason["status_code"], reason["message"])

@@ -216,27 +216,16 @@ def check_memory_flag(config: OffloadConfig) -> None:
         )
 
 
-def check_context(context_tokens: int, page_size: int) -> None:
-    """Refuse a context that a device cannot select from."""
-    pages = -(-context_tokens // page_size)
-    if pages > MAX_COLUMNS:
-        raise ConfigError(
-            f"--context-length {context_tokens}: {pages} pages of {page_size} tokens, but the device kernels "
-            f"select from at most {MAX_COLUMNS}; lower it to {MAX_COLUMNS * page_size}"
-        )
-
-
 def check_model(server_args: Any, config: OffloadConfig) -> None:
     """Refuse a model that the decode step does not support, or that the files do not match."""
     path = config.recall_profile
     profile = None if path is None else load_profile(path)
     model = f"--model-path {server_args.model_path}"
-    policy = f"--kv-offload {server_args.kv_offload}"
-    served = adapter.model_config(server_args)
+    served, policy = adapter.model_config(server_args), f"--kv-offload {server_args.kv_offload}"
     check_architecture(model, (served.hf_config.architectures or ["(none named)"])[0])
     if (kind := served.attention_arch.name) != "MHA":
-        fix = "choose a model with one of these"
-        raise ConfigError(f"{model}: {policy} needs MHA or GQA, not {kind}; {fix}")
+        needs = f"needs MHA or GQA, not {kind}; choose a model with one of these"
+        raise ConfigError(f"{model}: {policy} {needs}")
     text = served.hf_text_config
     window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
     sizes = {"head_dim": served.head_dim, "v_head_dim": served.v_head_dim}
@@ -244,6 +233,13 @@ def check_model(server_args: Any, config: OffloadConfig) -> None:
     if served.dtype not in TORCH_DTYPES:
         fix = f"set --dtype to one of {', '.join(DTYPES)}"
         raise ConfigError(f"{model}: dtype {served.dtype} is not supported with {policy}; {fix}")
+    device, pages = device_of(server_args), -(-served.context_len // PAGE_SIZE_TOKENS)
+    on_device = uses_graph_transport(config, device)
+    if server_args.disaggregation_mode == "decode" and on_device and pages > MAX_COLUMNS:
+        raise ConfigError(
+            f"--context-length {served.context_len}: {pages} pages of {PAGE_SIZE_TOKENS} tokens, but the device "
+            f"kernels select from at most {MAX_COLUMNS}; lower it to {MAX_COLUMNS * PAGE_SIZE_TOKENS}"
+        )
     layers = served.num_hidden_layers
     # It refuses unsupported settings.
     weights = make_policy(Context(config, layers, 1, profile)).rule.weights

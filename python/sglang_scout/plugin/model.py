@@ -46,11 +46,8 @@ def rank_policy(config: OffloadConfig, shape: ModelShape) -> Policy:
 
 
 def model_identity(config: Any) -> ModelIdentity:
-    """Identity of the model in SGLang's ``ModelConfig``, independent of its folder.
-
-    Raises:
-        ConfigError: the model has no readable config.json.
-    """
+    """Identity of the model in SGLang's ``ModelConfig``, independent of its folder. Raises ConfigError if it has no
+    readable config.json."""
     try:
         file = cached_file(config.model_path, "config.json", revision=config.revision)
         digest = config_digest(json.loads(Path(file).read_text(encoding="utf-8")))
@@ -157,10 +154,8 @@ def make_projector(index: int, layer: Any) -> QueryProjector:
 
 
 def _has_plain_rows(projection: Any) -> bool:
-    """Whether output i depends only on row i of the weight: not quantised, not repacked.
-
-    A quantisation method may keep a float weight and still do more than multiply by it.
-    """
+    """Whether output i depends only on row i of the weight: not quantised, not repacked. A quantisation method may keep
+    a float weight and still do more than multiply by it."""
     weight = getattr(projection, "weight", None)
     return (
         type(getattr(projection, "quant_method", None)) is UnquantizedLinearMethod

@@ -49,15 +49,12 @@ def _synchronize(device: str) -> None:
 
 class ScoutAllocator(PagedTokenToKVPoolAllocator):
     """SGLang's page allocator with its lists on the host; results are on ``device``. Pages that were freed are sorted
-    in when the others run out, as SGLang does on the servers of a pair (``need_sort``).
+    in when the others run out, as SGLang does on the servers of a pair (``need_sort``)."""
 
-    Attributes:
-        listener: as :class:`engine.pages.Pages`, told of every page allocated or freed, however its request ended.
-        opened: ``[B]`` page that each row of the last :meth:`alloc_decode` has opened, -1: none.
-    """
-
-    listener: Any = None
-    opened: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+    listener: Any = None  # an engine.pages.Pages, told of every page allocated or freed
+    opened: npt.NDArray[
+        np.int64
+    ]  # [B] page that each row of the last alloc_decode has opened, -1: none
 
     @property
     def used_pages(self) -> int:
@@ -198,11 +195,8 @@ def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
 
 
 class HostKVPool(DigestKVPool):
-    """Decode side: all KV in one memory file that the attention process maps too, and the digests of its pages.
-
-    Args:
-        memory, plan: of this rank; the arena's pages are bound to the NUMA nodes of its CPUs.
-    """
+    """Decode side: all KV in one memory file that the attention process maps too, bound to the NUMA nodes of its CPUs,
+    and the digests of its pages."""
 
     def __init__(self, *args: Any, memory: RankMemory, plan: MemoryPlan, **kwargs: Any) -> None:
         size, self.ranks, self.cpus, self.plan = memory.size, memory.ranks, memory.cpus, plan
@@ -257,14 +251,9 @@ class HostKVPool(DigestKVPool):
 def build_pools(
     build: Callable[[], Any], builder: Any, make_pool: Callable[..., Any] = MHATokenToKVPool
 ) -> tuple[Any, Any, ScoutAllocator]:
-    """Build SGLang's pools with our classes in place of its own, and verify that they were used.
-
-    Args:
-        build: SGLang's function, a method of ``builder``.
-        make_pool: a class of pools, or a partial call of one.
-    Returns:
-        What ``build`` returned, the KV pool, the allocator.
-    """
+    """Build SGLang's pools by its function ``build``, a method of ``builder``, with our classes in place of its own.
+    Returns what that returned, the KV pool and the allocator, of which it verifies that they are of these classes.
+    ``make_pool``: a class of pools, or a partial call of one."""
     pool_class = getattr(make_pool, "func", make_pool)
     module = adapter.POOLS_MODULE
     stock = module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator

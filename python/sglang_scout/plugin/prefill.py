@@ -40,23 +40,18 @@ class LastQueries:
         # Of each batch the requests, the row of each one's last token, and the queries [B, HQ, D] of each layer.
         self._batches: deque[tuple[list[str], torch.Tensor, list[torch.Tensor]]]
         self._batches = deque(maxlen=KEPT_BATCHES)
-        original = backend.forward_extend
+        backend.forward_extend = functools.partial(self._extend, backend.forward_extend)
 
-        def forward_extend(q, k, v, layer, forward_batch, *args, **kwargs):
-            self._note(q, layer, forward_batch)
-            return original(q, k, v, layer, forward_batch, *args, **kwargs)
-
-        backend.forward_extend = forward_extend
-
-    def _note(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+    def _extend(self, original, q, k, v, layer, forward_batch, *args, **kwargs):
         """``q`` ``[T, HQ * D]`` of all tokens of a batch, after RoPE."""
-        if not forward_batch.rids:
-            return  # SGLang warms up or captures
-        if layer.layer_id == 0:
-            last = np.cumsum(forward_batch.extend_seq_lens_cpu) - 1
-            self._batches.append((forward_batch.rids, upload(last, q.device), []))
-        _, rows, layers = self._batches[-1]
-        layers.append(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).index_select(0, rows))
+        if rids := forward_batch.rids:  # else SGLang warms up or captures
+            if layer.layer_id == 0:
+                last = np.cumsum(forward_batch.extend_seq_lens_cpu) - 1
+                self._batches.append((rids, upload(last, q.device), []))
+            _, rows, layers = self._batches[-1]
+            heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            layers.append(heads.index_select(0, rows))
+        return original(q, k, v, layer, forward_batch, *args, **kwargs)
 
     def of(self, rid: str) -> torch.Tensor | None:
         """``[L, HQ, D]`` fp32 queries of the last token of request ``rid`` in its newest batch."""
@@ -130,14 +125,11 @@ def before_send_kv_chunk(
     pages = (locations // size).cpu().numpy().astype("int64")
     full = pages[: end // size - first // size]
     pool.digests.build(full[~pool.digests.valid[full]], pool.host_pages)
-    if not last_chunk or pool.digests.hints is None:
-        return
-    queries = pool.last_queries.of(req.rid)
-    if queries is None:
-        return
-    hint = choose_hint(pool.digests, queries, full, pool.rule, pool.shape.scale)
-    if hint is not None:
-        pool.digests.hints.put(pages[-1], hint)
+    hints = pool.digests.hints if last_chunk else None
+    if hints is not None and (queries := pool.last_queries.of(req.rid)) is not None:
+        hint = choose_hint(pool.digests, queries, full, pool.rule, pool.shape.scale)
+        if hint is not None:
+            hints.put(pages[-1], hint)
 
 
 @hook(
@@ -147,17 +139,11 @@ def before_send_kv_chunk(
 def around_extend(
     original, self, query, output, k_cache, v_cache, table, rows, *lengths, **options
 ):
-    """On a CPU: skip attention for tokens with cached KV, which SGLang computes and discards.
-
-    Sequences with more new tokens than cached ones use the original, which is then faster. All models that are
-    supported have causal attention without windows and no encoder.
-
-    Args:
-        query, output: [T, HQ, D]; the latter is filled and returned.
-        k_cache, v_cache: [slots, H, D].
-        lengths: total, cached and new tokens of each sequence; more, of encoders, in some releases.
-    """
-    begin, scale, is_gqa = 0, options["scaling"], options["enable_gqa"]
+    """On a CPU: skip attention for tokens with cached KV, which SGLang computes and discards."""
+    # query and output, which is filled and returned, are [T, HQ, D], the caches [slots, H, D]; lengths are of each
+    # sequence: total, cached and new tokens; more, of encoders, in some releases. Sequences with more new tokens than
+    # cached ones use the original, which is then faster. Supported models have causal attention without windows.
+    begin, how = 0, {"scale": options["scaling"], "enable_gqa": options["enable_gqa"]}
     for i, (total, _, count) in enumerate(zip(*(x.tolist() for x in lengths[:3]), strict=True)):
         q, out = query[begin : begin + count], output[begin : begin + count]
         begin += count
@@ -171,9 +157,7 @@ def around_extend(
         for part in columns[:count].split(max(1, MASK_ELEMENTS // total)):
             mask = columns <= (part + total - count)[:, None]
             of_part = q[part].movedim(1, 0)[None]
-            found = scaled_dot_product_attention(
-                of_part, k, v, mask, scale=scale, enable_gqa=is_gqa
-            )
+            found = scaled_dot_product_attention(of_part, k, v, mask, **how)
             out[part] = found[0].movedim(0, 1)
     return output
 
@@ -190,9 +174,8 @@ def same_items(items: list[int], target: list[int], layers: int, group: int) -> 
     sizes = [n for g in (1, group) for n in of_groups(items, layers, g)[::layers]]
     starts = [of_groups(target, layers, g) for g in (1, group)]
     lengths = [x[i + 1] - x[i] for x in starts for i in (0, layers)]
-    return all(
-        0 < n * sizes[0] == lengths[0] * size for n, size in zip(lengths, sizes, strict=True)
-    )
+    pairs = zip(lengths, sizes, strict=True)
+    return all(0 < nbytes * sizes[0] == lengths[0] * item for nbytes, item in pairs)
 
 
 def of_groups(values: list[int], layers: int, first: int, count: int = 1) -> list[int]:
@@ -284,7 +267,6 @@ def around_connect_to_decode(original, manager, *args, **kwargs) -> SimpleNamesp
             with manager._socket_lock:
                 sock.send_multipart(parts)
         except zmq.ZMQError as error:
-            lost = "--kv-offload: a message to a decode server that is gone was lost: %s"
-            logger.error(lost, error)
+            logger.error(f"--kv-offload: a message to a lost decode server was lost: {error}")
 
     return SimpleNamespace(send_multipart=send_multipart)

@@ -50,12 +50,8 @@ def answer_error(scheduler: Any, request: Any, status: int, message: str) -> Non
 
 
 def refuse(request: Any, status: int, message: str) -> NoReturn:
-    """Refuse a ``request`` in the HTTP process.
-
-    Raises:
-        HTTPException: with this status.
-        ValueError: status 400, or a stream, whose status has already been sent.
-    """
+    """Refuse a ``request`` in the HTTP process: raises an HTTPException, or a ValueError if the status is 400, or of a
+    stream, whose status has already been sent."""
     if status == HTTPStatus.BAD_REQUEST or request.stream:
         raise ValueError(message)
     raise HTTPException(status, message)
@@ -81,13 +77,11 @@ def _held(scheduler: Any) -> list[Any]:
     queue, more = _first_queue(scheduler), getattr(scheduler, "disagg_prefill_inflight_queue", ())
     if is_decode(scheduler):
         more = [*scheduler.disagg_decode_transfer_queue.queue, *queue.retracted_queue]
-    # The last of them in 0.5.15.post1 only.
-    batches = (getattr(scheduler, f"{name}_batch", None) for name in ("running", "last", "cur"))
-    running = [req for batch in batches if batch is not None for req in batch.reqs]
-    if scheduler.chunked_req is not None:
-        running.append(scheduler.chunked_req)
     waiting = *scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue
-    return [*waiting, *map(_request, (*queue.queue, *more)), *running]
+    held = [*waiting, *map(_request, (*queue.queue, *more))]
+    for name in ("running", "last", "cur"):  # the last in 0.5.15.post1 only
+        held += getattr(getattr(scheduler, f"{name}_batch", None), "reqs", ())
+    return held if scheduler.chunked_req is None else [*held, scheduler.chunked_req]
 
 
 @hook("managers.scheduler.Scheduler.handle_generate_request", "around")

@@ -43,24 +43,16 @@ METRICS = {
     "host_pages_total": gauge("pages", "Capacity of host memory for KV"),
     "host_pages_used": gauge("pages", "In host memory for requests or the radix cache"),
     "resident_pages": gauge("pages", "In the device's cache, summed over layers"),
-    "cpu_compute_ratio": gauge(
-        "ratio", "Pages computed on the CPU divided by the budget, since start"
-    ),
+    "cpu_compute_ratio": gauge("ratio", "CPU-computed pages divided by the budget, since start"),
     **{x.name: x.metadata["stat"] for x in fields(Counters) if x.metadata},
     "recall_wait_seconds": counter("seconds", "Time that steps waited for recalls"),
-    "fallback_pages": counter(
-        "pages", "Computed by the server in place of the CPU attention process"
-    ),
+    "fallback_pages": counter("pages", "Computed in place of the CPU attention process"),
     "checksum_failures": counter("pages", "Of a layer, found changed in host memory"),
     "context_pages_total": gauge("pages", "Capacity for tokens that heads keep, over all layers"),
     "context_pages_used": gauge("pages", "In use for tokens that heads keep, over all layers"),
-    "worker_restarts": counter(
-        "starts", "Starts of the CPU attention process but the first, failed ones included"
-    ),
+    "worker_restarts": counter("starts", "Starts of CPU attention but the first, failed ones too"),
     "worker_up": gauge("1 or 0", "1 while the CPU attention process serves, otherwise 0"),
-    "step_seconds": histogram(
-        "seconds", "A step, from its boundary or, if later, the last step's end"
-    ),
+    "step_seconds": histogram("seconds", "A step, from its boundary or, if later, the last's end"),
     "boundary_seconds": histogram("seconds", "Work of the host before it launches a step"),
     "gpu_wait_seconds": histogram("seconds", "Wait of a step for CPU attention, over all layers"),
 }
