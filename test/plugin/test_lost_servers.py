@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -68,9 +69,7 @@ def test_a_replaced_one_is_noticed():
         decode.after_heartbeat_success(None, manager, "host:1")
         assert manager.failed == []
         manager = manager_of(port, gone)
-        decode.after_heartbeat_success(
-            None, manager, "host:2"
-        )  # another prefill server's heartbeat
+        decode.after_heartbeat_success(None, manager, "host:2")  # of another prefill server
         assert manager.failed == []
         decode.after_heartbeat_success(None, manager, "host:1")
         assert manager.failed == ["host:1"]
@@ -145,20 +144,14 @@ def test_a_message_to_a_closed_socket_is_lost_and_no_more(prefill, prefill_manag
     sender.send_multipart([b"a"])
 
 
-class _Poller(zmq.Poller):
-    polls = 0
-
-    def poll(self, timeout=None):
-        self.polls += 1
-        return super().poll(timeout)
-
-
 @pytest.mark.parametrize(("idle", "with_flag"), [(False, True), (True, True), (False, False)])
 def test_with_the_flag_it_sleeps_while_requests_are_on_their_way(idle, with_flag):
-    poller = _Poller()
-    sleeper = SimpleNamespace(poller=poller) if with_flag else None
-    requests.before_on_idle(SimpleNamespace(idle_sleeper=sleeper, is_fully_idle=lambda: idle))
-    assert poller.polls == (with_flag and not idle)  # without requests SGLang itself sleeps
+    sleeper = Mock()
+    scheduler = SimpleNamespace(
+        idle_sleeper=sleeper if with_flag else None, is_fully_idle=lambda: idle
+    )
+    requests.before_on_idle(scheduler)  # without requests SGLang itself sleeps
+    assert sleeper.poller.poll.called == (with_flag and not idle)
 
 
 OWN = ("http://127.0.0.1:1/health", "http://localhost:1", "http://[::1]:1", "http://10.1.2.3:1")

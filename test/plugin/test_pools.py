@@ -204,16 +204,12 @@ def test_requests_take_pages_of_both_nodes_from_the_first_on():
     one = make(pools.ScoutAllocator, 64, kv_cache(num_nodes=1))
     assert torch.equal(one.free_pages, torch.arange(1, 65)), "the order of SGLang"
     made = make(pools.ScoutAllocator, 256, kv_cache(num_nodes=2, stripe_pages=128))
-    made.listener = Listener()
-    held = []
-    for _ in range(4):
-        held.append(extend(made, 32 * SIZE))
-        pages = torch.unique(held[-1] // SIZE)
-        assert (pages < 128).sum() == 16
+    held = [extend(made, 32 * SIZE) for _ in range(4)]
+    assert [(torch.unique(x // SIZE) < 128).sum() for x in held] == [16] * 4
     for locations in held[::2]:
         made.free(locations)
     again = [extend(made, 32 * SIZE) for _ in range(6)]  # more than was left: all is re-sorted
-    assert made.used_pages == 256 and len(made.listener.out) == 256
+    assert made.used_pages == 256
     counts = [int((torch.unique(a // SIZE) < 128).sum()) for a in again]
     assert all(8 <= count <= 24 for count in counts), counts
 
@@ -226,14 +222,8 @@ def host_pool(dtype):
     tokens = 40 * PAGE
     shape = dataclasses.replace(SHAPE, dtype=dtype)
     config = OffloadConfig("scout", digest="minmax", page_checksums=True)
-    size = ServerSize(
-        config,
-        make_policy(Context(config, shape.num_layers, 1)),
-        shape,
-        max_batch=2,
-        context_tokens=4 * PAGE,
-        node_cpus=[1],
-    )
+    policy, of_requests = make_policy(Context(config, shape.num_layers, 1)), (2, 4 * PAGE)
+    size = ServerSize(config, policy, shape, *of_requests, node_cpus=[1])
     sglang = dict(page_size=PAGE, dtype=dtype, head_num=2, head_dim=64, layer_num=3, device="cpu")
     memory = RankMemory(None, RankCpus(CpuPlan([0], [], [], ""), {}), size, None)
     own = dict(memory=memory, plan=size.plan(tokens // PAGE + 1))
@@ -262,9 +252,8 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
     checksums = made.host_pages.checksums
     checksums.seal(np.array(old[: length // PAGE]))
     kept = made.get_cpu_copy(locations(old))
-    assert (
-        kept[0].nbytes == 2 * 3 * count * PAGE * 2 * 64 * dtype.itemsize == made.copy_bytes(length)
-    )
+    of_planes = 2 * 3 * count * PAGE * 2 * 64 * dtype.itemsize
+    assert kept[0].nbytes == of_planes == made.copy_bytes(length)
     for plane in planes:
         plane.copy_(torch.randn(plane.shape))  # reused by other requests
     before = [plane.clone() for plane in planes]
@@ -273,12 +262,8 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
     for plane, wanted, was in zip(planes, expected, before, strict=True):
         assert torch.equal(plane[locations(new)], wanted)
         assert torch.equal(plane.view(41, -1)[others], was.view(41, -1)[others])
-    is_sealed = (checksums.words != 0).all(axis=0)
-    assert (
-        is_sealed[new].tolist()
-        == is_sealed[old].tolist()
-        == [i < length // PAGE for i in range(count)]
-    )
+    is_sealed, full = (checksums.words != 0).all(axis=0), [i < length // PAGE for i in range(count)]
+    assert is_sealed[new].tolist() == is_sealed[old].tolist() == full
     checksums.check(np.zeros(count), np.array(new))
     assert not checksums.failures, "they are of the K and V that came back"
     with pytest.raises(ValueError, match=f"{count} pages were saved, cannot restore {count + 1}"):

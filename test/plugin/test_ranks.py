@@ -1,10 +1,9 @@
-"""A server's ranks: communication, the CPUs of each one's attention, and host memory without --kv-offload-host-gb."""
+"""A server's ranks: the CPUs of each one's attention, and host memory without --kv-offload-host-gb; on real servers:
+test_two_ranks of test/e2e/test_identity.py."""
 
 import dataclasses
-import gc
 import json
 import math
-import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -31,38 +30,6 @@ from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool, pool_lacks
 
 
-def _meet(rank, path):
-    meeting = {"init_method": f"file://{path}", "rank": rank, "world_size": 2}
-    torch.distributed.init_process_group("gloo", **meeting)
-    world = torch.distributed.group.WORLD
-    group = SimpleNamespace(rank_in_group=rank, world_size=2, cpu_group=world)
-    ranks_module.get_attn_tp_group = lambda: group
-    ranks = ranks_module.AttentionRanks()
-    assert ranks.least(5 - rank) == 4
-    assert ranks.gather({"of": [rank] * rank}) == [{"of": []}, {"of": [1]}]
-    words = ranks.shared_words(2)
-    assert words.tolist() == [0, 0]
-    torch.distributed.barrier()
-    words[rank] = 10 + rank
-    torch.distributed.barrier()
-    assert words.tolist() == [10, 11], words
-    torch.distributed.barrier()
-
-
-def test_two_ranks(tmp_path):
-    """Forked, as SGLang takes half a minute to import."""
-    gc.collect()  # leftovers of other tests, whose threads a child does not have
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_meet, args=(rank, tmp_path / "meeting")) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-        rank.kill()
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("nodes", "others", "divided"),
     [
@@ -87,42 +54,37 @@ NODE_0 = [*range(4), *range(8, 12)]
 
 
 @pytest.mark.parametrize(
-    ("allowed", "other", "expected", "rest", "nodes", "background"),
+    ("allowed", "other", "expected", "nodes", "background"),
     [
         # The GPU's node, one core left to the server. None of it is left for background work but that core.
-        (range(16), None, [("5-7", THREADS), ("13-15", THREADS), ("4,12", SERVER)],
-         [("0-3,8-11", "not used")], {1: 6}, [4, 12]),
+        (range(16), None,
+         [("5-7", THREADS), ("13-15", THREADS), ("4,12", SERVER), ("0-3,8-11", "not used")], {1: 6}, [4, 12]),
         # A cpuset with none of it.
-        (NODE_0, None, [("1-3", THREADS), ("9-11", THREADS), ("0,8", SERVER)],
-         [("4-7,12-15", "not allowed")], {0: 6}, [0, 8]),
+        (NODE_0, None,
+         [("1-3", THREADS), ("9-11", THREADS), ("0,8", SERVER), ("4-7,12-15", "not allowed")], {0: 6}, [0, 8]),
         # Another rank's GPU is on the same node.
         (range(16), [*range(4, 8), *range(12, 16)],
-         [("7", THREADS), ("15", THREADS), ("6,14", SERVER)],
-         [("0-5,8-13", "the server and other ranks")], {1: 2}, [6, 14]),
+         [("7", THREADS), ("15", THREADS), ("6,14", SERVER), ("0-5,8-13", "the server and other ranks")],
+         {1: 2}, [6, 14]),
     ],
 )  # fmt: skip
 def test_a_gpu_on_the_second_of_two_nodes(
-    allowed, other, expected, rest, nodes, background, monkeypatch, tmp_path
+    allowed, other, expected, nodes, background, monkeypatch, tmp_path
 ):
     """From /sys and the cpuset to CPUs, table and nodes; other plans: test/core/test_numa.py."""
     use_sys(monkeypatch, tmp_path)
     pci = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pci)
     monkeypatch.setattr(ranks_module, "PROCESS_CPUS", frozenset(allowed))
-
-    def gather(own):
-        return [own if isinstance(own, int) else [own[0], other], own]
-
+    gather = lambda own: [own if isinstance(own, int) else [own[0], other], own]  # noqa: E731
     ranks = SimpleNamespace(size=1 if other is None else 2, rank=1, gather=gather)
-    runner, config = SimpleNamespace(device="cuda", gpu_id=0), OffloadConfig("scout")
-    cpus = ranks_module.rank_cpus(runner, config, ranks)
-    plan = cpus.plan
-    assert [(use.cpus, use.used_by) for use in plan.rows] == expected + rest
-    is_far = numa.near_cpus("0000:01:00.0") and not set(allowed) & {4, 5, 6, 7}
+    runner = SimpleNamespace(device="cuda", gpu_id=0)
+    cpus = ranks_module.rank_cpus(runner, OffloadConfig("scout"), ranks)
+    assert [(use.cpus, use.used_by) for use in cpus.plan.rows] == expected
     far = "this process may run on none of the CPUs near the GPU (4-7,12-15)"
-    assert plan.warning == (far if is_far else "")
+    assert cpus.plan.warning == (far if allowed is NODE_0 else "")
     assert {node: len(on_node) for node, on_node in cpus.by_node.items()} == nodes
-    assert plan.background == background
+    assert cpus.plan.background == background
 
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
