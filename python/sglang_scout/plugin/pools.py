@@ -232,7 +232,7 @@ class HostKVPool(DigestKVPool):
         return self.host_pages.save(pages), words
 
     def copy_bytes(self, tokens: int) -> int:
-        """Size of the copy made by :meth:`get_cpu_copy`."""
+        """Size of a copy made by :meth:`get_cpu_copy`."""
         return -(-tokens // self.page_size) * self.page_bytes
 
     def load_cpu_copy(self, kv_cache_cpu: Any, indices: torch.Tensor, **_: Any) -> None:

@@ -32,9 +32,8 @@ pool_sizes = attrgetter("max_total_num_tokens", "max_running_requests")
 
 
 def with_fields(fields: dict[str, tuple[Any, Any, str]], module: str) -> type[ServerArgs]:
-    """SGLang's class of server flags with more ``fields``: their types, defaults and help; its parser then has the
-    flags. A new class, which processes find by name in ``module``; in this release the live one, as SGLang holds
-    references to it."""
+    """SGLang's class of server flags, and its parser, with more ``fields``: types, defaults, help. A new class, which
+    processes find by name in ``module``; in this release the live one, to which SGLang holds references."""
     for name, (kind, default, text) in fields.items():
         annotation = A[kind, Arg(help=text)]  # type: ignore[valid-type]  # as in SGLang's own fields
         field = dataclasses.field(default=default)
