@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
+from sglang_scout.core.config import FLAGS, PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
@@ -98,9 +98,8 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
         os.environ.pop(ROLE_ENV, None)
         for name in FIELDS:
             if name != "kv_offload" and (value := getattr(self, name)) is not None:
-                fix = "add --kv-offload POLICY or drop it"
-                flag = f"{limits.flag_of(name)} {value!r}"
-                raise ConfigError(f"{flag}: has no effect without --kv-offload; {fix}")
+                why = "has no effect without --kv-offload; add --kv-offload POLICY or drop it"
+                raise ConfigError(f"{limits.flag_of(name)} {value!r}: {why}")
         original(self)
         return
     if isinstance(self.kv_offload_config, str) and self.kv_offload_config.startswith("@"):
@@ -125,18 +124,10 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
     announce(self.disaggregation_mode, PROCESS_CPUS)
 
 
-def parse(server_args: ServerArgs) -> OffloadConfig:
+def parse(args: ServerArgs) -> OffloadConfig:
     """The validated configuration of a server."""
-    return parse_config(
-        policy=server_args.kv_offload,
-        policies=policies(),
-        budget_tokens=server_args.kv_offload_budget,
-        host_gb=server_args.kv_offload_host_gb,
-        recall_profile=server_args.kv_offload_recall_profile,
-        cpus=server_args.kv_offload_cpus,
-        config=server_args.kv_offload_config,
-        available_cpus=set(PROCESS_CPUS),
-    )
+    given = {name: getattr(args, flag[2:].replace("-", "_")) for name, flag in FLAGS.items()}
+    return parse_config(**given, policies=policies(), available_cpus=set(PROCESS_CPUS))
 
 
 def _apply_defaults(args: ServerArgs) -> None:
@@ -165,8 +156,7 @@ def _apply_defaults(args: ServerArgs) -> None:
         args.prefill_attention_backend = "triton"  # never runs here; cheapest setup
     if args.max_running_requests is None:
         args.max_running_requests = most = DEFAULT_MAX_RUNNING_REQUESTS
-        policy = f"--kv-offload {args.kv_offload}"
-        logger.info(f"--max-running-requests not given: set to {most} with {policy}")
+        logger.info(f"--max-running-requests not given: set to {most} with --kv-offload")
 
 
 def reach_directly(host: str) -> None:

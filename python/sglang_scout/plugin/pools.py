@@ -146,10 +146,6 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         if self.listener is not None:
             self.listener.free_pages(pages.numpy())
 
-    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """Locations of whole pages, except maybe the last, starting at a page boundary."""
-        self.free(free_index[:: self.page_size])
-
     def free_page_ids(self, page_ids: torch.Tensor) -> None:
         self.free(page_ids * self.page_size)
 
