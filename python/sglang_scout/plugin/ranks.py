@@ -207,7 +207,7 @@ class RankMemory(NamedTuple):
         return check_memory(self.size, num_pages, available, ranks=self.ranks.size, **memory)
 
 
-_memory: RankMemory
+_memory: RankMemory | None = None
 
 
 @hook(pools_target("_profile_available_bytes"), "around", roles="decode")
@@ -234,8 +234,11 @@ def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
 
 
 def rank_memory(max_batch: int) -> RankMemory:
-    """Of this rank; SGLang has lowered the number of requests once the page count was known."""
-    return _memory._replace(size=replace(_memory.size, max_batch=max_batch))
+    """Of this rank, once: SGLang has lowered the number of requests now that the page count is known."""
+    global _memory
+    memory, _memory = _memory, None  # the policy's weights may be gigabytes
+    assert memory is not None
+    return memory._replace(size=replace(memory.size, max_batch=max_batch))
 
 
 def lock(address: int, nbytes: int, message: str) -> None:
