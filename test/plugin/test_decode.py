@@ -12,8 +12,8 @@ from sglang.srt.observability import trace
 from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 
 from sglang_scout.engine.counters import Counters
-from sglang_scout.plugin import backend, status
 from sglang_scout.plugin import decode as hooks
+from sglang_scout.plugin import status
 
 COPY = 5000
 
@@ -116,7 +116,7 @@ def test_a_token_s_span_has_what_was_counted_since_the_one_before(monkeypatch):
     monkeypatch.setattr(trace, "tracer", provider.get_tracer("test"))
     counters, original = Counters(4), trace.TraceReqContext.trace_slice
     made = SimpleNamespace(engine=SimpleNamespace(parts=SimpleNamespace(counters=counters)))
-    monkeypatch.setattr(backend, "_current", made)
+    monkeypatch.setattr(status, "current_backend", lambda: made)
 
     def hooked(*given, **named):
         status.before_trace_slice(*given, **named)

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,22 @@ import numpy.typing as npt
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.profile import selection_of
+from sglang_scout.core.step_log import StepLog
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, Parts, Sizes, as_words
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, device_ring
-from sglang_scout.plugin import status
-from sglang_scout.plugin.hooks import adapter
 from sglang_scout.plugin.limits import uses_graph_transport
-from sglang_scout.plugin.model import QueryProbe, before_layer, decoder_layers, make_projector
+from sglang_scout.plugin.model import (
+    QueryProbe,
+    before_layer,
+    decoder_layers,
+    make_projector,
+    model_identity,
+)
 from sglang_scout.plugin.pools import HostKVPool, ScoutAllocator
 from sglang_scout.plugin.ranks import lock
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
@@ -68,7 +76,7 @@ class ScoutAttnBackend(AttentionBackend):
         in_graph = uses_graph_transport(config, device)
         self.transport = "graph" if in_graph else "host"
         self.worker = self._make_worker(device, in_graph)
-        facts = status.facts(config, runner.model_config, pool.cpus.plan.threads)
+        facts = _facts(config, runner.model_config, pool.cpus.plan.threads)
         # Not the width of SGLang's request table, which is a few tokens more: a step launched before its request's end
         # is seen writes to position context_len - 2 at most, and one more page would double the table width of a 2^n
         # context, also in the kernels.
@@ -80,7 +88,10 @@ class ScoutAttnBackend(AttentionBackend):
         parts = Parts(policy, pool.shape, sizes, *stores, tracer, ranks)
         wait_s = WorkerConfig.wait_timeout_s
         attention = self._graph_transport(device, wait_s) if in_graph else self.worker
-        log = status.open_step_log(config, facts, runner.model_config)
+        log = None
+        if config.step_log:  # the launcher has checked that it can be written
+            about = {"identity": model_identity(runner.model_config)}
+            log = StepLog(config.step_log, facts | about | {"selection": selection_of(config)})
         self.engine = StepEngine(parts, projectors, attention, config.verify, log)
         self._probe = QueryProbe(own)
         self.tables = RequestTables(runner.req_to_token_pool, pool.shape.page_size)
@@ -94,8 +105,7 @@ class ScoutAttnBackend(AttentionBackend):
         self.worker.start()
         atexit.register(self.close)
         _current = self
-        server_args = adapter.resolved(runner.server_args)
-        self.metrics = status.Metrics(self, server_args) if server_args.enable_metrics else None
+        self.metrics: Any = None  # of status.py, with --enable-metrics
         self._log_plan()
 
     def _make_worker(self, device: str, in_graph: bool) -> WorkerClient:
@@ -188,6 +198,14 @@ class ScoutAttnBackend(AttentionBackend):
             self.metrics.close()
         self.worker.stop()
         self.engine.close()
+
+
+def _facts(config: OffloadConfig, model_config: Any, cpus: list[int]) -> dict[str, Any]:
+    """Metadata of this server for its trace and step log."""
+    keys = "policy", "budget_tokens", "page_size_tokens", "precompute", "exact_layers", "recall"
+    of_model = {"model": Path(model_config.model_path).name, "worker_cpus": cpus}
+    found = selection_of(config) | {key: getattr(config, key) for key in keys} | of_model
+    return found | {"layers": model_config.num_hidden_layers}
 
 
 class RequestTables:

@@ -72,7 +72,7 @@ ROLES = {
     "flags": ("launch",),
     "http": ("http", "halves"),
     "decode": ("decode", "ranks", "requests", "status"),
-    "prefill": ("prefill", "ranks", "requests", "status"),
+    "prefill": ("prefill", "ranks", "requests"),
 }
 """The modules of each role's hooks. A process applies only those of its own."""
 

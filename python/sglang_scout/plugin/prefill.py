@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_pool import DigestPool, choose_hint, has_hint, hint_bytes
 from sglang_scout.engine.stores import HostPages
-from sglang_scout.plugin.hooks import adapter, hook, pools_target
+from sglang_scout.plugin.hooks import VERSION, adapter, hook, pools_target
 from sglang_scout.plugin.launch import parse
 from sglang_scout.plugin.model import model_shape, rank_policy
 from sglang_scout.plugin.pools import DigestKVPool, build_pools
@@ -130,6 +130,28 @@ def before_send_kv_chunk(
         hint = choose_hint(pool.digests, queries, full, pool.rule, pool.shape.scale)
         if hint is not None:
             hints.put(pages[-1], hint)
+
+
+def prefill_state(scheduler: Any) -> dict[str, Any]:
+    """State of a prefill server: its digests."""
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    digests = getattr(pool, "digests", None)
+    hints = getattr(digests, "hints", None)
+    return {
+        "policy": scheduler.server_args.kv_offload,
+        "sglang": VERSION,
+        "page_size": pool.page_size,
+        "digests_sent": digests is not None,
+        "digests_computed": getattr(digests, "computed", 0),
+        "hints_made": getattr(hints, "made", 0),
+    }
+
+
+@hook("managers.scheduler.Scheduler.get_internal_state", "after")
+def after_get_internal_state(result, scheduler, *args, **kwargs):
+    """Add the state to `/server_info`."""
+    result.internal_state["kv_offload"] = prefill_state(scheduler)
+    return result
 
 
 @hook(

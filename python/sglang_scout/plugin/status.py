@@ -1,4 +1,4 @@
-"""State for operators: ``/server_info``, ``/metrics``, and the metadata in traces and step logs."""
+"""A decode server's state for operators: ``/server_info``, ``/metrics`` and spans."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ import logging
 import threading
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from sglang_scout.core.config import OffloadConfig
-from sglang_scout.core.profile import selection_of
-from sglang_scout.core.step_log import StepLog
 from sglang_scout.engine.counters import Counters, Stat
-from sglang_scout.plugin.hooks import VERSION, hook
-from sglang_scout.plugin.model import model_identity
-from sglang_scout.plugin.requests import is_decode
-
-if TYPE_CHECKING:
-    from sglang_scout.plugin.backend import ScoutAttnBackend
+from sglang_scout.plugin.backend import ScoutAttnBackend, current_backend
+from sglang_scout.plugin.hooks import VERSION, adapter, hook
 
 logger = logging.getLogger(__name__)
 
@@ -60,24 +52,6 @@ METRICS = {
 _BUCKETS_S = tuple(x * 10.0**power for power in range(-4, 1) for x in (1, 2, 5))
 
 
-def facts(config: OffloadConfig, model_config: Any, cpus: list[int]) -> dict[str, Any]:
-    """Metadata of this server for its output files."""
-    keys = "policy", "budget_tokens", "page_size_tokens", "precompute", "exact_layers", "recall"
-    of_model = {"model": Path(model_config.model_path).name, "worker_cpus": cpus}
-    found = selection_of(config) | {key: getattr(config, key) for key in keys} | of_model
-    return found | {"layers": model_config.num_hidden_layers}
-
-
-def open_step_log(
-    config: OffloadConfig, facts: dict[str, Any], model_config: Any
-) -> StepLog | None:
-    """The configured step log. The launcher has checked that it can be written."""
-    if config.step_log is None:
-        return None
-    model = {"identity": model_identity(model_config), "selection": selection_of(config)}
-    return StepLog(config.step_log, facts | model)
-
-
 def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     """The documented fields, plain numbers and strings only."""
     counters, worker = backend.engine.parts.counters, backend.worker.snapshot()
@@ -115,21 +89,6 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "digests_received": digests.received,
         "digests_computed": digests.computed,
         "worker": {name: getattr(worker, name) for name in _OF_WORKER},
-    }
-
-
-def prefill_state(scheduler: Any) -> dict[str, Any]:
-    """State of a prefill server: its digests."""
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    digests = getattr(pool, "digests", None)
-    hints = getattr(digests, "hints", None)
-    return {
-        "policy": scheduler.server_args.kv_offload,
-        "sglang": VERSION,
-        "page_size": pool.page_size,
-        "digests_sent": digests is not None,
-        "digests_computed": getattr(digests, "computed", 0),
-        "hints_made": getattr(hints, "made", 0),
     }
 
 
@@ -187,12 +146,18 @@ class Metrics:
         self._thread.join()
 
 
-@hook("observability.trace.TraceReqContext.trace_slice", "before", roles="decode")
+@hook("model_executor.model_runner.ModelRunner.init_attention_backends", "after")
+def after_init_attention_backends(_, runner) -> None:
+    """With `--enable-metrics`, publish the state to `/metrics`."""
+    server_args = adapter.resolved(runner.server_args)
+    if server_args.enable_metrics:
+        current_backend().metrics = Metrics(current_backend(), server_args)
+
+
+@hook("observability.trace.TraceReqContext.trace_slice", "before")
 def before_trace_slice(context, slice, *_, **__) -> None:
     """With `--enable-trace`: add step counters as attributes to each token's span."""
     # They are the batch's, since the request's previous token.
-    from sglang_scout.plugin.backend import current_backend  # which imports this module
-
     if slice.slice_name == "decode_loop":
         counters = current_backend().engine.parts.counters
         now = {name: getattr(counters, name) for name in TRACED}
@@ -204,11 +169,6 @@ def before_trace_slice(context, slice, *_, **__) -> None:
 @hook("managers.scheduler.Scheduler.get_internal_state", "after")
 def after_get_internal_state(result, scheduler, *args, **kwargs):
     """Add the state to `/server_info`."""
-    if not is_decode(scheduler):
-        result.internal_state["kv_offload"] = prefill_state(scheduler)
-        return result
-    from sglang_scout.plugin.backend import current_backend  # which imports this module
-
     backend = current_backend()
     result.internal_state["kv_offload"] = state = decode_state(backend)
     # All ranks are asked at once.
