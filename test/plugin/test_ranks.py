@@ -1,9 +1,10 @@
-"""A server's ranks: the CPUs of each one's attention, and host memory without --kv-offload-host-gb; on real servers:
-test_two_ranks of test/e2e/test_identity.py."""
+"""A server's ranks: communication, the CPUs of each one's attention, and host memory without --kv-offload-host-gb."""
 
 import dataclasses
+import gc
 import json
 import math
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,38 @@ from sglang_scout.plugin.ranks import RankCpus, RankMemory
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool, pool_lacks
+
+
+def _meet(rank, path):
+    meeting = {"init_method": f"file://{path}", "rank": rank, "world_size": 2}
+    torch.distributed.init_process_group("gloo", **meeting)
+    world = torch.distributed.group.WORLD
+    group = SimpleNamespace(rank_in_group=rank, world_size=2, cpu_group=world)
+    ranks_module.get_attn_tp_group = lambda: group
+    ranks = ranks_module.AttentionRanks()
+    assert ranks.least(5 - rank) == 4
+    assert ranks.gather({"of": [rank] * rank}) == [{"of": []}, {"of": [1]}]
+    words = ranks.shared_words(2)
+    assert words.tolist() == [0, 0]
+    torch.distributed.barrier()
+    words[rank] = 10 + rank
+    torch.distributed.barrier()
+    assert words.tolist() == [10, 11], words
+    torch.distributed.barrier()
+
+
+def test_two_ranks(tmp_path):
+    """Forked, as SGLang takes half a minute to import."""
+    gc.collect()  # leftovers of other tests, whose threads a child does not have
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_meet, args=(rank, tmp_path / "meeting")) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize(

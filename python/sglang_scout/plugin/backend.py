@@ -26,14 +26,8 @@ from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, Parts, Sizes, as_words
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, device_ring
+from sglang_scout.plugin import model
 from sglang_scout.plugin.limits import uses_graph_transport
-from sglang_scout.plugin.model import (
-    QueryProbe,
-    before_layer,
-    decoder_layers,
-    make_projector,
-    model_identity,
-)
 from sglang_scout.plugin.pools import HostKVPool, ScoutAllocator
 from sglang_scout.plugin.ranks import lock
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
@@ -67,8 +61,8 @@ class ScoutAttnBackend(AttentionBackend):
         self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
         pool, config, device = self.pool, self.pool.config, runner.device
         self.config, self.ranks, self.max_batch = config, pool.ranks, runner.max_running_requests
-        layers = decoder_layers(runner.model)
-        own = [make_projector(index, layer) for index, layer in enumerate(layers)]
+        layers = model.decoder_layers(runner.model)
+        own = [model.make_projector(index, layer) for index, layer in enumerate(layers)]
         projectors = pool.policy.projectors(own)
         # Not needed from here on, and up to gigabytes.
         policy = replace(pool.policy, rule=replace(pool.policy.rule, weights=None))
@@ -90,22 +84,21 @@ class ScoutAttnBackend(AttentionBackend):
         attention = self._graph_transport(device, wait_s) if in_graph else self.worker
         log = None
         if config.step_log:  # the launcher has checked that it can be written
-            about = {"identity": model_identity(runner.model_config)}
+            about = {"identity": model.model_identity(runner.model_config)}
             log = StepLog(config.step_log, facts | about | {"selection": selection_of(config)})
         self.engine = StepEngine(parts, projectors, attention, config.verify, log)
-        self._probe = QueryProbe(own)
+        self._probe = model.QueryProbe(own)
         self.tables = RequestTables(runner.req_to_token_pool, pool.shape.page_size)
-        self._begun = False
+        self._begun, self.metrics = False, None  # status.Metrics, with --enable-metrics
         self.dummy_kv = DummyKV(pool.host_pages) if config.dummy_kv else None
         self.allocator.listener = self.engine.pages
         for index, layer in enumerate(layers):
-            before = before_layer(index, self._probe.layer_input, self.engine.layer_input)
+            before = model.before_layer(index, self._probe.layer_input, self.engine.layer_input)
             layer.register_forward_pre_hook(before, with_kwargs=True)
         layers[-1].register_forward_hook(lambda *_: self.engine.layer_output())
         self.worker.start()
         atexit.register(self.close)
         _current = self
-        self.metrics: Any = None  # of status.py, with --enable-metrics
         self._log_plan()
 
     def _make_worker(self, device: str, in_graph: bool) -> WorkerClient:
@@ -200,12 +193,12 @@ class ScoutAttnBackend(AttentionBackend):
         self.engine.close()
 
 
-def _facts(config: OffloadConfig, model_config: Any, cpus: list[int]) -> dict[str, Any]:
+def _facts(config: OffloadConfig, served: Any, cpus: list[int]) -> dict[str, Any]:
     """Metadata of this server for its trace and step log."""
     keys = "policy", "budget_tokens", "page_size_tokens", "precompute", "exact_layers", "recall"
-    of_model = {"model": Path(model_config.model_path).name, "worker_cpus": cpus}
-    found = selection_of(config) | {key: getattr(config, key) for key in keys} | of_model
-    return found | {"layers": model_config.num_hidden_layers}
+    found = selection_of(config) | {key: getattr(config, key) for key in keys}
+    of_model = {"model": Path(served.model_path).name, "layers": served.num_hidden_layers}
+    return found | of_model | {"worker_cpus": cpus}
 
 
 class RequestTables:

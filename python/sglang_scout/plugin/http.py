@@ -81,9 +81,7 @@ def _adds_prompt_logprobs(request: GenerateReqInput) -> bool:
 def before_normalize(request: GenerateReqInput) -> None:
     """Refuse what a pair cannot answer in full, for example `n` above 1."""
     # Before SGLang makes n requests of it, with one bootstrap room for all: fields may be lists, and of any type.
-    asked = {
-        field: _each(getattr(request, field, None)) for field in LIMITS
-    }  # not in every release
+    asked = {x: _each(getattr(request, x, None)) for x in LIMITS}  # some not in every release
     sampling = [one for one in _each(request.sampling_params) if isinstance(one, dict)]
     asked["n"] = [one.get("n") not in (None, 1) for one in sampling]
     asked["positional_embed_overrides"] = [asked["positional_embed_overrides"] != [None]]

@@ -55,8 +55,8 @@ _BUCKETS_S = tuple(x * 10.0**power for power in range(-4, 1) for x in (1, 2, 5))
 def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     """The documented fields, plain numbers and strings only."""
     counters, worker = backend.engine.parts.counters, backend.worker.snapshot()
-    digests, table = backend.pool.digests, backend.engine.parts.table
-    checksums = backend.pool.host_pages.checksums
+    pool, table = backend.pool, backend.engine.parts.table
+    digests, checksums = pool.digests, pool.host_pages.checksums
     context_used, context_total = backend.engine.selector.context_pages
     ratios = counters.cpu_pages_by_layer / np.maximum(1, counters.budget_pages_by_layer)
     return {
@@ -64,10 +64,8 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "sglang": VERSION,
         "backend": f"{digests.device.type}-{worker.isa}",
         "transport": backend.transport,
-        "plan": [
-            dict(zip(("what", "count", "bytes"), x, strict=True)) for x in backend.pool.plan.rows
-        ],
-        "cpus": [use._asdict() for use in backend.pool.cpus.plan.rows],
+        "plan": [{"what": name, "count": n, "bytes": b} for name, n, b in pool.plan.rows],
+        "cpus": [use._asdict() for use in pool.cpus.plan.rows],
         "tp_size": backend.ranks.size,
         "budget_tokens": backend.config.budget_tokens,
         "page_size": backend.config.page_size_tokens,
@@ -76,7 +74,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "resident_pages": table.resident_pages,
         "resident_pages_by_layer": table.resident_pages_by_layer.tolist(),
         "copying_pages_by_layer": table.copying_pages_by_layer.tolist(),
-        "resident_slots": backend.pool.plan.num_slots * backend.pool.shape.num_layers,
+        "resident_slots": pool.plan.num_slots * pool.shape.num_layers,
         "context_pages_total": context_total,
         "context_pages_used": context_used,
         **counters.totals(),
