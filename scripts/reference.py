@@ -14,8 +14,7 @@ from pathlib import Path
 import yaml
 
 from sglang_scout.core.config import KEYS, PUBLIC_KEYS
-from sglang_scout.plugin.fields import FIELDS
-from sglang_scout.plugin.hooks import ROLES, Hook, hooks_of
+from sglang_scout.plugin.hooks import FIELDS, ROLES, Hook, hooks_of
 from sglang_scout.plugin.status import METRICS
 from sglang_scout.policy import policies
 

@@ -35,8 +35,9 @@ LOADED = re.compile(
 
 
 def state_fields(function: str) -> list[str]:
-    """Keys of the dictionary that a function of status.py returns, those of inner ones included."""
-    tree = ast.parse((PACKAGE / "plugin" / "status.py").read_text())
+    """Keys of the dictionary that a function of the plugin returns, those of inner ones included."""
+    file = {"decode_state": "status.py", "prefill_state": "prefill.py"}[function]
+    tree = ast.parse((PACKAGE / "plugin" / file).read_text())
     body = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function)
     returned = next(n.value for n in body.body if isinstance(n, ast.Return))
     dictionaries = [n for n in ast.walk(returned) if isinstance(n, ast.Dict)]

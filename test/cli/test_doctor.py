@@ -32,7 +32,6 @@ def test_this_machine_can_serve():
     result = json.loads(done.stdout)
     checks = {check["name"]: check for check in result["checks"]}
     assert result["ok"] and all(check["state"] != "failed" for check in checks.values())
-    assert checks["queries"]["state"] == "ok"
     worker = checks["CPU attention"]["values"]
     assert worker["right"] and worker["max_error"] <= worker_check.TOLERANCE
     assert worker["page_us"] > 0 and worker["batch_us"] > 0
@@ -118,7 +117,8 @@ def test_what_a_policy_needs(monkeypatch, tmp_path, policy, keys, state, parts):
 def test_sglang_s_release_and_the_library_of_the_driver(monkeypatch, found, error, state, parts):
     done = subprocess.CompletedProcess([], bool(error), "", error)
     monkeypatch.setattr(doctor, "version", lambda name: found)
-    check = doctor.check_sglang(lambda: done)
+    monkeypatch.setattr(doctor, "python", lambda *_: done)
+    check = doctor.check_sglang()
     assert check.state == state
     assert all(part in f"{check.found} {check.fix}" for part in parts), check
 

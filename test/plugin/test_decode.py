@@ -13,34 +13,30 @@ from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 
 from sglang_scout.engine.stores import Counters
 from sglang_scout.plugin import decode as hooks
+from sglang_scout.plugin import status
 
 COPY = 5000
 
 
-class Arrivals:
-    """Copies for the requests ``unstarted`` have not begun."""
-
-    def __init__(self):
-        self.unstarted = set()
-
-    def queue(self, requests, room):
-        self.names, self.room = list(requests), room
-        return self.unstarted & set(self.names)
-
-
 class Scheduler:
-    """The part of SGLang's scheduler that ``get_new_prebuilt_batch`` uses."""
+    """The part of SGLang's scheduler that ``get_new_prebuilt_batch`` uses; copies for ``unstarted`` have not begun."""
 
-    def __init__(self, running, most, *names, priorities=False):
+    def __init__(self, monkeypatch, running, *names, most=4, priorities=False):
         self.enable_priority_scheduling, self.max_running_requests = priorities, most
         self.req_to_token_pool = SimpleNamespace(size=2 * most)
-        self.running_batch = SimpleNamespace(
-            is_empty=lambda: not self.running, batch_size=lambda: self.running
-        )
-        self.policy = SimpleNamespace(
-            calc_priority=lambda queue, _: queue.sort(key=lambda r: r.rid)
-        )
-        self.running, self.waiting_queue = running, [SimpleNamespace(rid=name) for name in names]
+        batch = {"is_empty": lambda: not self.running, "batch_size": lambda: self.running}
+        self.running, self.running_batch = running, SimpleNamespace(**batch)
+        by_name = lambda queue, _: queue.sort(key=lambda r: r.rid)  # noqa: E731
+        self.policy, self.unstarted = SimpleNamespace(calc_priority=by_name), set()
+        self.waiting_queue = [SimpleNamespace(rid=name) for name in names]
+        requests = SimpleNamespace(queue=self.queue)
+        backend = SimpleNamespace(engine=SimpleNamespace(requests=requests))
+        monkeypatch.setattr(hooks, "current_backend", lambda: backend)
+
+    def queue(self, requests, room):
+        """Of the engine's requests."""
+        self.names, self.room = list(requests), room
+        return self.unstarted & set(self.names)
 
     def join(self):
         return hooks.around_get_new_prebuilt_batch(self._join, self)
@@ -51,35 +47,28 @@ class Scheduler:
         return [request.rid for request in joined]
 
 
-@pytest.fixture
-def arrivals(monkeypatch):
-    arrivals = Arrivals()
-    backend = SimpleNamespace(engine=SimpleNamespace(requests=arrivals))
-    monkeypatch.setattr(hooks, "current_backend", lambda: backend)
-    return arrivals
-
-
-def test_those_whose_copies_have_not_begun_wait_and_keep_their_place(arrivals):
-    scheduler = Scheduler(3, 4, "a", "b", "c")
-    arrivals.unstarted = {"a", "c"}
+def test_those_whose_copies_have_not_begun_wait_and_keep_their_place(monkeypatch):
+    scheduler = Scheduler(monkeypatch, 3, "a", "b", "c")
+    scheduler.unstarted = {"a", "c"}
     assert scheduler.join() == ["b"]
     assert [request.rid for request in scheduler.waiting_queue] == ["a", "c"]
-    assert (arrivals.names, arrivals.room) == (["a", "b", "c"], 1)
+    assert (scheduler.names, scheduler.room) == (["a", "b", "c"], 1)
 
 
-def test_with_a_full_batch_the_oldest_joins_first_whoever_comes(arrivals):
-    scheduler, order = Scheduler(4, 4, "a"), []
+def test_with_a_full_batch_the_oldest_joins_first_whoever_comes(monkeypatch):
+    scheduler, order = Scheduler(monkeypatch, 4, "a"), []
     for name in "bcdefg":
         scheduler.waiting_queue.append(SimpleNamespace(rid=name))
-        arrivals.unstarted = {name}
+        scheduler.unstarted = {name}
         scheduler.running = 3 if name > "b" else 4
         order += scheduler.join()
     assert order == list("abcde")
 
 
-def test_priorities_decide_who_is_copied_for(arrivals):
-    Scheduler(1, 4, "b", "a", priorities=True).join()
-    assert arrivals.names == ["a", "b"]
+def test_priorities_decide_who_is_copied_for(monkeypatch):
+    scheduler = Scheduler(monkeypatch, 1, "b", "a", priorities=True)
+    scheduler.join()
+    assert scheduler.names == ["a", "b"]
 
 
 def request(rid):
@@ -95,9 +84,8 @@ def request(rid):
 def test_a_copy_of_a_retracted_request_that_does_not_fit_fails_it(monkeypatch, available, kept):
     """Of two ranks, the other of which has more memory."""
     ranks = SimpleNamespace(size=2, least=lambda value: min(value, 1 << 40))
-    monkeypatch.setattr(hooks, "AttentionRanks", lambda: ranks)
     monkeypatch.setattr(hooks, "available_bytes", lambda: available + hooks.LEFT_BESIDE_COPIES)
-    pool = SimpleNamespace(copy_bytes={99: COPY}.get)
+    pool = SimpleNamespace(copy_bytes={99: COPY}.get, ranks=ranks)
     allocator = SimpleNamespace(
         get_kvcache=lambda: pool, get_cpu_copy=lambda tokens, **_: copied.append(tokens) or tokens
     )
@@ -127,11 +115,11 @@ def test_a_token_s_span_has_what_was_counted_since_the_one_before(monkeypatch):
     monkeypatch.setattr(trace, "opentelemetry_initialized", True)
     monkeypatch.setattr(trace, "tracer", provider.get_tracer("test"))
     counters, original = Counters(4), trace.TraceReqContext.trace_slice
-    backend = SimpleNamespace(engine=SimpleNamespace(parts=SimpleNamespace(counters=counters)))
-    monkeypatch.setattr(hooks, "current_backend", lambda: backend)
+    made = SimpleNamespace(engine=SimpleNamespace(parts=SimpleNamespace(counters=counters)))
+    monkeypatch.setattr(status, "current_backend", lambda: made)
 
     def hooked(*given, **named):
-        hooks.before_trace_slice(*given, **named)
+        status.before_trace_slice(*given, **named)
         original(*given, **named)
 
     monkeypatch.setattr(trace.TraceReqContext, "trace_slice", hooked)

@@ -96,7 +96,7 @@ async def test_a_half_that_comes_later_is_refused_and_the_next_of_the_room_is_no
 ):
     prefill.fail(prefill.take(1, "a", port))  # before anybody is connected
     decode.take(9, "x", port)  # connects
-    await until(lambda: decode.halves._heard)
+    await until(lambda: decode.halves._room(1).heard)
     with pytest.raises(ValueError, match="too long"):
         decode.take(1, "b", port)
     assert decode.take(1, "c", port) and prefill.take(1, "d", port)
@@ -108,8 +108,9 @@ async def test_two_halves_that_fail_by_themselves_leave_nothing(prefill, decode,
     await until(lambda: decode.halves._sockets)
     for server in (prefill, decode):
         server.fail(server.take(1, "a", port))
-    await until(lambda: not prefill.halves._told and not decode.halves._told)
-    assert not prefill.halves._heard and not decode.halves._heard
+    rooms = prefill.halves._room(1), decode.halves._room(1)
+    await until(lambda: not any(room.told for room in rooms))
+    assert not any(room.heard for room in rooms)
 
 
 @with_a_pair
@@ -131,7 +132,7 @@ async def test_a_room_in_use_is_refused_and_only_the_second_half_ends(prefill, d
 async def test_a_decode_server_that_ends_ends_what_it_had(prefill, decode, port):
     decode.take(1, "a", port)
     prefill.take(1, "a", port), prefill.take(2, "of another server", port)
-    await until(lambda: any(link.there for link in prefill.halves._sockets.values()))
+    await until(lambda: prefill.halves._room(1).there[1])
     for link in decode.halves._links.values():
         link.cancel()
     await until(lambda: prefill.ended)

@@ -23,7 +23,7 @@ def test_a_missing_hook_target_is_named(monkeypatch):
     for name, empty in (("_hooks", type(registry._hooks)(list)), ("_patched", set())):
         monkeypatch.setattr(registry, name, empty)
     monkeypatch.setattr(registry, "apply_hooks", lambda: None)
-    hook = hooks.Hook("managers.scheduler.Scheduler.on_idle", "before", print, (), "", "")
+    hook = hooks.Hook("managers.scheduler.Scheduler.on_idle", "before", print, (), "")
     with pytest.raises(RuntimeError, match=r"target .*ServerArgs\.gone is not in this SGLang"):
         hooks.apply([hook._replace(target="server_args.ServerArgs.gone")])
     with pytest.raises(RuntimeError, match=r"were not applied: sglang\.srt\..*\.on_idle"):

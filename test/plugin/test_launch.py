@@ -116,14 +116,6 @@ if version("sglang") != "0.5.15.post1":
     }
 
 
-def resolved(made):
-    """SGLang's resolved flags, resolved at once or on request."""
-    from sglang_scout.plugin.hooks import adapter
-
-    getattr(made, "resolve_once", lambda: None)()
-    return adapter.resolved(made)
-
-
 def seen(made):
     role = os.environ.pop("SGLANG_SCOUT_ROLE", None)
     return {
@@ -156,18 +148,25 @@ def serve_flags(cases, model, folder):
     load_plugins()
     from sglang.srt.server_args import ServerArgs
 
+    from sglang_scout.plugin.hooks import adapter
+
+    def resolved(**given):
+        """SGLang's resolved flags, resolved at once or on request."""
+        made = ServerArgs(**given)
+        getattr(made, "resolve_once", lambda: None)()
+        return adapter.resolved(made)
+
     common = {"model_path": model, "device": "cpu", "disaggregation_mode": "decode"}
-    facts = seen(resolved(ServerArgs(**common)))
-    patched = (t for t in HookRegistry._patched if "scout" in str(HookRegistry._hooks[t]))
-    facts["patched"] = sorted(patched)
+    facts = seen(resolved(**common))
+    hooks = HookRegistry._hooks
+    facts["patched"] = sorted(t for t in HookRegistry._patched if "scout" in str(hooks[t]))
     facts["keep_alive_s"] = [os.environ.get("SGLANG_TIMEOUT_KEEP_ALIVE")]
     results = []
     for given in cases:
         given = common | {"kv_offload": "scout"} | given
         use_tmpdir(given.pop("TMPDIR", 0), folder)
         try:
-            made = resolved(ServerArgs(**given))
-            results.append(["accepted", seen(made)])
+            results.append(["accepted", seen(resolved(**given))])
         except Exception as error:
             results.append([repr(type(error).__mro__[-4:-1]), str(error)])
     os.environ.pop("SGLANG_SCOUT_ROLE", None)

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -14,9 +15,10 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVRecei
 from sglang.srt.disaggregation.utils import _poll_with_failure_injection
 
 from harness import wait_until
-from sglang_scout.plugin import requests, transfers
+from sglang_scout.plugin import decode, requests
 from sglang_scout.plugin.hooks import VERSION
 from sglang_scout.plugin.launch import reach_directly
+from sglang_scout.plugin.prefill import around_connect_to_decode
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def prefill():
 
 
 def connect(endpoint):
-    return transfers.around_connect(CommonKVReceiver._connect.__func__, CommonKVReceiver, endpoint)
+    return decode.around_connect(CommonKVReceiver._connect.__func__, CommonKVReceiver, endpoint)
 
 
 @pytest.mark.skipif(VERSION != "0.5.15.post1", reason="SGLang mends it since")
@@ -64,14 +66,12 @@ def test_a_replaced_one_is_noticed():
         dead.bind(("127.0.0.1", 0))  # without listening
         port, gone = lives.getsockname()[1], dead.getsockname()[1]
         manager = manager_of(port, port)
-        transfers.after_heartbeat_success(None, manager, "host:1")
+        decode.after_heartbeat_success(None, manager, "host:1")
         assert manager.failed == []
         manager = manager_of(port, gone)
-        transfers.after_heartbeat_success(
-            None, manager, "host:2"
-        )  # another prefill server's heartbeat
+        decode.after_heartbeat_success(None, manager, "host:2")  # of another prefill server
         assert manager.failed == []
-        transfers.after_heartbeat_success(None, manager, "host:1")
+        decode.after_heartbeat_success(None, manager, "host:1")
         assert manager.failed == ["host:1"]
 
 
@@ -89,14 +89,14 @@ class Receiver(SimpleNamespace):
 
 def test_the_pages_of_a_transfer_that_failed_are_kept_for_a_while(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(transfers.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(decode.time, "monotonic", lambda: clock[0])
     early = Receiver(status=KVPoll.Failed, init_time=None)
     late = Receiver(status=KVPoll.Success, init_time=1.0)
-    polls = lambda: transfers.around_poll(_poll_with_failure_injection, [early, late])  # noqa: E731
+    polls = lambda: decode.around_poll(_poll_with_failure_injection, [early, late])  # noqa: E731
     assert polls() == [KVPoll.Failed, KVPoll.Success]
     # A health check's, as SGLang's FakeKVReceiver.
     health = SimpleNamespace(poll=lambda: KVPoll.Failed)
-    assert transfers.around_poll(_poll_with_failure_injection, [health]) == [KVPoll.Failed]
+    assert decode.around_poll(_poll_with_failure_injection, [health]) == [KVPoll.Failed]
     with monkeypatch.context() as failing:
         failing.setenv("SGLANG_TEST_DISAGG_FAILURE_PROB", "1.0")
         assert polls() == [KVPoll.Failed, KVPoll.Transferring]
@@ -124,7 +124,7 @@ def test_messages_of_two_threads_do_not_mix(prefill, prefill_manager):
 
     def send(message):
         for _ in range(count):
-            transfers.around_connect_to_decode(
+            around_connect_to_decode(
                 CommonKVManager._connect, prefill_manager, endpoint
             ).send_multipart(message)
 
@@ -139,25 +139,19 @@ def test_messages_of_two_threads_do_not_mix(prefill, prefill_manager):
 
 def test_a_message_to_a_closed_socket_is_lost_and_no_more(prefill, prefill_manager):
     _, endpoint = prefill
-    sender = transfers.around_connect_to_decode(CommonKVManager._connect, prefill_manager, endpoint)
+    sender = around_connect_to_decode(CommonKVManager._connect, prefill_manager, endpoint)
     prefill_manager._socket_cache[endpoint].close()  # as by another thread that detected it
     sender.send_multipart([b"a"])
 
 
-class _Poller(zmq.Poller):
-    polls = 0
-
-    def poll(self, timeout=None):
-        self.polls += 1
-        return super().poll(timeout)
-
-
 @pytest.mark.parametrize(("idle", "with_flag"), [(False, True), (True, True), (False, False)])
 def test_with_the_flag_it_sleeps_while_requests_are_on_their_way(idle, with_flag):
-    poller = _Poller()
-    sleeper = SimpleNamespace(poller=poller) if with_flag else None
-    requests.before_on_idle(SimpleNamespace(idle_sleeper=sleeper, is_fully_idle=lambda: idle))
-    assert poller.polls == (with_flag and not idle)  # without requests SGLang itself sleeps
+    sleeper = Mock()
+    scheduler = SimpleNamespace(
+        idle_sleeper=sleeper if with_flag else None, is_fully_idle=lambda: idle
+    )
+    requests.before_on_idle(scheduler)  # without requests SGLang itself sleeps
+    assert sleeper.poller.poll.called == (with_flag and not idle)
 
 
 OWN = ("http://127.0.0.1:1/health", "http://localhost:1", "http://[::1]:1", "http://10.1.2.3:1")
@@ -193,5 +187,5 @@ def test_a_launcher_reaches_itself_directly_and_others_as_before(monkeypatch, na
 
 
 def test_a_scheduler_reaches_the_other_server_directly():
-    transfers.before_kv_manager()
+    requests.before_kv_manager()
     assert os.environ["no_proxy"] == "*" and all(direct(*OWN, PAIR))

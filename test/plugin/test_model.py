@@ -11,7 +11,7 @@ from page_weights import forecast_weights, identity
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.policy import QuerySource, Residency, SelectionRule
 from sglang_scout.ops import triton
-from sglang_scout.ops.predict import rms_norm, rotate_heads, rotate_heads_reference
+from sglang_scout.ops.predict import add_norm, rms_norm, rotate_heads, rotate_heads_reference
 from sglang_scout.plugin import model
 from sglang_scout.plugin.hooks import VERSION
 
@@ -61,7 +61,7 @@ def norm(size, rng):
 
 
 def attention_layer(method=None, bias=True, q_norm=True, skip_bias_add=False, tp=1):
-    """A decoder layer as `make_projectors` sees it, of rank ``tp - 1`` of ``tp``, and its weights."""
+    """A decoder layer as `make_projector` sees it, of rank ``tp - 1`` of ``tp``, and its weights."""
     rng = torch.Generator().manual_seed(3)
     group = SimpleNamespace(rank_in_group=tp - 1, world_size=tp)
     is_told = VERSION == "0.5.15.post1"  # else it looks up the group
@@ -125,13 +125,13 @@ def counted(layer):
 def test_plain_weights_are_sliced_and_quantised_ones_go_through_the_module(agree, token, given):
     layer, weight, bias = attention_layer(**given)
     calls = counted(layer)
-    (project,) = model.make_projectors([layer])
+    project = model.make_projector(0, layer)
     agree(rotate_heads, predict(project, *token), predicted(layer, weight, bias, *token))
     assert not calls
     layer, weight, bias = attention_layer(Int8LinearMethod(), **given)
     calls = counted(layer)
     assert not hasattr(layer.self_attn.qkv_proj, "weight")
-    (project,) = model.make_projectors([layer])
+    project = model.make_projector(0, layer)
     codes, step = quantise(weight)
     got = predict(project, *token)
     agree(rotate_heads, got, predicted(layer, codes * step, bias, *token))
@@ -146,7 +146,7 @@ def test_a_norm_a_product_and_a_rotation_are_launched(token, bias, product, meth
     from launches import Launches  # imports triton
 
     layer, *_ = attention_layer(method, bias)
-    (project,) = model.make_projectors([layer])
+    project = model.make_projector(0, layer)
     with Launches() as counted:
         predict(project, *token)
     assert counted.names == ["norm_kernel", *product, "rotate_kernel"]
@@ -162,7 +162,8 @@ def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(ag
     layers[0].input_layernorm.weight.data *= 3
     rule = SelectionRule(Means, weights)
     policy = SparDA("", rule, QuerySource(attends=False), "fetch", Residency())
-    for target, project in enumerate(policy.projectors(model.make_projectors(layers))):
+    own = [model.make_projector(0, layer) for layer in layers]
+    for target, project in enumerate(policy.projectors(own)):
         norm, w = layers[max(target - 1, 0)].input_layernorm, weights.arrays["w"][target]
         got = predict(project, *token)
         assert got.shape == (TOKENS, H, D)
@@ -172,7 +173,7 @@ def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(ag
 
 def test_a_float_weight_of_another_method_is_not_sliced(agree, token):
     layer, weight, bias = attention_layer(method=RotatedInput())
-    (project,) = model.make_projectors([layer])
+    project = model.make_projector(0, layer)
     agree(rotate_heads, predict(project, *token), predicted(layer, weight.flip(-1), bias, *token))
 
 
@@ -183,7 +184,7 @@ def test_a_weight_of_another_dtype_is_not_sliced(token, dtype):
     projection.weight.data = projection.weight.data.to(dtype)
     projection.forward = lambda x: (x.new_ones(len(x), ALL), None)
     del layer.self_attn.q_norm
-    (project,) = model.make_projectors([layer])
+    project = model.make_projector(0, layer)
     x, residual, positions = token
     assert predict(project, x, residual, torch.zeros_like(positions)).eq(1).all()
 
@@ -193,7 +194,7 @@ def test_a_layer_without_the_expected_parts_is_refused(what):
     layer, *_ = attention_layer()
     setattr(layer.self_attn, what, None)
     with pytest.raises(ConfigError, match=f"layer 0 .* unexpected {what}"):
-        model.make_projectors([layer])
+        model.make_projector(0, layer)
 
 
 def shape_of(kv_dtype, monkeypatch, logit_cap=0, **scales):
@@ -231,3 +232,33 @@ def test_kv_of_another_type_or_with_scales_is_refused(monkeypatch):
     for name in ("v_scale", "v_scale_float"):
         with pytest.raises(ConfigError, match=r"layer 2 has v_scale 0.5; .* --quantization-param"):
             shape_of(torch.float8_e5m2, monkeypatch, **{name: 0.5})
+
+
+def probed(dtype=torch.float32):
+    """A probe of two layers, and a layer's input with the query for it."""
+    weight, eps = torch.randn(4 * 8, 24, generator=torch.Generator().manual_seed(0)), 1e-6
+    start = lambda x, residual: add_norm(x, residual, torch.ones(24), eps) @ weight.T  # noqa: E731
+    finish = lambda q, _: q.view(-1, 4, 8).to(dtype)  # noqa: E731
+    x, residual = torch.randn(2, 3, 24, generator=torch.Generator().manual_seed(1))
+    made = model.QueryProbe([SimpleNamespace(start=start, finish=finish)] * 2)
+    return made, x, residual, start(x, residual).view(-1, 4, 8)
+
+
+def test_each_layer_is_compared_once():
+    probe, x, residual, q = probed(torch.bfloat16)
+    for layer, seen in ((0, residual), (1, residual), (0, None)):
+        probe.layer_input(layer, x, seen, torch.arange(3))
+        probe.query(layer, q)
+    assert not probe.unseen
+
+
+def test_a_residual_that_is_left_out_is_found_but_memory_that_nobody_has_written_says_nothing():
+    probe, x, residual, q = probed()
+    probe.layer_input(0, x, residual, torch.arange(3))
+    probe.query(0, torch.full_like(q, torch.nan))
+    x[1] = q[1] = torch.nan
+    probe.layer_input(0, x, None, torch.arange(3))
+    with pytest.raises(RuntimeError, match="query of layer 0 differs"):
+        probe.query(0, q)
+    probe.layer_input(0, x, residual, torch.arange(3))
+    probe.query(0, q)

@@ -17,7 +17,7 @@ from sglang_scout.core.numa import CpuPlan
 from sglang_scout.engine.memory import ServerSize
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin import pools
-from sglang_scout.plugin.ranks import RankCpus
+from sglang_scout.plugin.ranks import RankCpus, RankMemory
 from sglang_scout.policy import Context, make_policy
 
 SIZE, NONE = 8, torch.empty(0, dtype=torch.int64)
@@ -75,13 +75,13 @@ class Stock(paged.PagedTokenToKVPoolAllocator):
         return locations
 
     def _has(self, count):
-        if self.need_sort and count > len(self.free_pages):
+        if count > len(self.free_pages):
             self.merge_and_sort_free()
         return count <= len(self.free_pages)
 
 
-def make(kind, need_sort, pages=30, kvcache=None):
-    more = {"need_sort": need_sort, "kvcache": kvcache}
+def make(kind, pages=30, kvcache=None):
+    more = {"need_sort": True, "kvcache": kvcache}
     return kind(pages * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", **more)
 
 
@@ -133,9 +133,9 @@ class User:
         return locations
 
 
-@given(OPERATIONS, st.booleans())
-def test_hands_out_what_sglang_s_own_does_and_says_so(operations, need_sort):
-    ours, theirs = (User(make(k, need_sort)) for k in (pools.ScoutAllocator, Stock))
+@given(OPERATIONS)
+def test_hands_out_what_sglang_s_own_does_and_says_so(operations):
+    ours, theirs = (User(make(k)) for k in (pools.ScoutAllocator, Stock))
     listener = ours.allocator.listener = Listener()
     for operation, number in operations:
         got, expected = (getattr(user, operation)(number) for user in (ours, theirs))
@@ -159,8 +159,8 @@ def extend(made, total):
 def test_a_transfer_waits_for_a_step_that_may_still_write_a_page(monkeypatch):
     """SGLang launches a step before it knows that the last one has ended some of its requests."""
     waits = []
-    monkeypatch.setattr(pools.ScoutAllocator, "_wait_for_steps", lambda self: waits.append(1))
-    made = make(pools.ScoutAllocator, True)
+    monkeypatch.setattr(pools, "_synchronize", waits.append)
+    made = make(pools.ScoutAllocator)
     made.listener = listener = Listener()
     most = made.alloc(28 * SIZE)
     made.free(most[: 4 * SIZE])
@@ -201,19 +201,15 @@ def test_every_beginning_of_the_free_pages_is_of_all_nodes(pages, stripe, random
 
 
 def test_requests_take_pages_of_both_nodes_from_the_first_on():
-    one = make(pools.ScoutAllocator, True, 64, kv_cache(num_nodes=1))
+    one = make(pools.ScoutAllocator, 64, kv_cache(num_nodes=1))
     assert torch.equal(one.free_pages, torch.arange(1, 65)), "the order of SGLang"
-    made = make(pools.ScoutAllocator, True, 256, kv_cache(num_nodes=2, stripe_pages=128))
-    made.listener = Listener()
-    held = []
-    for _ in range(4):
-        held.append(extend(made, 32 * SIZE))
-        pages = torch.unique(held[-1] // SIZE)
-        assert (pages < 128).sum() == 16
+    made = make(pools.ScoutAllocator, 256, kv_cache(num_nodes=2, stripe_pages=128))
+    held = [extend(made, 32 * SIZE) for _ in range(4)]
+    assert [(torch.unique(x // SIZE) < 128).sum() for x in held] == [16] * 4
     for locations in held[::2]:
         made.free(locations)
     again = [extend(made, 32 * SIZE) for _ in range(6)]  # more than was left: all is re-sorted
-    assert made.used_pages == 256 and len(made.listener.out) == 256
+    assert made.used_pages == 256
     counts = [int((torch.unique(a // SIZE) < 128).sum()) for a in again]
     assert all(8 <= count <= 24 for count in counts), counts
 
@@ -226,17 +222,11 @@ def host_pool(dtype):
     tokens = 40 * PAGE
     shape = dataclasses.replace(SHAPE, dtype=dtype)
     config = OffloadConfig("scout", digest="minmax", page_checksums=True)
-    size = ServerSize(
-        config,
-        make_policy(Context(config, shape.num_layers, 1)),
-        shape,
-        max_batch=2,
-        context_tokens=4 * PAGE,
-        node_cpus=[1],
-    )
+    policy, of_requests = make_policy(Context(config, shape.num_layers, 1)), (2, 4 * PAGE)
+    size = ServerSize(config, policy, shape, *of_requests, node_cpus=[1])
     sglang = dict(page_size=PAGE, dtype=dtype, head_num=2, head_dim=64, layer_num=3, device="cpu")
-    plan, cpus = size.plan(tokens // PAGE + 1), RankCpus(CpuPlan([0], [], [], ""), {})
-    own = dict(server_size=size, plan=plan, cpus=cpus)
+    memory = RankMemory(None, RankCpus(CpuPlan([0], [], [], ""), {}), size, None)
+    own = dict(memory=memory, plan=size.plan(tokens // PAGE + 1))
     made = pools.HostKVPool(tokens, enable_memory_saver=False, **sglang, **own)
     for plane in (*made.k_buffer, *made.v_buffer):
         plane.copy_(torch.randn(plane.shape))
@@ -262,9 +252,8 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
     checksums = made.host_pages.checksums
     checksums.seal(np.array(old[: length // PAGE]))
     kept = made.get_cpu_copy(locations(old))
-    assert (
-        kept[0].nbytes == 2 * 3 * count * PAGE * 2 * 64 * dtype.itemsize == made.copy_bytes(length)
-    )
+    of_planes = 2 * 3 * count * PAGE * 2 * 64 * dtype.itemsize
+    assert kept[0].nbytes == of_planes == made.copy_bytes(length)
     for plane in planes:
         plane.copy_(torch.randn(plane.shape))  # reused by other requests
     before = [plane.clone() for plane in planes]
@@ -273,12 +262,8 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
     for plane, wanted, was in zip(planes, expected, before, strict=True):
         assert torch.equal(plane[locations(new)], wanted)
         assert torch.equal(plane.view(41, -1)[others], was.view(41, -1)[others])
-    is_sealed = (checksums.words != 0).all(axis=0)
-    assert (
-        is_sealed[new].tolist()
-        == is_sealed[old].tolist()
-        == [i < length // PAGE for i in range(count)]
-    )
+    is_sealed, full = (checksums.words != 0).all(axis=0), [i < length // PAGE for i in range(count)]
+    assert is_sealed[new].tolist() == is_sealed[old].tolist() == full
     checksums.check(np.zeros(count), np.array(new))
     assert not checksums.failures, "they are of the K and V that came back"
 

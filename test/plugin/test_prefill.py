@@ -15,6 +15,7 @@ from sglang_scout.engine.digests import DigestPool
 from sglang_scout.engine.requests import PageHints
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin import prefill
+from sglang_scout.plugin.backend import DummyKV
 
 SIZE = 32
 SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
@@ -131,7 +132,7 @@ def filled(pages, prompt):
     planes = [torch.zeros(64 * 32, 1, 8, dtype=torch.bfloat16) for _ in range(4)]
     host = HostPages(ModelShape(2, 2, 1, 8, 32, torch.bfloat16, 1.0), planes[:2], planes[2:])
     pages = np.array(pages)
-    prefill.DummyKV(host).fill(pages, prompt)
+    DummyKV(host).fill(pages, prompt)
     outside = np.setdiff1d(np.arange(64), pages)
     assert all(not t[outside].any() for t in host.k + host.v)
     return torch.stack([t[pages] for t in host.k + host.v]).float()

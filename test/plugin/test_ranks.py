@@ -25,6 +25,7 @@ from sglang_scout.plugin import limits
 from sglang_scout.plugin import model as model_module
 from sglang_scout.plugin import ranks as ranks_module
 from sglang_scout.plugin.hooks import VERSION
+from sglang_scout.plugin.ranks import RankCpus, RankMemory
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena_fits import pool, pool_lacks
@@ -71,9 +72,12 @@ def test_two_ranks(tmp_path):
 )  # fmt: skip
 def test_pages_are_divided_the_same_way_on_all_ranks(nodes, others, divided, monkeypatch, caplog):
     found = {node: [2 * node, 2 * node + 1] for node in range(nodes)}
-    ranks = SimpleNamespace(size=1 + len(others), gather=lambda own: [own, *others])
+    gather = lambda own: [own, *(others if isinstance(own, int) else [own] * len(others))]  # noqa: E731
+    ranks = SimpleNamespace(rank=0, size=1 + len(others), gather=gather)
     monkeypatch.setattr(numa, "cpus_by_node", lambda cpus: found)
-    made = ranks_module._by_node(range(2 * nodes), ranks)
+    monkeypatch.setattr(ranks_module.adapter, "omp_cpus", lambda runner: "0")
+    runner = SimpleNamespace(device="cpu")
+    made = ranks_module.rank_cpus(runner, OffloadConfig("scout"), ranks).by_node
     assert made == (found if divided else {})
     assert ("--kv-offload-cpus" in caplog.text) == (nodes > 1 and not divided)
 
@@ -83,42 +87,37 @@ NODE_0 = [*range(4), *range(8, 12)]
 
 
 @pytest.mark.parametrize(
-    ("allowed", "other", "expected", "rest", "nodes", "background"),
+    ("allowed", "other", "expected", "nodes", "background"),
     [
         # The GPU's node, one core left to the server. None of it is left for background work but that core.
-        (range(16), None, [("5-7", THREADS), ("13-15", THREADS), ("4,12", SERVER)],
-         [("0-3,8-11", "not used")], {1: 6}, [4, 12]),
+        (range(16), None,
+         [("5-7", THREADS), ("13-15", THREADS), ("4,12", SERVER), ("0-3,8-11", "not used")], {1: 6}, [4, 12]),
         # A cpuset with none of it.
-        (NODE_0, None, [("1-3", THREADS), ("9-11", THREADS), ("0,8", SERVER)],
-         [("4-7,12-15", "not allowed")], {0: 6}, [0, 8]),
+        (NODE_0, None,
+         [("1-3", THREADS), ("9-11", THREADS), ("0,8", SERVER), ("4-7,12-15", "not allowed")], {0: 6}, [0, 8]),
         # Another rank's GPU is on the same node.
         (range(16), [*range(4, 8), *range(12, 16)],
-         [("7", THREADS), ("15", THREADS), ("6,14", SERVER)],
-         [("0-5,8-13", "the server and other ranks")], {1: 2}, [6, 14]),
+         [("7", THREADS), ("15", THREADS), ("6,14", SERVER), ("0-5,8-13", "the server and other ranks")],
+         {1: 2}, [6, 14]),
     ],
 )  # fmt: skip
 def test_a_gpu_on_the_second_of_two_nodes(
-    allowed, other, expected, rest, nodes, background, monkeypatch, tmp_path
+    allowed, other, expected, nodes, background, monkeypatch, tmp_path
 ):
     """From /sys and the cpuset to CPUs, table and nodes; other plans: test/core/test_numa.py."""
     use_sys(monkeypatch, tmp_path)
     pci = SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pci)
     monkeypatch.setattr(ranks_module, "PROCESS_CPUS", frozenset(allowed))
-
-    def gather(own):
-        return [own if isinstance(own, int) else [own[0], other], own]
-
+    gather = lambda own: [own if isinstance(own, int) else [own[0], other], own]  # noqa: E731
     ranks = SimpleNamespace(size=1 if other is None else 2, rank=1, gather=gather)
-    runner, config = SimpleNamespace(device="cuda", gpu_id=0), OffloadConfig("scout")
-    cpus = ranks_module.rank_cpus(runner, config, ranks)
-    plan = cpus.plan
-    assert [(use.cpus, use.used_by) for use in plan.rows] == expected + rest
-    is_far = numa.near_cpus("0000:01:00.0") and not set(allowed) & {4, 5, 6, 7}
+    runner = SimpleNamespace(device="cuda", gpu_id=0)
+    cpus = ranks_module.rank_cpus(runner, OffloadConfig("scout"), ranks)
+    assert [(use.cpus, use.used_by) for use in cpus.plan.rows] == expected
     far = "this process may run on none of the CPUs near the GPU (4-7,12-15)"
-    assert plan.warning == (far if is_far else "")
+    assert cpus.plan.warning == (far if allowed is NODE_0 else "")
     assert {node: len(on_node) for node, on_node in cpus.by_node.items()} == nodes
-    assert plan.background == background
+    assert cpus.plan.background == background
 
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
@@ -145,10 +144,11 @@ def default(monkeypatch):
     """default(...) -> bytes of all ranks; ``available``: by node, and under None of the machine."""
 
     def size(available, *, ranks=1, bound_to=([],), nodes=(), on_device=None):
-        monkeypatch.setattr(host_memory, "available_bytes", lambda node=None: available[node])
-        monkeypatch.setattr(ranks_module.numa, "nodes", lambda: nodes)
+        monkeypatch.setattr(ranks_module, "available_bytes", lambda node=None: available[node])
+        monkeypatch.setattr(numa, "nodes", lambda: nodes)
         group = SimpleNamespace(size=ranks, least=lambda own: own, gather=lambda own: bound_to)
-        return ranks_module.default_bytes(SIZE, bound_to[0], group, on_device)
+        cpus = RankCpus(None, dict.fromkeys(bound_to[0]))
+        return RankMemory(group, cpus, SIZE, on_device).default_bytes()
 
     return size
 
@@ -224,9 +224,8 @@ def test_what_leaves_no_room_is_named(default, given, message):
 
 def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages():
     def given(host_gb, ranks=1):
-        group = SimpleNamespace(size=ranks)
         size = dataclasses.replace(SIZE, config=config_of(host_gb=host_gb))
-        return ranks_module.host_bytes(size, [], group, 8 << 30)
+        return RankMemory(SimpleNamespace(size=ranks), None, size, 8 << 30).host_bytes()
 
     assert given(3, ranks=2) == 3 * 2**29
     assert given(1024) == 1024 << 30
@@ -271,16 +270,19 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
 
     config = parse_config(policy=policy, policies=policies(), config=keys)
     lists = 8 if config.grain == "head" else 1
-    cpus = ranks_module.RankCpus(CpuPlan([0] * 8 * lists, [], [], ""), {0: [0] * 8 * lists})
+    cpus = RankCpus(CpuPlan([0] * 8 * lists, [], [], ""), {0: [0] * 8 * lists})
     shape = dataclasses.replace(SHAPE, fp8=None if kv == "auto" else torch.float8_e4m3fn)
-    known = {"parse": config, "model_shape": shape, "rank_cpus": cpus, "AttentionRanks": None}
+    alone = SimpleNamespace(rank_in_group=0, world_size=1)
+    known = {"parse": config, "model_shape": shape, "rank_cpus": cpus, "get_attn_tp_group": alone}
     for name, value in known.items():
         monkeypatch.setattr(ranks_module, name, lambda *_, value=value: value)
-    alone = SimpleNamespace(rank_in_group=0, world_size=1)
     monkeypatch.setattr(model_module, "get_attn_tp_group", lambda: alone)
-    model_config = SimpleNamespace(context_len=8192)
-    runner = SimpleNamespace(server_args=None, model_config=model_config)
-    size, _ = ranks_module.size_of(runner, 8)
+    monkeypatch.setattr(ranks_module.adapter, "resolved", lambda args: args)
+    monkeypatch.setattr(RankMemory, "default_bytes", lambda memory: 1 << 40)
+    args, context = SimpleNamespace(max_running_requests=9), SimpleNamespace(context_len=8192)
+    runner = SimpleNamespace(server_args=args, model_config=context, device="cpu")
+    ranks_module.around_profile_available_bytes(None, runner)
+    size = ranks_module.rank_memory(8).size
     assert size.plan(8 * 8192 // 32 + 1) == said.memory
     # With the flag that it says, the arena takes the huge pages that it says.
     pages = int(said.host_gib * 2**30) // said.server.kv_bytes_per_page

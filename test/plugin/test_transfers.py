@@ -13,7 +13,8 @@ from page_weights import digest_kinds, digest_pool, rule_of
 from sglang_scout.engine.digests import DigestPool
 from sglang_scout.engine.requests import HINT_PAGES, PageHints
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.plugin import transfers
+from sglang_scout.plugin import prefill, ranks
+from sglang_scout.plugin.pools import with_digests
 
 SIZE = 32
 SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
@@ -27,7 +28,7 @@ def lists():
 def target_of(digests=None):
     """Buffers of a decode server with these digests."""
     infos = [50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6
-    return infos[0] if digests is None else transfers.with_digests(infos, digests)[0]
+    return infos[0] if digests is None else with_digests(infos, digests)[0]
 
 
 def paired(source, target, items):
@@ -60,7 +61,7 @@ def sent(source_lists, target, pages=(1, 2, 3), item_bytes=100):
     buffers = dict(src_data_ptrs=source_lists[0], dst_data_ptrs=target, item_lens=source_lists[2])
     indices = dict(prefill_data_indices=pages, dst_data_indices=10 * pages)
     of_session = dict(mooncake_session_id="session", **buffers, **indices)
-    status = transfers.around_send_kvcache(send, manager, **of_session)
+    status = prefill.around_send_kvcache(send, manager, **of_session)
     if status:
         assert status == -1 and not calls
         return None
@@ -75,7 +76,7 @@ ONLY_K_AND_V = [(here + i, here + 40 + i, 100) for here in (10, 20) for i in ran
 def test_digests_land_in_digests_and_kv_in_kv(kind):
     """With one server that lacks the flag, or ``prefill_digests``, only K and V are sent."""
     here, there = digest_pool(SHAPE, 4, kind), digest_pool(SHAPE, 9, kind)
-    source, target = transfers.with_digests(lists(), here), target_of(there)
+    source, target = with_digests(lists(), here), target_of(there)
     found = sent(source, target)
     assert set(ONLY_K_AND_V) < set(found)
     assert {(x, y, n) for x, y, n in found if (x, y, n) not in ONLY_K_AND_V} == {
@@ -113,11 +114,11 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     sources, targets = ([base + i * (1 << 20) for i in range(6)] for base in (1 << 30, 1 << 40))
     here = sources, [1 << 20] * 6, [item] * 6
     if digests_here:
-        here = transfers.with_digests(here, digest_pool(SHAPE, 4, digests_here))
+        here = with_digests(here, digest_pool(SHAPE, 4, digests_here))
     there = targets, [1 << 20] * 6, [item // 2] * 6
     if digests_there:
         half = dataclasses.replace(SHAPE, num_kv_heads=1)
-        there = transfers.with_digests(there, digest_pool(half, 9, digests_there))
+        there = with_digests(there, digest_pool(half, 9, digests_there))
     of_rank = {"engine_rank": 0, "prefill_start_layer": 0, "page_size": SIZE, "kv_layer_ids": None}
     heads = {"kv_head_num": 2, "total_kv_head_num": 2}
     buffers = {"kv_data_ptrs": here[0], "kv_item_lens": here[2]}
@@ -135,7 +136,7 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
             original = mooncake.MooncakeKVManager.send_kvcache_slice
             pages, pages_there = np.array([2], np.int32), np.array([5], np.int32)
             given = manager, "session", pages, there[0], pages_there, rank, 2, item // 2, executor
-            transfers.around_send_kvcache_slice(original, *given)
+            prefill.around_send_kvcache_slice(original, *given)
         own = 2 * item + rank * token
         expected = {
             (sources[i] + own + t * 2 * token, targets[i] + 5 * item // 2 + t * token, token)
@@ -149,17 +150,17 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
 
 def test_other_layers_fail_the_session_and_not_the_thread(caplog):
     """Through both senders, the second for another --tp-size; an exception would end SGLang's transfer thread."""
-    source = transfers.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", rule_of("minmax")))
+    source = with_digests(lists(), DigestPool(SHAPE, 4, "cpu", rule_of("minmax")))
     assert sent(source, [50, 51, 60, 61]) is None
     kv_args = SimpleNamespace(kv_item_lens=source[2], kv_data_ptrs=source[0])
     manager = SimpleNamespace(kv_args=kv_args)
-    assert transfers.around_send_kvcache_slice(pytest.fail, manager, "session", [], [50, 60]) == -1
+    assert prefill.around_send_kvcache_slice(pytest.fail, manager, "session", [], [50, 60]) == -1
     for there in (4, 2):
         assert caplog.text.count(f"12 KV buffers and the decode server {there},") == 1
 
 
 def test_kv_of_other_bytes_is_not_sent(caplog):
-    source = transfers.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", rule_of("minmax")))
+    source = with_digests(lists(), DigestPool(SHAPE, 4, "cpu", rule_of("minmax")))
     assert sent(source, target_of(), item_bytes=200) is None
     assert "--kv-cache-dtype fp8_e4m3, --dtype auto: K of a page takes 100 bytes" in caplog.text
     assert "here and 200 on the decode" in caplog.text
@@ -184,9 +185,9 @@ def test_memory_that_the_transfer_engine_does_not_take_ends_the_server(transfer_
     buffers = [torch.zeros(1 << 16) for _ in range(4)]
     pointers = [b.data_ptr() for b in buffers]
     lengths = [b.nbytes for b in buffers]
-    assert transfers.around_batch_register(original, transfer_engine, pointers, lengths) == 0
+    assert ranks.around_batch_register(original, transfer_engine, pointers, lengths) == 0
     with pytest.raises(RuntimeError) as caught:  # they overlap with themselves
-        transfers.around_batch_register(original, transfer_engine, pointers, lengths)
+        ranks.around_batch_register(original, transfer_engine, pointers, lengths)
     parts = "4 buffers,0.00 GiB,limit on locked memory is,nvidia_peermem,--kv-offload-host-gb,mooncake_tcp"
     assert all(part in str(caught.value) for part in parts.split(","))
     transfer_engine.batch_deregister(pointers)
@@ -203,7 +204,7 @@ def test_a_hint_is_sent_with_the_last_chunk_if_both_have_them(
     hints = PageHints(SHAPE, 90) if hints_there else None
     there = DigestPool(SHAPE, 90, "cpu", rule_of(kind_there), hints)
     target = target_of(there)
-    pairs = sent(transfers.with_digests(lists(), here), target)
+    pairs = sent(with_digests(lists(), here), target)
     if kind_there != "minmax":
         assert pairs == ONLY_K_AND_V
     elif not (hints_there and chunk_is_last):

@@ -9,10 +9,8 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
-from subprocess import CompletedProcess
 
 from sglang_scout.cli import machine_checks as machine
 from sglang_scout.cli.machine_checks import FAILED, WARNING, Check, python, reason
@@ -24,8 +22,8 @@ from sglang_scout.core.supported import ADAPTERS
 
 DESCRIPTION = (
     "Check whether this machine can serve. Each line says ok, warning or failed and what was found; a line that starts "
-    "with -> says what to do. One check has SGLang run a tiny random model, another starts a real CPU attention "
-    "process. The exit code is 1 if a check failed, otherwise 0."
+    "with -> says what to do. One check starts a real CPU attention process. The exit code is 1 if a check failed, "
+    "otherwise 0."
 )
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "scout"
@@ -35,7 +33,6 @@ START = (
     "--kv-offload scout (docs/tutorial.md)"
 )
 INSTALL = "in a clone, run scripts/setup.sh, or pip install '.[cpu]' or '.[cuda]' into your own environment"
-Run = Callable[[], CompletedProcess[str]]
 
 
 def installed(distribution: str) -> str | None:
@@ -62,31 +59,19 @@ def check_python() -> Check:
     return Check(found, fix if sys.version_info >= (3, 13) else "", values)
 
 
-def check_sglang(query_check: Run) -> Check:
+def check_sglang() -> Check:
     supported, found = list(ADAPTERS), installed("sglang")
     values = {"version": found, "supported": supported}
     if found not in supported:
         text = f"{found}, expected {' or '.join(supported)}" if found else "not installed"
         fix = f"pip install sglang=={supported[0]}; supported are only {' and '.join(supported)}"
         return Check(text, fix, values, failed=True)
-    done = query_check()
+    done = python("-c", "import sgl_kernel")
     if "libcuda.so.1" in done.stderr and found != "0.5.15.post1":  # which works without them
         fix = "without a GPU: run scripts/no_driver.sh VENV, then . scripts/cpu_env.sh; with a GPU: install its driver"
         text = f"{found}; its kernels do not load: {reason(done)}"
         return Check(text, fix, values, failed=True)
     return Check(found, values=values)
-
-
-def check_queries(query_check: Run) -> Check:
-    """Whether SGLang's layers get the inputs that queries are predicted from."""
-    done = query_check()
-    if done.returncode != 0:
-        fix = "see the sglang check above; a decode server compares them again in its first steps"
-        return Check(f"could not compare predicted queries: {reason(done)}", fix)
-    found = json.loads(done.stdout.splitlines()[-1])
-    if "error" in found:
-        return Check(found["error"], "please report it", failed=True)
-    return Check("predicted queries match those that SGLang's layers compute")
 
 
 def check_plugin() -> Check:
@@ -166,13 +151,10 @@ def check_policy(name: str, keys: str) -> Check:
 
 def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
     """All checks by name, in the order of the report. Raises ConfigError if ``args.cpus`` is not a list of CPUs."""
-    # SGLang on a tiny model, on the CPU even if there is a GPU. It takes seconds.
-    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    query_check = cache(lambda: python("-m", "sglang_scout.plugin.query_check", **on_cpu))
     given = None if args.cpus is None else list(parse_cpu_list(args.cpus, flag="--cpus"))
     found: dict[str, Callable[[], Check]] = {
         "python": check_python,
-        "sglang": lambda: check_sglang(query_check),
+        "sglang": check_sglang,
         "plugin": check_plugin,
         "native module": check_native,
         "cpus": lambda: machine.check_cpus(given),
@@ -183,7 +165,6 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
         "locked memory": machine.check_locked_memory,
         "mooncake": check_mooncake,
         "router": lambda: _importable("sglang_router", "sglang-router"),
-        "queries": lambda: check_queries(query_check),
         "CPU attention": lambda: import_module("sglang_scout.cli.worker_check").check_worker(given),
     }
     if args.kv_offload is not None:

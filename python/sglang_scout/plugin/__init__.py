@@ -26,10 +26,7 @@ def register() -> None:
 
 def _install() -> None:
     # Imported here, as an import fails with an SGLang that is not supported. The first one says so.
-    from sglang_scout.plugin.hooks import adapter, apply, hooks_of
-
-    adapter.add_fields()
-
+    from sglang_scout.plugin.hooks import apply, hooks_of  # isort: split
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 
     from sglang_scout.plugin.launch import launched_as

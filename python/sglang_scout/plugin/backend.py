@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
+import os
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,33 +18,27 @@ import numpy.typing as npt
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import load_profile
+from sglang_scout.core.profile import selection_of
+from sglang_scout.core.step_log import StepLog
 from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import Parts, Sizes
+from sglang_scout.engine.stores import HostPages, Parts, Sizes, as_words
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.plugin import status
-from sglang_scout.plugin.hooks import adapter
-from sglang_scout.plugin.launch import parse
-from sglang_scout.plugin.limits import check_context, uses_graph_transport
-from sglang_scout.plugin.model import (
-    before_layer,
-    decoder_layers,
-    make_projectors,
-    rank_policy,
-)
+from sglang_scout.plugin import model
+from sglang_scout.plugin.limits import uses_graph_transport
 from sglang_scout.plugin.pools import HostKVPool, ScoutAllocator
-from sglang_scout.plugin.prefill import DummyKV
-from sglang_scout.plugin.query_check import QueryProbe
-from sglang_scout.plugin.ranks import AttentionRanks, lock
+from sglang_scout.plugin.ranks import lock
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
+from sglang_scout.worker.host_memory import MAX_THREADS
 
 logger = logging.getLogger(__name__)
 
 HOST_SPIN_US = 50
 DEVICE_SPIN_US = 20_000  # as long as a step: a kernel cannot wake a sleeping thread, and the attendant does so late
 READY_TIMEOUT_S = 60.0
+NOISE_PAGES = 1021  # a prime: no period of a prompt's pages aligns with that of the noise
 
 Ids = npt.NDArray[np.int64]
 _current: ScoutAttnBackend | None = None
@@ -57,69 +57,59 @@ class ScoutAttnBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         global _current
         super().__init__()
-        self.ranks = AttentionRanks()
-        self.config = config = parse(runner.server_args).of_rank(self.ranks.rank)
         self.pool: HostKVPool = runner.token_to_kv_pool
         self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
-        self.plan, self.cpu_plan = self.pool.plan, self.pool.cpus.plan
-        device, context_tokens = runner.device, runner.model_config.context_len
-        layers = decoder_layers(runner.model)
-        self.max_batch = num_requests = runner.max_running_requests
-        shape, cpus = self.pool.shape, self.cpu_plan.threads
-        profile = load_profile(path) if (path := config.recall_profile) else None
-        policy, own = rank_policy(config, shape, profile), make_projectors(layers)
-        projectors = policy.projectors(own)
+        pool, config, device = self.pool, self.pool.config, runner.device
+        self.config, self.ranks, self.max_batch = config, pool.ranks, runner.max_running_requests
+        layers = model.decoder_layers(runner.model)
+        own = [model.make_projector(index, layer) for index, layer in enumerate(layers)]
+        projectors = pool.policy.projectors(own)
         # Not needed from here on, and up to gigabytes.
-        self.policy = replace(policy, rule=replace(policy.rule, weights=None))
+        policy = replace(pool.policy, rule=replace(pool.policy.rule, weights=None))
+        self.policy = pool.policy = policy
         in_graph = uses_graph_transport(config, device)
         self.transport = "graph" if in_graph else "host"
-        of_worker = WorkerConfig(
+        self.worker = self._make_worker(device, in_graph)
+        facts = _facts(config, runner.model_config, pool.cpus.plan.threads)
+        # Not the width of SGLang's request table, which is a few tokens more: a step launched before its request's end
+        # is seen writes to position context_len - 2 at most, and one more page would double the table width of a 2^n
+        # context, also in the kernels.
+        max_pages = -(-runner.model_config.context_len // pool.shape.page_size)
+        counts = pool.plan.budget_pages, pool.plan.num_slots, self.max_batch, max_pages
+        sizes = Sizes(*counts, config.lists(pool.shape.num_kv_heads))
+        tracer = Tracer(config.trace, config.trace_steps, self.worker, facts)
+        stores, ranks = (pool.host_pages, pool.digests), self.ranks if self.ranks.size > 1 else None
+        parts = Parts(policy, pool.shape, sizes, *stores, tracer, ranks)
+        wait_s = WorkerConfig.wait_timeout_s
+        attention = self._graph_transport(device, wait_s) if in_graph else self.worker
+        log = None
+        if config.step_log:  # the launcher has checked that it can be written
+            about = {"identity": model.model_identity(runner.model_config)}
+            log = StepLog(config.step_log, facts | about | {"selection": selection_of(config)})
+        self.engine = StepEngine(parts, projectors, attention, config.verify, log)
+        self._probe = model.QueryProbe(own)
+        self.tables = RequestTables(runner.req_to_token_pool, pool.shape.page_size)
+        self._begun, self.metrics = False, None  # status.Metrics, with --enable-metrics
+        self.dummy_kv = DummyKV(pool.host_pages) if config.dummy_kv else None
+        self.allocator.listener = self.engine.pages
+        for index, layer in enumerate(layers):
+            before = model.before_layer(index, self._probe.layer_input, self.engine.layer_input)
+            layer.register_forward_pre_hook(before, with_kwargs=True)
+        layers[-1].register_forward_hook(lambda *_: self.engine.layer_output())
+        self.worker.start()
+        atexit.register(self.close)
+        _current = self
+        self._log_plan()
+
+    def _make_worker(self, device: str, in_graph: bool) -> WorkerClient:
+        cpus = self.pool.cpus
+        config = WorkerConfig(
             ready_timeout_s=READY_TIMEOUT_S,
             spin_us=DEVICE_SPIN_US if in_graph else HOST_SPIN_US,
             populate=torch.device(device).type == "cuda",  # the pages were allocated by locking
         )
-        nodes, background = list(self.pool.cpus.by_node.values()), self.cpu_plan.background
-        on_cpus = {"background_cpus": background, "nodes": nodes or None, "config": of_worker}
-        self.worker = WorkerClient(self.pool.arena, cpus, **on_cpus)
-        facts = status.facts(config, shape.num_layers, cpus)
-        # Not the width of SGLang's request table, which is a few tokens more: a step launched before its request's end
-        # is seen writes to position context_len - 2 at most, and one more page would double the table width of a 2^n
-        # context, also in the kernels.
-        max_pages = -(-context_tokens // shape.page_size)
-        if in_graph:
-            check_context(context_tokens, shape.page_size)
-        lists = config.lists(shape.num_kv_heads)
-        parts = Parts(
-            self.policy,
-            shape,
-            Sizes(self.plan.budget_pages, self.plan.num_slots, num_requests, max_pages, lists),
-            self.pool.host_pages,
-            self.pool.digests,
-            Tracer(self.config.trace, self.config.trace_steps, self.worker, facts),
-            self.ranks if self.ranks.size > 1 else None,
-        )
-        wait_s = of_worker.wait_timeout_s
-        attention = self._graph_transport(device, wait_s) if in_graph else self.worker
-        log = status.open_step_log(config, facts, runner.model_config)
-        self.engine = StepEngine(parts, projectors, attention, config.verify, log)
-        self._probe = QueryProbe(own)
-        self.tables = RequestTables(runner.req_to_token_pool, shape.page_size)
-        self._begun = False
-        self.dummy_kv = DummyKV(self.pool.host_pages) if config.dummy_kv else None
-        self.allocator.listener = self.engine.pages
-        self._hook(layers)
-        self.worker.start()
-        atexit.register(self.close)
-        _current = self
-        server_args = adapter.resolved(runner.server_args)
-        self.metrics = status.Metrics(self, server_args) if server_args.enable_metrics else None
-        self._log_plan(num_requests)
-
-    def _hook(self, layers: list[torch.nn.Module]) -> None:
-        for index, layer in enumerate(layers):
-            before = before_layer(index, self._probe.layer_input, self.engine.layer_input)
-            layer.register_forward_pre_hook(before, with_kwargs=True)
-        layers[-1].register_forward_hook(lambda *_: self.engine.layer_output())
+        of_cpus = {"background_cpus": cpus.plan.background, "nodes": [*cpus.by_node.values()]}
+        return WorkerClient(self.pool.arena, cpus.plan.threads, config=config, **of_cpus)
 
     def _graph_transport(self, device: str, timeout_s: float) -> GraphTransport:
         faults = self.ranks.shared_words(self.ranks.size) if self.ranks.size > 1 else None
@@ -137,13 +127,14 @@ class ScoutAttnBackend(AttentionBackend):
             rank=self.ranks.rank,
         )
 
-    def _log_plan(self, max_batch: int) -> None:
-        if far := self.cpu_plan.warning:
-            allow = "allow them (cpuset, taskset)"
-            logger.warning(f"--kv-offload: attention threads are far from the GPU: {far}; {allow}")
-        lines = [f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.plan.rows]
-        lines += [f"  CPUs {use.cpus}: {use.used_by} ({use.why})" for use in self.cpu_plan.rows]
-        budget = f"budget {self.config.budget_tokens} tokens, {max_batch} requests at most"
+    def _log_plan(self) -> None:
+        cpus = self.pool.cpus.plan
+        if cpus.warning:
+            far = f"attention threads are far from the GPU: {cpus.warning}"
+            logger.warning(f"--kv-offload: {far}; allow them (cpuset, taskset)")
+        lines = [f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.pool.plan.rows]
+        lines += [f"  CPUs {use.cpus}: {use.used_by} ({use.why})" for use in cpus.rows]
+        budget = f"budget {self.config.budget_tokens} tokens, {self.max_batch} requests at most"
         logger.info("\n".join([f"--kv-offload {self.policy.name}: {budget}", *lines]))
 
     def begin(self, forward_batch: Any) -> bool:
@@ -158,11 +149,14 @@ class ScoutAttnBackend(AttentionBackend):
     def damaged_pages(self) -> Ids:
         """``[n, 2]`` layer and page of held host pages that some rank has found damaged."""
         checksums = self.pool.host_pages.checksums
-        damaged = np.zeros((0, 2), np.int64) if checksums is None else checksums.damaged()
-        if checksums is None or self.ranks.size == 1:
-            return damaged
-        # Page ids are equal on all ranks, which must fail the same requests in the same step.
-        return np.array(sum(self.ranks.gather(damaged.tolist()), []), np.int64).reshape(-1, 2)
+        if checksums is None:
+            return np.zeros((0, 2), np.int64)
+        damaged = checksums.damaged()
+        if self.ranks.size > 1:
+            # Page ids are equal on all ranks, which must fail the same requests in the same step.
+            every = sum(self.ranks.gather(damaged.tolist()), [])
+            damaged = np.array(every, np.int64).reshape(-1, 2)
+        return damaged
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before an eager step, which has begun if a replay was considered."""
@@ -177,11 +171,7 @@ class ScoutAttnBackend(AttentionBackend):
             self.engine.pause()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """All buffers are already allocated.
-
-        Raises:
-            ConfigError: graphs of more rows than the buffers have.
-        """
+        """All buffers are already allocated. Raises ConfigError for graphs of more rows than they have."""
         if max_bs > (most := self.max_batch):
             why = f"more than --max-running-requests ({most}); lower it"
             raise ConfigError(f"--cuda-graph-max-bs {max_bs}: {why}")
@@ -211,17 +201,19 @@ class ScoutAttnBackend(AttentionBackend):
         self.engine.close()
 
 
+def _facts(config: OffloadConfig, served: Any, cpus: list[int]) -> dict[str, Any]:
+    """Metadata of this server for its trace and step log."""
+    keys = "policy", "budget_tokens", "page_size_tokens", "precompute", "exact_layers", "recall"
+    found = selection_of(config) | {key: getattr(config, key) for key in keys}
+    of_model = {"model": Path(served.model_path).name, "layers": served.num_hidden_layers}
+    return found | of_model | {"worker_cpus": cpus}
+
+
 class RequestTables:
-    """The pages in SGLang's request table, on the host.
+    """The pages in the table of SGLang's request pool, on the host.
 
     Whole requests are read from the device when SGLang writes them, as they are admitted or hit a shared prefix. A page
-    opened by decoding is known from the allocator.
-
-    Args:
-        pool: SGLang's request pool; its ``write`` is wrapped from now on.
-
-    Attributes:
-        rows: ``[B]`` of the table, of the last announced step.
+    opened by decoding is known from the allocator. ``rows`` ``[B]`` of the table are of the last announced step.
     """
 
     def __init__(self, pool: Any, page_size: int) -> None:
@@ -248,11 +240,8 @@ class RequestTables:
         return self._pages[row, : -(-tokens // self._size)].astype(np.int64)
 
     def open_pages(self, rows: Ids, positions: Ids, opened: Ids) -> None:
-        """Before a decode step of ``rows`` ``[B]``, which writes tokens at ``positions`` ``[B]``.
-
-        Args:
-            opened: ``[B]`` pages that start with these tokens, -1: none.
-        """
+        """Before a decode step of ``rows`` ``[B]``, which writes tokens at ``positions`` ``[B]``. ``opened`` ``[B]``:
+        pages that start with these tokens, -1: none."""
         opens = opened >= 0
         self._pages[rows[opens], positions[opens] // self._size] = opened[opens]
         self.rows = rows.copy()
@@ -263,3 +252,28 @@ class RequestTables:
             counts = f"a step of {len(seq_lens)} requests, {len(self.rows)} were announced"
             raise RuntimeError(f"--kv-offload: {counts}")
         return self._pages[self.rows, : -(-int(seq_lens.max()) // self._size)]
+
+
+class DummyKV:
+    """Noise as K and V of requests without a prefill server, for benchmarks and tests: SGLang's fake transfer leaves a
+    request's pages in ``host`` as their previous owner did."""
+
+    def __init__(self, host: HostPages) -> None:
+        self._planes = [as_words(plane) for plane in (*host.k, *host.v)]
+        size, seeded = (NOISE_PAGES, *host.k[0].shape[1:]), torch.Generator().manual_seed(0)
+        self._noise = as_words(torch.randn(size, generator=seeded).to(host.k[0].dtype))
+
+    def fill(self, pages: npt.NDArray[np.int64], prompt: Sequence[int]) -> None:
+        """K and V of all layers are standard normal in ``pages`` ``[N]`` of the tokens ``prompt``, the last one too,
+        and depend only on the prompt and the position."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a step of the pages' previous owner may still append to them
+        seed, where = zlib.crc32(np.asarray(prompt, np.int64).tobytes()), pages.tolist()
+
+        def fill_plane(first: int, plane: Any) -> None:
+            for position, page in enumerate(where):
+                plane[page] = self._noise[(first + position * 7) % NOISE_PAGES]
+
+        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:
+            # numpy copies a page without the GIL
+            list(pool.map(fill_plane, itertools.count(seed), self._planes))

@@ -4,80 +4,61 @@ from __future__ import annotations
 
 import functools
 import logging
+import socket
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import zmq
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS
-from sglang_scout.engine.memory import check_memory
-from sglang_scout.plugin import status
 from sglang_scout.plugin.backend import ScoutAttnBackend, current_backend
-from sglang_scout.plugin.hooks import adapter, hook
+from sglang_scout.plugin.hooks import adapter, hook, pools_target
 from sglang_scout.plugin.limits import BACKEND_NAME
-from sglang_scout.plugin.pools import HostKVPool, build_pools, pools_target
-from sglang_scout.plugin.ranks import AttentionRanks, host_bytes, size_of
+from sglang_scout.plugin.pools import HostKVPool, build_pools
+from sglang_scout.plugin.ranks import rank_memory
 from sglang_scout.plugin.requests import answer_error
-from sglang_scout.worker.arena_fits import pool_lacks
 from sglang_scout.worker.host_memory import available_bytes, gib
 
 logger = logging.getLogger(__name__)
 
+HOLD_S = 2.0  # longer than the prefill server may still write to an ended request's pages: a chunk
+_ANSWER_S = 0.05  # a step's time; a server that is well answers sooner
+_PROBE_S = 2.0
+_KV = "disaggregation.common.conn.CommonKV"
 DENSE = "dense"
 LEFT_BESIDE_COPIES = 2**29  # bytes of host memory
-TRACED = "steps selected_pages cpu_pages recalled_pages gpu_wait_us recall_wait_us".split()
 _DROPPED = (
     "The request was retracted because the KV pages ran out, and there is no host memory to keep a copy of its KV. "
     "Send it again later; the server needs fewer concurrent requests or more memory."
 )
 _GRAPHS = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
-_device_bytes: int | None = None  # for digests and resident pages; None: the CPU device
-
 register_attention_backend(BACKEND_NAME)(ScoutAttnBackend)
-
-
-@hook(pools_target("_profile_available_bytes"), "around")
-def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
-    """Size the KV pool by host memory.
-
-    Returns:
-        Bytes for the KV pages of this rank. All ranks must get the same number of pages, as they allocate the same ids.
-    """
-    global _device_bytes
-    on_cuda = torch.device(runner.device).type == "cuda"
-    # Digests and resident pages share the memory that SGLang would give to KV pages.
-    _device_bytes = original(runner, *args, **kwargs) if on_cuda else None
-    # SGLang lowers the number of requests once the page count is known.
-    size, cpus = size_of(runner, adapter.resolved(runner.server_args).max_running_requests)
-    return host_bytes(size, list(cpus.by_node), AttentionRanks(), _device_bytes)
 
 
 @hook(pools_target("_init_pools"), "around")
 def around_init_pools(original, runner, **given):
     """Put the KV pool into the arena that the CPU attention process maps; use the allocator that reports pages."""
     tokens, max_batch = adapter.pool_sizes(runner, **given)
-    size, cpus = size_of(runner, max_batch)
-    num_pages, ranks = tokens // PAGE_SIZE_TOKENS + 1, AttentionRanks()
-    # Every rank reads both before any allocates.
-    in_pool = not pool_lacks(size.arena(num_pages), arenas=ranks.size)
-    available, on_cpu = ranks.least(available_bytes()), torch.device(runner.device).type == "cpu"
-    memory = {"in_pool": in_pool, "device_bytes": _device_bytes, "shared": on_cpu}
-    plan = check_memory(size, num_pages, available, ranks=ranks.size, **memory)
-    if tokens < size.context_tokens:
+    memory = rank_memory(max_batch)
+    plan = memory.plan(tokens // PAGE_SIZE_TOKENS + 1)
+    if tokens < (context_tokens := memory.size.context_tokens):
         logger.warning(
-            f"host memory holds {tokens} tokens of KV, less than one context of {size.context_tokens}: longer requests "
-            "are refused; raise --kv-offload-host-gb or --max-total-tokens"
+            f"host memory holds {tokens} tokens of KV, less than one context of {context_tokens}: longer requests are "
+            "refused; raise --kv-offload-host-gb or --max-total-tokens"
         )
-    build = functools.partial(original, runner, **given)
-    of_rank = {"server_size": size, "plan": plan, "cpus": cpus}
-    return build_pools(build, runner, functools.partial(HostKVPool, **of_rank))[0]
+    make_pool = functools.partial(HostKVPool, memory=memory, plan=plan)
+    return build_pools(functools.partial(original, runner, **given), runner, make_pool)[0]
 
 
 @hook("disaggregation.decode.DecodeTransferQueue.pop_transferred", "after")
@@ -147,9 +128,7 @@ def around_can_run_graph(original, runner, forward_batch) -> bool:
 
 
 @hook(f"{_GRAPHS}.capture_one_shape", "around")
-def around_capture_one_shape(
-    original, runner, size: int, forward, stream: int | None = None, variant=None, *more
-) -> None:
+def around_capture_one_shape(original, runner, size, forward, stream=None, variant=None, *more):
     """Capture a graph for dense steps too."""
     engine = current_backend().engine
     for label in (None, DENSE) if engine.has_dense_steps else (None,):
@@ -199,8 +178,7 @@ def _fail_owners(requests: Sequence[Any], damaged: npt.NDArray[np.int64]) -> Non
             continue
         tokens = len(request.origin_input_ids) + len(request.output_ids)
         pages = current_backend().tables.pages_of(adapter.row_of(request), tokens)
-        own = damaged[np.isin(damaged[:, 1], pages)]
-        if not len(own):
+        if not len(own := damaged[np.isin(damaged[:, 1], pages)]):
             continue
         layer, page = own[0].tolist()
         more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
@@ -211,19 +189,16 @@ def _fail_owners(requests: Sequence[Any], damaged: npt.NDArray[np.int64]) -> Non
         logger.error("request %s fails: %s", request.rid, message)
         code = HTTPStatus.INTERNAL_SERVER_ERROR
         request.to_finish = FINISH_ABORT(message, code, "InternalServerError")
-        request.finished_len = len(request.output_ids)
-        request.skip_radix_cache_insert = True
+        request.finished_len, request.skip_radix_cache_insert = len(request.output_ids), True
 
 
 @hook("managers.schedule_batch.Req.offload_kv_cache", "around")
 def around_offload_kv_cache(original, req, tables, allocator) -> None:
-    """Keep the KV of a retracted request only if there is memory for a copy.
-
-    Either every rank keeps a copy of its part, or none does.
-    """
-    ranks, pool = AttentionRanks(), allocator.get_kvcache()
-    needed = ranks.size * pool.copy_bytes(req.seqlen - 1)
-    available = ranks.least(available_bytes())
+    """Keep the KV of a retracted request only if there is memory for a copy."""
+    # Either every rank keeps a copy of its part, or none does.
+    pool = allocator.get_kvcache()
+    needed = pool.ranks.size * pool.copy_bytes(req.seqlen - 1)
+    available = pool.ranks.least(available_bytes())
     if available - needed >= LEFT_BESIDE_COPIES:
         original(req, tables, allocator)
         return
@@ -246,25 +221,75 @@ def around_add_request_to_queue(original, scheduler, req, *args, **kwargs) -> No
         original(scheduler, req, *args, **kwargs)
 
 
-@hook("observability.trace.TraceReqContext.trace_slice", "before")
-def before_trace_slice(context, slice, *_, **__) -> None:
-    """With `--enable-trace`: add step counters as attributes to each token's span.
+@hook({"0.5.15.post1": f"{_KV}Receiver._connect"}, "around")
+def around_connect(original, receiver, endpoint: str, is_ipv6: bool = False):
+    """Do not block forever on a message to a prefill server that is gone."""
+    # SGLang's PUSH sockets do not reconnect, and one that has lost its peer blocks in send, holding a lock that the
+    # heartbeat thread waits for. A new one queues messages. Mended by https://github.com/sgl-project/sglang/pull/31144.
+    sock, lock = original(receiver, endpoint, is_ipv6)
+    with lock:
+        if sock.poll(0, zmq.POLLOUT):
+            return sock, lock
+    receiver.disconnect_endpoint(endpoint)
+    return original(receiver, endpoint, is_ipv6)
 
-    They are the batch's, since the request's previous token.
-    """
-    if slice.slice_name == "decode_loop":
-        counters = current_backend().engine.parts.counters
-        now = {name: getattr(counters, name) for name in TRACED}
-        before = getattr(context, "kv_offload_before", now)
-        context.kv_offload_before = now
-        slice.attrs.update({f"kv_offload.{name}": now[name] - before[name] for name in TRACED})
+
+@hook(f"{_KV}Manager.try_ensure_parallel_info", "around")
+def around_ensure_parallel_info(original, manager, address: str) -> bool:
+    """Ask a prefill server for its ranks without blocking the steps of other requests."""
+    # SGLang asks in the scheduler's thread, for 5 s if there is no answer, each second. It raises if the servers
+    # differ, for example in page size; here the requests of this address fail.
+    if address in manager.prefill_info_table:
+        return True
+    questions: dict[str, Future[bool]] = vars(manager).setdefault("kv_offload_questions", {})
+    if is_new := address not in questions:
+        questions[address] = ThreadPoolExecutor(1).submit(original, manager, address)
+    try:
+        answer = questions[address].result(_ANSWER_S if is_new else 0)
+    except TimeoutError:
+        return False
+    except Exception as error:
+        answer = False
+        logger.error("--kv-offload: %s", error)
+        for room in list(manager.addr_to_rooms_tracker[address]):
+            manager.record_failure(room, str(error))
+            manager.update_status(room, KVPoll.Failed)
+    del questions[address]
+    return answer
 
 
-@hook("managers.scheduler.Scheduler.get_internal_state", "after")
-def after_get_internal_state(result, scheduler, *args, **kwargs):
-    """Add the state to `/server_info`."""
-    backend = current_backend()
-    result.internal_state["kv_offload"] = state = status.decode_state(backend)
-    # All ranks are asked at once.
-    state["ranks"] = backend.ranks.gather({key: state[key] for key in status.OF_EACH_RANK})
-    return result
+@hook("disaggregation.mooncake.conn.MooncakeKVManager._on_heartbeat_success", "after")
+def after_heartbeat_success(_, manager, address: str) -> None:
+    """Notice that a prefill server was replaced between two heartbeats."""
+    # Its bootstrap server at address answers, but nothing listens where its schedulers were.
+    with manager.connection_lock:
+        pool = list(manager.connection_pool.items())
+    for info in (info for key, infos in pool if key.startswith(f"{address}_") for info in infos):
+        try:
+            socket.create_connection((info["rank_ip"], info["rank_port"]), _PROBE_S).close()
+        except ConnectionRefusedError:
+            manager._handle_node_failure(address)
+            return
+        except OSError:  # slow, or no descriptor left: not proof that it is gone
+            pass
+
+
+@hook("disaggregation.utils._poll_with_failure_injection", "around")
+def around_poll(original, receivers: Sequence[Any]) -> list[int]:
+    """Notify the prefill server of an aborted transfer, and free its pages once they are no longer written."""
+    # SGLang frees them at once, and another request may get them; here the transfer goes on for HOLD_S.
+    return [_kept(*polled) for polled in zip(receivers, original(receivers), strict=True)]
+
+
+def _kept(receiver: Any, status: int) -> int:
+    if status != KVPoll.Failed or getattr(receiver, "init_time", None) is None:  # no page was named
+        return status
+    if "kv_offload_failed_s" not in vars(receiver):
+        receiver.kv_offload_failed_s = time.monotonic()
+        receiver.conclude_state = KVPoll.Failed
+        # SGLang does not notify the prefill server if this side gave up: it would write much later.
+        if not receiver.abort_notified:
+            receiver._send_abort_notification()
+            receiver.abort_notified = True
+    held = time.monotonic() - receiver.kv_offload_failed_s < HOLD_S
+    return int(KVPoll.Transferring if held else KVPoll.Failed)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -37,6 +38,7 @@ _MISSED = (
 )
 _CONNECT_S = 5.0
 _RETRY_S = 1.0
+MAX_ROOMS, MAX_TOLD = 2**16, 1024  # that are remembered; of them are told again to a new connection
 _HEARTBEAT_S = 120.0  # for a host that is lost; much longer than a process may be busy
 
 
@@ -54,16 +56,13 @@ def parts_of(request: Any) -> list[Any]:
     return list(vars(request).get("_sub_obj_cache", {}).values())
 
 
-class _Recent(OrderedDict[Any, Any]):
-    def put(self, key: Any, value: Any, most: int = 1024) -> None:
-        self[key] = value
-        if len(self) > most:
-            self.popitem(last=False)
-
-
-class _Link(NamedTuple):
-    loop: asyncio.AbstractEventLoop
-    there: _Recent  # (room, nth) of the decode server's requests
+@dataclass
+class _Room:
+    count: int = 0  # of requests here that named it
+    # The half that has failed, here or there, until the other one has been seen to end.
+    told: Half | None = None
+    heard: Half | None = None
+    there: tuple[Any, int] = None, 0  # connection to the decode server, its newest request
 
 
 class Halves:
@@ -72,24 +71,19 @@ class Halves:
 
     def __init__(self) -> None:
         self._manager: Any = None
-        self._counts = _Recent()  # of requests by room
-        self._told, self._heard = _Recent(), _Recent()  # whose other half has not been seen to end
-        self._sockets: dict[Any, _Link] = {}
+        self._rooms: OrderedDict[int, _Room] = OrderedDict()
+        self._sockets: dict[Any, asyncio.AbstractEventLoop] = {}
         self._links: dict[str, asyncio.Task[None]] = {}  # by the bootstrap server's address
 
     def meet(self, manager: Any, request: Any) -> None:
-        """A valid ``request`` of one prompt. A decode server connects to the server of the other half.
-
-        Raises:
-            ValueError: its room is in use.
-            ValueError, HTTPException: what the other half was answered, if it has failed.
-        """
+        """A valid ``request`` of one prompt. A decode server connects to the server of the other half. Raises
+        ValueError if its room is in use, or as :func:`refuse` what the other half was answered, if it has failed."""
         self._manager, flags, room = manager, manager.server_args, request.bootstrap_room
         if room is None or request.bootstrap_host == FAKE_BOOTSTRAP_HOST:
             return
-        known = self._heard.get(room)
+        known = self._room(room).heard
         if known and known.nth <= self._nth(request):
-            del self._heard[room]
+            self._room(room).heard = None
             request.kv_offload_ended = True
             refuse(request, known.status, known.message)
         if flags.disaggregation_mode == "decode":
@@ -103,11 +97,15 @@ class Halves:
         if any(other is not request for other in self._of(room)):
             raise ValueError(f"bootstrap_room {room} is in use by another request")
 
+    def _room(self, number: int) -> _Room:
+        if len(self._rooms) > MAX_ROOMS:
+            self._rooms.popitem(last=False)
+        return self._rooms.setdefault(number, _Room())
+
     def _nth(self, request: Any) -> int:
         if not hasattr(request, "kv_offload_nth"):
-            room = request.bootstrap_room
-            request.kv_offload_nth = self._counts.get(room, 0) + 1
-            self._counts.put(room, request.kv_offload_nth, most=2**16)
+            room = self._room(request.bootstrap_room)
+            request.kv_offload_nth = room.count = room.count + 1
         return int(request.kv_offload_nth)
 
     def _requests(self) -> list[Any]:
@@ -126,9 +124,8 @@ class Halves:
                     socket = await session.ws_connect(url, heartbeat=_HEARTBEAT_S)
                 await self._listen(socket)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            logger.info(
-                f"--kv-offload: no connection to {address}, which reports failed requests: {error!r}"
-            )
+            what = f"no connection to {address}, which reports failed requests"
+            logger.info(f"--kv-offload: {what}: {error!r}")
         await asyncio.sleep(_RETRY_S)  # then the next request tries again
         del self._links[address]
 
@@ -140,63 +137,60 @@ class Halves:
         return socket
 
     async def _listen(self, socket: Any) -> None:
-        link = self._sockets[socket] = _Link(asyncio.get_running_loop(), _Recent())
+        self._sockets[socket] = asyncio.get_running_loop()
+        told = [room.told for room in list(self._rooms.values()) if room.told][-MAX_TOLD:]
+        if self._manager and self._manager.server_args.disaggregation_mode == "decode":
+            mine = (one for one in self._requests() if hasattr(one, "kv_offload_nth"))
+            told += [Half(one.bootstrap_room, one.kv_offload_nth) for one in mine]
         try:
-            for half in [*self._told.values(), *self._here()]:
+            for half in told:
                 await socket.send_bytes(msgspec.json.encode(half))
             async for message in socket:
                 half = msgspec.json.decode(message.data, type=Half)
                 if not half.status:
-                    link.there.put((half.room, half.nth), True, most=2**16)
-                elif self._manager is None:  # no request yet
-                    self._heard.put(half.room, half)
+                    self._room(half.room).there = socket, half.nth
+                elif not self._manager:  # no request yet
+                    self._room(half.room).heard = half
                 else:
                     self._manager.event_loop.call_soon_threadsafe(self._hear, half)
         except (msgspec.MsgspecError, OSError, TypeError) as error:
-            logger.warning(
-                f"--kv-offload: the connection to the other server of the pair failed: {error!r}; the next request "
-                "opens a new one"
-            )
+            what = "the connection to the other server of the pair failed"
+            logger.warning(f"--kv-offload: {what}: {error!r}; the next request opens a new one")
         finally:
             del self._sockets[socket]
-            if link.there and self._manager is not None:
-                self._manager.event_loop.call_soon_threadsafe(self._lose, link)
+            if self._manager:
+                self._manager.event_loop.call_soon_threadsafe(self._lose, socket)
             await socket.close()
-
-    def _here(self) -> list[Half]:
-        """A decode server's requests."""
-        if self._manager is None or self._manager.server_args.disaggregation_mode != "decode":
-            return []
-        mine = (one for one in self._requests() if hasattr(one, "kv_offload_nth"))
-        return [Half(one.bootstrap_room, one.kv_offload_nth) for one in mine]
 
     def _send(self, half: Half) -> None:
         data = msgspec.json.encode(half)
-        for socket, link in list(self._sockets.items()):
-            asyncio.run_coroutine_threadsafe(socket.send_bytes(data), link.loop)
+        for socket, loop in list(self._sockets.items()):
+            asyncio.run_coroutine_threadsafe(socket.send_bytes(data), loop)
 
     def _hear(self, half: Half) -> None:
         """The other half has ended: end this one, or remember it until this one comes."""
-        told = self._told.get(half.room)
-        if told and told.nth == half.nth:
-            del self._told[half.room]
+        room = self._room(half.room)
+        if room.told and room.told.nth == half.nth:
+            room.told = None
             return  # this one has ended too
         for request in self._of(half.room):
             if self._nth(request) >= half.nth and hasattr(request, "kv_offload_sent"):
                 request.kv_offload_ended = True
                 self._end(request, half.status, half.message)
                 return
-        self._heard.put(half.room, half)
+        room.heard = half
 
-    def _lose(self, link: _Link) -> None:
+    def _lose(self, socket: Any) -> None:
         """A decode server has ended, or its connection."""
         for one in self._requests():
-            nth = getattr(one, "kv_offload_nth", None)
-            if nth and (one.bootstrap_room, nth) in link.there:
-                self._end(one, HTTPStatus.SERVICE_UNAVAILABLE, GONE)
+            if nth := getattr(one, "kv_offload_nth", None):
+                link, newest = self._room(one.bootstrap_room).there
+                if link is socket and nth <= newest:
+                    self._end(one, HTTPStatus.SERVICE_UNAVAILABLE, GONE)
 
     def _miss(self, room: int, nth: int) -> None:
-        if any((room, nth) in link.there for link in self._sockets.values()):
+        link, newest = self._room(room).there
+        if link in self._sockets and nth <= newest:
             return
         for request in self._of(room):
             if self._nth(request) == nth:
@@ -208,22 +202,21 @@ class Halves:
 
     def tell(self, request: Any, status: int, message: str) -> None:
         """``request``, of one prompt or several, was answered with an error."""
-        room = getattr(request, "bootstrap_room", None)
-        if isinstance(room, list):
+        number = getattr(request, "bootstrap_room", None)
+        if isinstance(number, list):
             for part in parts_of(request):
                 self.tell(part, status, message)
             return
-        if not isinstance(room, int) or hasattr(request, "kv_offload_ended"):
+        if not isinstance(number, int) or hasattr(request, "kv_offload_ended"):
             return
-        heard = self._heard.get(room)
-        if heard and heard.nth == self._nth(request):
-            del self._heard[room]
+        room, nth = self._room(number), self._nth(request)
+        if room.heard and room.heard.nth == nth:
+            room.heard = None
             return
         if status not in (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE):
             status = HTTPStatus.BAD_REQUEST
-        half = Half(room, self._nth(request), status, message[:2000])
-        self._told.put(room, half)
-        self._send(half)
+        room.told = Half(number, nth, status, message[:2000])
+        self._send(room.told)
 
 
 halves = Halves()

@@ -10,7 +10,7 @@ import functools
 import ipaddress
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
@@ -50,27 +50,10 @@ def _each(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _sampling(request: GenerateReqInput, name: str) -> Iterable[Any]:
-    """The values of a sampling parameter, one per given dictionary."""
-    return (one.get(name) for one in _each(request.sampling_params) if isinstance(one, dict))
-
-
-def _logprob(request: GenerateReqInput) -> bool:
-    return any(_each(request.return_logprob))
-
-
-def _prompt_logprobs(request: GenerateReqInput, starts: Any) -> bool:
-    if not (_logprob(request) and any(isinstance(at, int) and at >= 0 for at in _each(starts))):
-        return False
-    of_several = (isinstance(ids, list) for ids in (request.text, *_each(request.input_ids)))
-    return bool(request.stream) or any(of_several) or any(_each(request.top_logprobs_num))
-
-
 # What a client may ask of one server but not of a pair; both servers refuse it by name.
 #
 # The answer is the decode server's, which lacks what only the prefill server knows: the prompt's results and the first
-# token's. SGLang says nothing. Its router adds the log-probabilities of one prompt to an answer of ``/generate``, but
-# not to a stream.
+# token's. SGLang says nothing.
 _NONE_FOR_PROMPT = "a prefill-decode pair has none for the prompt; drop the field"
 _ONLY_TOKENS = "not supported by a prefill-decode pair; send text or input_ids"
 LIMITS = {
@@ -86,26 +69,31 @@ LIMITS = {
     "positional_embed_overrides": _ONLY_TOKENS,
     "session_params": "a prefill-decode pair has no sessions; send the whole prompt",
 }
-# Whether it is asked for, before SGLang's normalization: fields may be lists, and of any type. Others: if any is true.
-_ASKED: dict[str, Callable[[GenerateReqInput, Any], bool]] = {
-    "n": lambda request, _: any(n not in (None, 1) for n in _sampling(request, "n")),
-    "logprob_start_len": _prompt_logprobs,
-    "token_ids_logprob": lambda x, ids: _logprob(x) and any(i is not None for i in _each(ids)),
-    "max_new_tokens": lambda x, _: _logprob(x) and 0 in _sampling(x, "max_new_tokens"),
-    "positional_embed_overrides": lambda _, given: given is not None,
-}
+
+
+def _adds_prompt_logprobs(request: GenerateReqInput) -> bool:
+    """Whether SGLang's router adds the prompt's log-probabilities to an answer of ``/generate``."""
+    of_several = (isinstance(ids, list) for ids in (request.text, *_each(request.input_ids)))
+    return not (request.stream or any(of_several) or any(_each(request.top_logprobs_num)))
 
 
 @hook("managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", "before")
 def before_normalize(request: GenerateReqInput) -> None:
-    """Refuse what a pair cannot answer in full, for example `n` above 1.
-
-    Before SGLang makes ``n`` requests of it, with one bootstrap room for all.
-    """
-    for field, sentence in LIMITS.items():
-        given = getattr(request, field, None)  # not in every release
-        if _ASKED[field](request, given) if field in _ASKED else any(_each(given)):
-            raise ValueError(f"{field}: {sentence}")
+    """Refuse what a pair cannot answer in full, for example `n` above 1."""
+    # Before SGLang makes n requests of it, with one bootstrap room for all: fields may be lists, and of any type.
+    asked = {x: _each(getattr(request, x, None)) for x in LIMITS}  # some not in every release
+    sampling = [one for one in _each(request.sampling_params) if isinstance(one, dict)]
+    asked["n"] = [one.get("n") not in (None, 1) for one in sampling]
+    asked["positional_embed_overrides"] = [asked["positional_embed_overrides"] != [None]]
+    logprob = any(_each(request.return_logprob))
+    asked["max_new_tokens"] = [logprob and one.get("max_new_tokens") == 0 for one in sampling]
+    ids, starts = asked["token_ids_logprob"], asked["logprob_start_len"]
+    asked["token_ids_logprob"] = [logprob and of_prompt is not None for of_prompt in ids]
+    from_prompt = any(logprob and isinstance(at, int) and at >= 0 for at in starts)
+    asked["logprob_start_len"] = [from_prompt and not _adds_prompt_logprobs(request)]
+    for field, why in LIMITS.items():
+        if any(asked[field]):
+            raise ValueError(f"{field}: {why}")
 
 
 @functools.cache
@@ -153,10 +141,7 @@ def _check_place(request: GenerateReqInput) -> None:
 
 @hook("managers.tokenizer_manager.TokenizerManager._validate_one_request", "before")
 def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> None:
-    """Refuse requests whose fields would crash a scheduler, by type and range, and requests after SIGTERM.
-
-    ``obj`` is normalized, of one prompt.
-    """
+    """Refuse requests whose fields would crash a scheduler, by type and range, and requests after SIGTERM."""
     if not isinstance(obj, GenerateReqInput):
         return  # SGLang refuses it itself
     if manager.gracefully_exit:
@@ -166,8 +151,7 @@ def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> No
     _check(obj.sampling_params, manager.sampling_params_class, "sampling_params")
     for token, bias in (obj.sampling_params.get("logit_bias") or {}).items():
         if not abs(bias) <= FLOAT32_MAX:
-            odd = f"{bias}, which is not a finite 32-bit float"
-            raise ValueError(f"logit_bias of token {token} is {odd}")
+            raise ValueError(f"logit_bias of token {token} is {bias}, not a finite 32-bit float")
     sent = _types_of(TokenizedGenerateReqInput).__struct_fields__
     values = {name: getattr(obj, name, None) for name in sent} | {"input_text": obj.text}
     _check(values, TokenizedGenerateReqInput, "request")
@@ -241,8 +225,7 @@ async def around_generate_request(original, manager, obj, request=None) -> Async
 
 def _errors(answer: Any) -> Iterator[tuple[str, tuple[int, str]]]:
     """Request id, status and message of the errors in an answer to a stream or to several prompts."""
-    for one in answer if isinstance(answer, list) else [answer]:
-        about = one.get("meta_info", {})
+    for about in (one.get("meta_info", {}) for one in _each(answer)):
         reason = about.get("finish_reason") or {}
         if reason.get("type") == "abort" and reason.get("status_code"):
             reason["status_code"] = _status(reason["status_code"], reason["message"])

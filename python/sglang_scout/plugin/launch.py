@@ -11,15 +11,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-from sglang.srt.server_args import ServerArgs
 
-from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
+from sglang_scout.core.config import FLAGS, PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin import limits
-from sglang_scout.plugin.fields import FIELDS
-from sglang_scout.plugin.hooks import adapter, apply, hook, hooks_of
+from sglang_scout.plugin.hooks import FIELDS, ServerArgs, adapter, apply, hook, hooks_of
 from sglang_scout.policy import policies
 
 logger = logging.getLogger(__name__)
@@ -57,17 +55,13 @@ PROCESS_CPUS = _LAUNCHED.cpus if _LAUNCHED else frozenset(os.sched_getaffinity(0
 """CPU affinity at server start. SGLang may bind a scheduler process to a NUMA node, and its model thread to one CPU."""
 
 _WITH_FIELDS = "Add the `--kv-offload` fields in a subclass, so that its parser has the flags."
-hook({"0.5.23": "server_args.ServerArgs"}, "replace", why=_WITH_FIELDS, roles="flags")(
-    adapter.ServerArgs
-)
+hook({"0.5.23": "server_args.ServerArgs"}, "replace", why=_WITH_FIELDS, roles="flags")(ServerArgs)
 
 
 @hook({"0.5.15.post1": "server_args.ServerArgs.__init__"}, "around")
 def around_init(original, self: ServerArgs, *args, **kwargs) -> None:
-    """Accept the `--kv-offload` fields; they are added to the live class, so that its parser has the flags.
-
-    The generated ``__init__`` does not know them: set them here, pass the rest on.
-    """
+    """Accept the `--kv-offload` fields; they are added to the live class, so that its parser has the flags."""
+    # The generated __init__ does not know them: set them here, pass the rest on.
     for name, (_, default, _) in FIELDS.items():
         setattr(self, name, kwargs.pop(name, default))
     original(self, *args, **kwargs)
@@ -87,28 +81,25 @@ def around_resolve(original, self: ServerArgs) -> None:
     try:
         _resolve(original, self)
     except ConfigError:
-        otherwise = sys.excepthook
-
-        def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            """If uncaught it ends the launcher with its message, without a traceback."""
-            if isinstance(error, ConfigError):
-                print(f"sglang-scout: {error}", file=sys.stderr)
-            else:
-                otherwise(kind, error, trace)
-
-        sys.excepthook = end
+        sys.excepthook = _print_refusal
         raise
 
 
+def _print_refusal(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """An uncaught refusal ends the launcher with its message, without a traceback."""
+    if isinstance(error, ConfigError):
+        print(f"sglang-scout: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
-    """Validate before SGLang resolves its own defaults, check the model after it is known."""
     if self.kv_offload == "none":
         os.environ.pop(ROLE_ENV, None)
         for name in FIELDS:
             if name != "kv_offload" and (value := getattr(self, name)) is not None:
-                fix = "add --kv-offload POLICY or drop it"
-                flag = f"{limits.flag_of(name)} {value!r}"
-                raise ConfigError(f"{flag}: has no effect without --kv-offload; {fix}")
+                why = "has no effect without --kv-offload; add --kv-offload POLICY or drop it"
+                raise ConfigError(f"{limits.flag_of(name)} {value!r}: {why}")
         original(self)
         return
     if isinstance(self.kv_offload_config, str) and self.kv_offload_config.startswith("@"):
@@ -133,18 +124,10 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
     announce(self.disaggregation_mode, PROCESS_CPUS)
 
 
-def parse(server_args: ServerArgs) -> OffloadConfig:
+def parse(args: ServerArgs) -> OffloadConfig:
     """The validated configuration of a server."""
-    return parse_config(
-        policy=server_args.kv_offload,
-        policies=policies(),
-        budget_tokens=server_args.kv_offload_budget,
-        host_gb=server_args.kv_offload_host_gb,
-        recall_profile=server_args.kv_offload_recall_profile,
-        cpus=server_args.kv_offload_cpus,
-        config=server_args.kv_offload_config,
-        available_cpus=set(PROCESS_CPUS),
-    )
+    given = {name: getattr(args, flag[2:].replace("-", "_")) for name, flag in FLAGS.items()}
+    return parse_config(**given, policies=policies(), available_cpus=set(PROCESS_CPUS))
 
 
 def _apply_defaults(args: ServerArgs) -> None:
@@ -173,8 +156,7 @@ def _apply_defaults(args: ServerArgs) -> None:
         args.prefill_attention_backend = "triton"  # never runs here; cheapest setup
     if args.max_running_requests is None:
         args.max_running_requests = most = DEFAULT_MAX_RUNNING_REQUESTS
-        policy = f"--kv-offload {args.kv_offload}"
-        logger.info(f"--max-running-requests not given: set to {most} with {policy}")
+        logger.info(f"--max-running-requests not given: set to {most} with --kv-offload")
 
 
 def reach_directly(host: str) -> None:

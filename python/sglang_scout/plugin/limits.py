@@ -24,11 +24,7 @@ from sglang_scout.worker.ring import MAX_BATCH
 
 BACKEND_NAME = "scout"
 TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "fake")
-_NIXL = (
-    ". SGLang's NIXL backend expects all KV on a GPU, and on 0.5.15.post1 a request that ends during its transfer "
-    "stops all others"
-)
-_CHECKSUMS = "use page_checksums in --kv-offload-config, which finds KV that changes in host memory"
+_NIXL = ". SGLang's NIXL backend expects all KV on a GPU"
 
 # Fields of ServerArgs, some of them in some releases only, that must keep SGLang's default, and why.
 _KEPT = {
@@ -43,25 +39,19 @@ _KEPT = {
     "from layer inputs, so every rank needs the whole input",
     "tokenizer_worker_num grpc_mode smg_grpc_mode": ": it bypasses the request checks, without which a malformed "
     "request would end the scheduler",
-    "enable_lora lora_paths": ": queries are predicted from the base model's weights, and adapters are untested as "
-    "SGLang has no LoRA on a CPU; merge the adapter into the weights",
-    "speculative_algorithm": ": a decode step has one query per request, but drafts have several tokens, and the KV of "
-    "rejected ones would have to be removed",
+    "enable_lora lora_paths": ": queries are predicted from the base model's weights; merge the adapter into these",
+    "speculative_algorithm": ": a decode step has one query per request, but drafts have several tokens",
     "ep_size": ": it is untested; --tp-size also divides the experts",
-    "enable_hierarchical_cache": ": the decode server already keeps all KV in host memory; on the prefill server it "
-    "needs a GPU and is untested",
+    "enable_hierarchical_cache": ": the decode server keeps all KV in host memory; on the other it needs a GPU",
     "disaggregation_decode_enable_offload_kvcache": ": all KV is already in host memory",
     "enable_hisparse": ": both choose which KV is attended to",
     "enable_two_batch_overlap": ": it runs the halves of a batch alternately, but the hooks expect one batch per step",
     "model_impl": ": the hooks need SGLang's own layers",
     "use_ray": ": its schedulers do not load plugins",
     "preferred_sampling_params": ": they are added to a request after its checks; let clients send them",
-    "allow_auto_truncate": ": each server of a pair would truncate a long prompt at its own limit, so the two would "
-    "disagree",
-    "disaggregation_enable_kv_checksum": ": its CUDA kernels check everything that is sent, also digests and hints, "
-    f"which only some pages have; {_CHECKSUMS}",
-    "kv_canary": ": its CUDA kernels check only SGLang's own pools on the device, and its tags would be sent in front "
-    f"of K, where K, V and digests are told apart by position; {_CHECKSUMS}",
+    "allow_auto_truncate": ": each server of a pair would truncate a long prompt at its own limit",
+    "disaggregation_enable_kv_checksum kv_canary": ": its CUDA kernels know neither host pages nor digests and hints, "
+    "which some have; use page_checksums in --kv-offload-config, which finds KV that changes in host memory",
 }
 _AS_GOOD = ("auto", "sglang", "cpu_tensor")  # of --model-impl and of ...-retraction-backup
 # The same on a decode server, and on one on a CUDA device.
@@ -102,11 +92,8 @@ def device_of(args: ServerArgs) -> str:
 
 
 def uses_graph_transport(config: OffloadConfig, device: str) -> bool:
-    """Whether the device's stream, not the host, posts to the attention process.
-
-    ``transport = graph`` does so on the CPU device too, with the ring's kernels in Triton's interpreter: slow, for
-    tests.
-    """
+    """Whether the device's stream, not the host, posts to the attention process. ``transport = graph`` does so on the
+    CPU device too, with the ring's kernels in Triton's interpreter: slow, for tests."""
     if config.transport != "auto":
         return config.transport == "graph"
     return torch.device(device).type == "cuda"
@@ -216,27 +203,16 @@ def check_memory_flag(config: OffloadConfig) -> None:
         )
 
 
-def check_context(context_tokens: int, page_size: int) -> None:
-    """Refuse a context that a device cannot select from."""
-    pages = -(-context_tokens // page_size)
-    if pages > MAX_COLUMNS:
-        raise ConfigError(
-            f"--context-length {context_tokens}: {pages} pages of {page_size} tokens, but the device kernels "
-            f"select from at most {MAX_COLUMNS}; lower it to {MAX_COLUMNS * page_size}"
-        )
-
-
 def check_model(server_args: Any, config: OffloadConfig) -> None:
     """Refuse a model that the decode step does not support, or that the files do not match."""
     path = config.recall_profile
     profile = None if path is None else load_profile(path)
     model = f"--model-path {server_args.model_path}"
-    policy = f"--kv-offload {server_args.kv_offload}"
-    served = adapter.model_config(server_args)
+    served, policy = adapter.model_config(server_args), f"--kv-offload {server_args.kv_offload}"
     check_architecture(model, (served.hf_config.architectures or ["(none named)"])[0])
     if (kind := served.attention_arch.name) != "MHA":
-        fix = "choose a model with one of these"
-        raise ConfigError(f"{model}: {policy} needs MHA or GQA, not {kind}; {fix}")
+        needs = f"needs MHA or GQA, not {kind}; choose a model with one of these"
+        raise ConfigError(f"{model}: {policy} {needs}")
     text = served.hf_text_config
     window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
     sizes = {"head_dim": served.head_dim, "v_head_dim": served.v_head_dim}
@@ -244,6 +220,13 @@ def check_model(server_args: Any, config: OffloadConfig) -> None:
     if served.dtype not in TORCH_DTYPES:
         fix = f"set --dtype to one of {', '.join(DTYPES)}"
         raise ConfigError(f"{model}: dtype {served.dtype} is not supported with {policy}; {fix}")
+    device, pages = device_of(server_args), -(-served.context_len // PAGE_SIZE_TOKENS)
+    on_device = uses_graph_transport(config, device)
+    if server_args.disaggregation_mode == "decode" and on_device and pages > MAX_COLUMNS:
+        raise ConfigError(
+            f"--context-length {served.context_len}: {pages} pages of {PAGE_SIZE_TOKENS} tokens, but the device "
+            f"kernels select from at most {MAX_COLUMNS}; lower it to {MAX_COLUMNS * PAGE_SIZE_TOKENS}"
+        )
     layers = served.num_hidden_layers
     # It refuses unsupported settings.
     weights = make_policy(Context(config, layers, 1, profile)).rule.weights

@@ -1,10 +1,11 @@
-"""What the plugin reads of SGLang's loaded model: its identity, shape and layers, and queries from its weights."""
+"""What the plugin reads of SGLang's loaded model: its identity, shape and layers; queries from its weights, and a probe
+whether they are right."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers.utils.hub import cached_file
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest
+from sglang_scout.core.profile import ModelIdentity, config_digest, load_profile
 from sglang_scout.core.supported import DTYPES, FP8_KV
 from sglang_scout.engine.ahead import QueryHeads, QueryProjector
 from sglang_scout.engine.policy import Policy
@@ -29,14 +30,14 @@ from sglang_scout.policy import Context, make_policy
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 TORCH_FP8 = tuple(getattr(torch, name) for name in FP8_KV.values())
+MAX_QUERY_ERROR = 0.1
+"""Relative, over all queries of a layer. Rounding causes up to 0.01, omitting the residual stream about 1."""
 
 
-def rank_policy(
-    config: OffloadConfig, shape: ModelShape, profile: RecallProfile | None = None
-) -> Policy:
+def rank_policy(config: OffloadConfig, shape: ModelShape) -> Policy:
     """The configured policy, with the part of its weights for this tensor-parallel rank's heads."""
-    page_bytes = 2 * shape.page_bytes
-    policy = make_policy(Context(config, shape.num_layers, page_bytes, profile))
+    profile = load_profile(path) if (path := config.recall_profile) else None
+    policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes, profile))
     if (weights := policy.rule.weights) is None:
         return policy
     group = get_attn_tp_group()
@@ -45,11 +46,8 @@ def rank_policy(
 
 
 def model_identity(config: Any) -> ModelIdentity:
-    """Identity of the model in SGLang's ``ModelConfig``, independent of its folder.
-
-    Raises:
-        ConfigError: the model has no readable config.json.
-    """
+    """Identity of the model in SGLang's ``ModelConfig``, independent of its folder. Raises ConfigError if it has no
+    readable config.json."""
     try:
         file = cached_file(config.model_path, "config.json", revision=config.revision)
         digest = config_digest(json.loads(Path(file).read_text(encoding="utf-8")))
@@ -120,12 +118,8 @@ def _check_fp8(model_path: str, fp8: torch.dtype, dtype: torch.dtype, layers: li
             )
 
 
-def make_projectors(layers: list[torch.nn.Module]) -> list[QueryProjector]:
-    """What computes each layer's query from a layer input: the layer's own norm, W_q, head norm and RoPE."""
-    return [_projector(index, layer) for index, layer in enumerate(layers)]
-
-
-def _projector(index: int, layer: Any) -> QueryProjector:
+def make_projector(index: int, layer: Any) -> QueryProjector:
+    """What computes a layer's query from a layer input: the layer's own norm, W_q, head norm and RoPE."""
     attention, norm = layer.self_attn, layer.input_layernorm
     rope, projection = attention.rotary_emb, getattr(attention, "qkv_proj", None)
     parts = {
@@ -160,10 +154,8 @@ def _projector(index: int, layer: Any) -> QueryProjector:
 
 
 def _has_plain_rows(projection: Any) -> bool:
-    """Whether output i depends only on row i of the weight: not quantised, not repacked.
-
-    A quantisation method may keep a float weight and still do more than multiply by it.
-    """
+    """Whether output i depends only on row i of the weight: not quantised, not repacked. A quantisation method may keep
+    a float weight and still do more than multiply by it."""
     weight = getattr(projection, "weight", None)
     return (
         type(getattr(projection, "quant_method", None)) is UnquantizedLinearMethod
@@ -173,3 +165,42 @@ def _has_plain_rows(projection: Any) -> bool:
         and weight.dim() == 2
         and weight.dtype in TORCH_DTYPES
     )
+
+
+class QueryProbe:
+    """Checks in the first steps that queries are predicted from the layers' real input: compares each layer's query,
+    once, with the output of its projector, of the model's weights.
+
+    SGLang passes a layer its input in parts, which differ between releases. A prediction that lacks one looks like a
+    valid query, and selects the wrong pages.
+    """
+
+    def __init__(self, projectors: Sequence[QueryProjector]) -> None:
+        self.unseen = dict(enumerate(projectors))  # by layer
+        self._predicted: torch.Tensor | None = None
+
+    def layer_input(
+        self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> None:
+        """As of ``StepEngine.layer_input``."""
+        projector = self.unseen.get(layer)
+        if projector is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self._predicted = projector.finish(projector.start(x, residual), positions)
+
+    def query(self, layer: int, q: torch.Tensor) -> None:
+        """The layer's real query ``[B, HQ, D]``. Raises RuntimeError if it differs."""
+        predicted, self._predicted = self._predicted, None
+        if predicted is None:
+            return
+        finite = q.isfinite().flatten(1).all(1)
+        wanted, found = q[finite].float(), predicted[finite].float()
+        if not len(wanted):
+            return  # KV that was never written
+        if not (found - wanted).norm() <= MAX_QUERY_ERROR * wanted.norm():
+            raise RuntimeError(
+                f"--kv-offload: the query of layer {layer} differs from the one predicted from its own input: this "
+                "SGLang does not pass layers what sglang-scout expects, and pages would be selected with wrong queries"
+                "; install SGLang unmodified, or serve without --kv-offload"
+            )
+        del self.unseen[layer]

@@ -17,26 +17,24 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_scout.engine.digests import DigestPool
-from sglang_scout.engine.memory import MemoryPlan, ServerSize
+from sglang_scout.engine.memory import MemoryPlan
 from sglang_scout.engine.requests import PageHints
 from sglang_scout.engine.stores import HostPages, context_pages
 from sglang_scout.plugin.hooks import VERSION, adapter
-from sglang_scout.plugin.ranks import RankCpus, lock
-from sglang_scout.plugin.transfers import BufferInfos, with_digests
+from sglang_scout.plugin.ranks import RankMemory, lock
 from sglang_scout.worker.arena import Arena, PageChecksums
 
 logger = logging.getLogger(__name__)
 
 NODE_RUN_PAGES = 8
 """Consecutive pages that a request gets from one NUMA node before the next node: 256 tokens."""
-_NO_PAGES = torch.empty(0, dtype=torch.int64)
+BufferInfos = tuple[list[int], list[int], list[int]]
 
 
 def alternate_nodes(pages: torch.Tensor, stripe_pages: int) -> torch.Tensor:
-    """Free ``pages`` ``[n]`` in an order in which the first ones, however many, are spread evenly over the NUMA nodes.
-
-    Page i is on node ``i // stripe_pages``. Runs of ``NODE_RUN_PAGES`` stay together, as the KV transfer sends
-    consecutive pages in one piece. A node with fewer free pages than the others is used up first.
+    """Free ``pages`` ``[n]`` in an order in which the first ones, however many, are spread evenly over the NUMA nodes:
+    page i is on node ``i // stripe_pages``. Runs of ``NODE_RUN_PAGES`` stay together, as the KV transfer sends
+    consecutive pages in one piece.
     """
     pages = torch.sort(pages).values
     _, counts = torch.unique_consecutive(pages // stripe_pages, return_counts=True)
@@ -45,30 +43,32 @@ def alternate_nodes(pages: torch.Tensor, stripe_pages: int) -> torch.Tensor:
     return pages[torch.argsort(place_in_node // NODE_RUN_PAGES, stable=True)]
 
 
+def _synchronize(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class ScoutAllocator(PagedTokenToKVPoolAllocator):
-    """SGLang's page allocator with its lists on the host; results are on ``device``.
+    """SGLang's page allocator with its lists on the host; results are on ``device``. Pages that were freed are sorted
+    in when the others run out, as SGLang does on the servers of a pair (``need_sort``)."""
 
-    Attributes:
-        listener: as :class:`engine.pages.Pages`, told of every page allocated or freed, however its request ended.
-        opened: ``[B]`` page that each row of the last :meth:`alloc_decode` has opened, -1: none.
-    """
-
-    listener: Any = None
-    opened: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+    listener: Any = None  # an engine.pages.Pages, told of every page allocated or freed
+    opened: npt.NDArray[
+        np.int64
+    ]  # [B] page that each row of the last alloc_decode has opened, -1: none
 
     @property
     def used_pages(self) -> int:
         return self.num_pages - len(self.free_pages) - len(self.release_pages)
 
-    def _alternate_nodes(self) -> None:
+    def _set_free(self, pages: torch.Tensor) -> None:
         arena = getattr(self._kvcache, "arena", None)
         if arena is not None and arena.spec.num_nodes > 1:
-            self.free_pages = alternate_nodes(self.free_pages, arena.spec.stripe_pages)
+            pages = alternate_nodes(pages, arena.spec.stripe_pages)
+        self.free_pages, self.release_pages = pages, torch.empty(0, dtype=torch.int64)
 
     def clear(self) -> None:
-        self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64)
-        self._alternate_nodes()
-        self.release_pages = _NO_PAGES
+        self._set_free(torch.arange(1, self.num_pages + 1))
         self._held_back: list[torch.Tensor] | None = None  # freed within a group
         if self.listener is not None:
             self.listener.clear()
@@ -81,14 +81,12 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
 
     def merge_and_sort_free(self) -> None:
         if len(self.release_pages):
-            self.free_pages = torch.cat((self.free_pages, self.release_pages)).sort().values
-            self.release_pages = _NO_PAGES
-            self._alternate_nodes()
+            self._set_free(self.get_all_free_pages().sort().values)
 
     def _take(self, count: int, in_order: bool = False) -> torch.Tensor | None:
         """The next ``count`` free pages, or None if there are fewer. Written ``in_order`` with steps, or by the KV
         transfer, for which steps that may still write to them have to end."""
-        if self.need_sort and count > len(self.free_pages):
+        if count > len(self.free_pages):
             self.merge_and_sort_free()
         if count > len(self.free_pages):
             return None
@@ -96,12 +94,8 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         if count and self.listener is not None:
             self.listener.allocate_pages(taken.numpy().copy())
             if not in_order and self.listener.may_be_written(taken.numpy()):
-                self._wait_for_steps()
+                _synchronize(self.device)
         return taken
-
-    def _wait_for_steps(self) -> None:
-        if torch.device(self.device).type != "cpu":
-            torch.cuda.synchronize(self.device)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         taken = self._take(need_size // self.page_size)
@@ -149,16 +143,9 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
             self._held_back.append(free_index.clone())  # the caller may overwrite it
             return
         pages = torch.unique(free_index.cpu() // self.page_size)
-        if self.need_sort:
-            self.release_pages = torch.cat((pages, self.release_pages))
-        else:
-            self.free_pages = torch.cat((pages, self.free_pages))
+        self.release_pages = torch.cat((pages, self.release_pages))
         if self.listener is not None:
             self.listener.free_pages(pages.numpy())
-
-    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """Locations of whole pages, except maybe the last, starting at a page boundary."""
-        self.free(free_index[:: self.page_size])
 
     def free_page_ids(self, page_ids: torch.Tensor) -> None:
         self.free(page_ids * self.page_size)
@@ -177,31 +164,48 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         return locations.pin_memory().to(self.device, non_blocking=True)
 
 
-class HostKVPool(MHATokenToKVPool):
-    """Decode side: all KV in one memory file that the attention process maps too, and the digests of its pages.
+class DigestKVPool(MHATokenToKVPool):
+    """SGLang's pool, with ``digests`` that are sent along; set before it is asked for its buffers."""
 
-    Args:
-        server_size, plan: of this rank.
-        cpus: of its attention process; the arena's pages are bound to their NUMA nodes.
+    digests: DigestPool
+
+    def get_contiguous_buf_infos(self) -> BufferInfos:
+        return with_digests(super().get_contiguous_buf_infos(), self.digests)
+
+
+def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
+    """The buffers' pointers, bytes and item bytes with those of digests, and of hints (``engine/digest_pool.py``).
+
+    SGLang halves the lists into keys and values, so ``[K.., first.., V.., second..]`` sends the two parts of a page's
+    digest with its K and V, each buffer with its own item length. Groups 0, 1 and 2 are K and V, digests, hints.
     """
+    middle = len(infos[0]) // 2
+    groups = [digests.parts, *([digests.hints.parts] if digests.hints else [])]
+    first, second = ([t for part in parts for t in part] for parts in zip(*groups, strict=True))
 
-    def __init__(
-        self,
-        *args: Any,
-        server_size: ServerSize,
-        plan: MemoryPlan,
-        cpus: RankCpus,
-        **kwargs: Any,
-    ) -> None:
-        self.plan, self.cpus = plan, cpus
+    def put(values: list[int], of: Callable[[torch.Tensor], int]) -> list[int]:
+        return [*values[:middle], *map(of, first), *values[middle:], *map(of, second)]
+
+    of_buffers = torch.Tensor.data_ptr, lambda t: t.nbytes, lambda t: t[0].nbytes
+    pointers, lengths, items = map(put, infos, of_buffers)
+    return pointers, lengths, items
+
+
+class HostKVPool(DigestKVPool):
+    """Decode side: all KV in one memory file that the attention process maps too, bound to the NUMA nodes of its CPUs,
+    and the digests of its pages."""
+
+    def __init__(self, *args: Any, memory: RankMemory, plan: MemoryPlan, **kwargs: Any) -> None:
+        size, self.ranks, self.cpus, self.plan = memory.size, memory.ranks, memory.cpus, plan
         super().__init__(*args, **kwargs)
-        self.shape, self.page_bytes = server_size.shape, server_size.page_bytes
+        self.config, self.policy, self.shape = size.config, size.policy, size.shape
+        self.page_bytes = size.page_bytes
         context = context_pages(self.arena, self.shape)
         checksums = PageChecksums(self.arena) if plan.arena.checksums else None
         self.host_pages = HostPages(self.shape, self.k_buffer, self.v_buffer, context, checksums)
-        sizes, rule = (self.shape, plan.num_pages), server_size.policy.rule
+        sizes = self.shape, plan.num_pages
         hints = PageHints(*sizes) if plan.bytes_of("hints") else None
-        self.digests = DigestPool(*sizes, self.device, rule, hints)
+        self.digests = DigestPool(*sizes, self.device, self.policy.rule, hints)
 
     def _create_buffers(self) -> None:
         adapter.create_buffers(self, super()._create_buffers)
@@ -226,7 +230,7 @@ class HostKVPool(MHATokenToKVPool):
         return self.host_pages.save(pages), words
 
     def copy_bytes(self, tokens: int) -> int:
-        """Size of the copy made by :meth:`get_cpu_copy`."""
+        """Size of a copy made by :meth:`get_cpu_copy`."""
         return -(-tokens // self.page_size) * self.page_bytes
 
     def load_cpu_copy(self, kv_cache_cpu: Any, indices: torch.Tensor, **_: Any) -> None:
@@ -238,42 +242,17 @@ class HostKVPool(MHATokenToKVPool):
 
     def _pages_of(self, indices: torch.Tensor) -> npt.NDArray[np.int64]:
         """Pages of a request's tokens, which fill them in order; waits for the writes of running steps."""
-        if torch.device(self.device).type == "cuda":
-            torch.cuda.synchronize()
+        _synchronize(self.device)
         return indices[:: self.page_size].cpu().numpy().astype(np.int64) // self.page_size
-
-    def get_contiguous_buf_infos(self) -> BufferInfos:
-        return with_digests(super().get_contiguous_buf_infos(), self.digests)
-
-
-class DigestKVPool(MHATokenToKVPool):
-    """Prefill side: SGLang's pool, with ``digests`` that are sent along; set before it is asked for its buffers."""
-
-    digests: DigestPool
-
-    def get_contiguous_buf_infos(self) -> BufferInfos:
-        return with_digests(super().get_contiguous_buf_infos(), self.digests)
-
-
-def pools_target(name: str) -> dict[str, str]:
-    """The hook's target: a method of the class that builds the pools, by release."""
-    return {
-        "0.5.15.post1": f"model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin.{name}",
-        "0.5.23": f"mem_cache.kv_cache_configurator.KVCacheConfigurator.{name}",
-    }
 
 
 def build_pools(
     build: Callable[[], Any], builder: Any, make_pool: Callable[..., Any] = MHATokenToKVPool
 ) -> tuple[Any, Any, ScoutAllocator]:
-    """Build SGLang's pools with our classes in place of its own, and verify that they were used.
-
-    Args:
-        build: SGLang's function, a method of ``builder``.
-        make_pool: a class of pools, or a partial call of one.
-    Returns:
-        What ``build`` returned, the KV pool, the allocator.
-    """
+    """Build SGLang's pools by its function ``build``, a method of ``builder``, with our classes in place of its own.
+    Returns what that returned, the KV pool and the allocator, of which it verifies that they are of these classes.
+    ``make_pool``: a class of pools, or a partial call of one."""
+    pool_class = getattr(make_pool, "func", make_pool)
     module = adapter.POOLS_MODULE
     stock = module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator
     module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator = make_pool, ScoutAllocator
@@ -283,7 +262,6 @@ def build_pools(
         module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator = stock
     built = adapter.built_pools(builder, result)
     pool, allocator = built.token_to_kv_pool, built.token_to_kv_pool_allocator
-    pool_class = getattr(make_pool, "func", make_pool)
     if not isinstance(pool, pool_class) or not isinstance(allocator, ScoutAllocator):
         raise RuntimeError(
             f"--kv-offload: SGLang built {type(pool).__name__} with {type(allocator).__name__}, "

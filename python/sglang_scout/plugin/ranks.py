@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import resource
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,13 +22,12 @@ from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.numa import CpuPlan, deal_cpus, parse_cpu_list, plan_cpus
 from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
-from sglang_scout.engine.memory import MIN_PAGES, ServerSize
-from sglang_scout.plugin.hooks import adapter
+from sglang_scout.engine.memory import MIN_PAGES, MemoryPlan, ServerSize, check_memory
+from sglang_scout.plugin.hooks import adapter, hook, pools_target
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
 from sglang_scout.plugin.model import model_shape, rank_policy
-from sglang_scout.worker import host_memory
-from sglang_scout.worker.arena_fits import pool
-from sglang_scout.worker.host_memory import LAST_RESORT
+from sglang_scout.worker.arena_fits import pool, pool_lacks
+from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes
 from sglang_scout.worker.ring import MAX_NODES
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,8 @@ class AttentionRanks:
         return [msgspec.json.decode(one.numpy().tobytes()) for one in found]
 
     def shared_words(self, count: int) -> torch.Tensor:
-        """``[count]`` int64 zeros in memory that all ranks map; they are on one machine.
-
-        It is not in the file system, so nothing is left there whichever process is killed.
-        """
+        """``[count]`` int64 zeros in memory that all ranks map; they are on one machine. It is in no file system, so
+        nothing is left there whichever process is killed."""
         fd = os.memfd_create("sglang-scout-ranks", os.MFD_CLOEXEC) if self.rank == 0 else -1
         if fd >= 0:
             os.ftruncate(fd, 8 * count)
@@ -102,141 +101,180 @@ def rank_cpus(runner: Any, config: OffloadConfig, ranks: AttentionRanks) -> Rank
             home = sorted(parse_cpu_list(str(adapter.omp_cpus(runner)), set(range(1 << 16))))
         found = ranks.gather([sorted(PROCESS_CPUS), home])
         allowed = {cpu for cpus, _ in found for cpu in cpus}
-        homes = [home or cpus for cpus, home in found]
-        share = deal_cpus(config.cpus or allowed, homes)[ranks.rank]
+        share = deal_cpus(config.cpus or allowed, [home or cpus for cpus, home in found])[
+            ranks.rank
+        ]
     plan = plan_cpus(allowed, near, config.cpus, share)
-    return RankCpus(plan, _by_node(plan.threads, ranks))
+    by_node = numa.cpus_by_node(plan.threads)
+    counts = ranks.gather(len(by_node)) if ranks.size > 1 else [len(by_node)]
+    # The order in which pages are allocated depends on it, and must be the same on all ranks.
+    if len(by_node) > 1 and (len(set(counts)) > 1 or len(by_node) > MAX_NODES):
+        logger.warning(
+            f"--kv-offload-cpus: the CPUs of the CPU attention processes are on {counts} NUMA nodes, by rank, but "
+            f"pages can be divided among at most {MAX_NODES}, and the same number on each rank. The system decides "
+            "where host pages are; name CPUs of fewer nodes"
+        )
+        by_node = {}
+    return RankCpus(plan, by_node)
 
 
-def _by_node(cpus: list[int], ranks: AttentionRanks) -> dict[int, list[int]]:
-    """Nothing if unknown, or if the ranks' CPUs are on different numbers of nodes: the order in which pages are
-    allocated depends on it, and must be the same on all ranks."""
-    found = numa.cpus_by_node(cpus)
-    counts = ranks.gather(len(found)) if ranks.size > 1 else [len(found)]
-    if len(found) <= 1 or (len(set(counts)) == 1 and len(found) <= MAX_NODES):
-        return found
-    logger.warning(
-        f"--kv-offload-cpus: the CPUs of the CPU attention processes are on {counts} NUMA nodes, by rank, but pages "
-        f"can be divided among at most {MAX_NODES}, and the same number on each rank. The system decides where host "
-        "pages are; name CPUs of fewer nodes"
-    )
-    return {}
+class RankMemory(NamedTuple):
+    """What the memory of this rank follows from. ``device_bytes``: what a device with separate memory has for digests
+    and resident pages; None: the CPU device."""
+
+    ranks: AttentionRanks
+    cpus: RankCpus
+    size: ServerSize
+    device_bytes: int | None
+
+    def host_bytes(self) -> int:
+        """Bytes for the KV pages of this rank: its share of ``--kv-offload-host-gb``, or of the default."""
+        host_gb, page_bytes = self.size.config.host_gb, self.size.page_bytes
+        if host_gb is not None:
+            total, given = int(host_gb * 2**30), format(host_gb, "g")
+        else:
+            total, given = self.default_bytes(), "not given"
+            logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", total / 2**30)
+        of_pages = total // self.ranks.size
+        if of_pages < MIN_PAGES * page_bytes:
+            raise ConfigError(
+                f"--kv-offload-host-gb ({given}): {total / 2**30:.6f} GiB hold {of_pages // page_bytes} of the "
+                f"{MIN_PAGES} pages of {page_bytes} bytes that each rank needs; raise it, or free memory"
+            )
+        return of_pages
+
+    def default_bytes(self) -> int:
+        """For the KV pages of all ranks: a share of what CPU attention leaves of host memory, or the pool of huge
+        pages; at most the pages whose digests fit on the devices."""
+        ranks, size = self.ranks, self.size
+        # The most pages with which every rank's arena is in the pool, the first one being SGLang's padding.
+        place = pool(list(self.cpus.by_node), ranks.size)
+        in_pool = place.max_pages(size.arena(place.free_bytes(None) // size.page_bytes + 2))
+        of_pool = ranks.least(ranks.size * max(in_pool - 1, 0) * size.page_bytes)
+        worker = ranks.size * size.worker.total_bytes
+        left = ranks.least(self._available_bytes() - worker)
+        if max(left, of_pool) <= 0:
+            raise ConfigError(
+                f"--max-running-requests {size.max_batch}: ring and partial results of CPU attention need "
+                f"{worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
+                f"lower it, or name fewer CPUs in --kv-offload-cpus; {LAST_RESORT}"
+            )
+        total = int(max(left, 0) * DEFAULT_HOST_SHARE)
+        # A pool of less than half of that is somebody else's.
+        total = of_pool if 2 * of_pool >= total else total
+        return total if self.device_bytes is None else self._with_digests(total, self.device_bytes)
+
+    def _with_digests(self, total: int, device_bytes: int) -> int:
+        """``total``, or less: the KV of the pages whose digests fit on the devices beside resident pages."""
+        size, room = self.size, self.size.room(device_bytes)
+        least = self.ranks.least(room.num_pages)
+        if least < MIN_PAGES + 1:
+            raise ConfigError(
+                f"--kv-offload {size.config.policy}: the {(device_bytes - size.step_bytes) / 2**30:.2f} GiB of device "
+                f"memory left for digests and resident pages hold {least} of the {MIN_PAGES + 1} pages that each rank "
+                "needs; raise --mem-fraction-static"
+            )
+        of_digests = self.ranks.size * (least - 1) * size.page_bytes
+        if of_digests >= total:
+            return total
+        if room.num_slots < size.wanted_slots:
+            logger.warning(
+                f"--kv-offload-host-gb not given: limited to {of_digests / 2**30:.1f} GiB of KV pages, whose digests "
+                f"fit on the device beside {room.num_slots} resident slots; a budget for each of "
+                f"--max-running-requests {size.max_batch} would need {size.wanted_slots}: lower that flag, or raise "
+                "--mem-fraction-static"
+            )
+        return of_digests
+
+    def _available_bytes(self) -> int:
+        """For the pages of all ranks if each had as much as this one: of the NUMA nodes that they are bound to, if any.
+        A node that several ranks' pages are bound to is divided among them."""
+        ranks, nodes = self.ranks, list(self.cpus.by_node)
+        bound_to = ranks.gather(nodes) if ranks.size > 1 else [nodes]
+        available = available_bytes()
+        if len(numa.nodes()) <= 1 or not nodes:
+            return available
+        users = Counter(node for of_rank in bound_to for node in of_rank)
+        of_nodes = (available_bytes(node) // users[node] for node in nodes)
+        return min(available, ranks.size * sum(of_nodes))
+
+    def plan(self, num_pages: int) -> MemoryPlan:
+        """Sizes of the stores. Raises ConfigError if they do not fit in host memory."""
+        # Every rank reads both before any allocates.
+        in_pool = not pool_lacks(self.size.arena(num_pages), arenas=self.ranks.size)
+        available, on_cpu = self.ranks.least(available_bytes()), self.device_bytes is None
+        memory = {"in_pool": in_pool, "device_bytes": self.device_bytes, "shared": on_cpu}
+        return check_memory(self.size, num_pages, available, ranks=self.ranks.size, **memory)
 
 
-def size_of(runner: Any, max_batch: int) -> tuple[ServerSize, RankCpus]:
-    """What the memory of this rank follows from; ``runner`` is SGLang's, with a loaded model."""
-    config, shape = parse(runner.server_args), model_shape(runner)
-    cpus = rank_cpus(runner, config, AttentionRanks())
-    policy, context = rank_policy(config, shape), runner.model_config.context_len
+_memory: RankMemory | None = None
+
+
+@hook(pools_target("_profile_available_bytes"), "around", roles="decode")
+def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
+    """Size the KV pool by host memory.
+
+    Returns:
+        Bytes for the KV pages of this rank. All ranks must get the same number of pages, as they allocate the same ids.
+    """
+    global _memory
+    on_cuda = torch.device(runner.device).type == "cuda"
+    # Digests and resident pages share the memory that SGLang would give to KV pages.
+    device_bytes = original(runner, *args, **kwargs) if on_cuda else None
+    ranks, shape = AttentionRanks(), model_shape(runner)
+    config = parse(runner.server_args).of_rank(ranks.rank)
+    cpus, policy = rank_cpus(runner, config, ranks), rank_policy(config, shape)
     # How many CPUs are on each node that the pages are divided among.
     counts = [len(of_node) for of_node in cpus.by_node.values()] or [len(cpus.plan.threads)]
-    return ServerSize(config, policy, shape, max_batch, context, counts), cpus
+    max_batch = adapter.resolved(runner.server_args).max_running_requests
+    context_tokens = runner.model_config.context_len
+    size = ServerSize(config, policy, shape, max_batch, context_tokens, counts)
+    _memory = RankMemory(ranks, cpus, size, device_bytes)
+    return _memory.host_bytes()
 
 
-def host_bytes(
-    size: ServerSize, nodes: list[int], ranks: AttentionRanks, device_bytes: int | None
-) -> int:
-    """Bytes for the KV pages of this rank: its share of ``--kv-offload-host-gb``, or of the default.
-
-    Args:
-        nodes: NUMA nodes that the pages are divided among, if any.
-        device_bytes: for digests and resident pages on a device with separate memory; None: the CPU device.
-    """
-    host_gb, page_bytes = size.config.host_gb, size.page_bytes
-    if host_gb is not None:
-        total = int(host_gb * 2**30)
-    else:
-        total = default_bytes(size, nodes, ranks, device_bytes)
-        logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", total / 2**30)
-    of_pages = total // ranks.size
-    if of_pages < MIN_PAGES * page_bytes:
-        given = "not given" if host_gb is None else format(host_gb, "g")
-        raise ConfigError(
-            f"--kv-offload-host-gb ({given}): {total / 2**30:.6f} GiB hold {of_pages // page_bytes} of the "
-            f"{MIN_PAGES} pages of {page_bytes} bytes that each rank needs; raise it, or free memory"
-        )
-    return of_pages
-
-
-def default_bytes(
-    size: ServerSize, nodes: list[int], ranks: AttentionRanks, device_bytes: int | None
-) -> int:
-    """For the KV pages of all ranks: a share of what CPU attention leaves of host memory, or the pool of huge pages;
-    at most the pages whose digests fit on the devices."""
-    # The most pages with which every rank's arena is in the pool.
-    place = pool(nodes, ranks.size)
-    in_pool = place.max_pages(size.arena(place.free_bytes(None) // size.page_bytes + 2))
-    of_pool = ranks.least(_bytes_of(size, ranks, in_pool))
-    worker = ranks.size * size.worker.total_bytes
-    left = ranks.least(_available_bytes(nodes, ranks) - worker)
-    if max(left, of_pool) <= 0:
-        raise ConfigError(
-            f"--max-running-requests {size.max_batch}: ring and partial results of CPU attention need "
-            f"{worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
-            f"lower it, or name fewer CPUs in --kv-offload-cpus; {LAST_RESORT}"
-        )
-    total = int(max(left, 0) * DEFAULT_HOST_SHARE)
-    # A pool of less than half of that is somebody else's.
-    total = of_pool if 2 * of_pool >= total else total
-    return total if device_bytes is None else _with_digests(size, ranks, device_bytes, total)
-
-
-def _bytes_of(size: ServerSize, ranks: AttentionRanks, num_pages: int) -> int:
-    """KV of all ranks, without SGLang's padding page."""
-    return ranks.size * max(num_pages - 1, 0) * size.page_bytes
-
-
-def _with_digests(size: ServerSize, ranks: AttentionRanks, device_bytes: int, total: int) -> int:
-    """``total``, or less: the KV of the pages whose digests fit on the devices beside resident pages."""
-    room = size.room(device_bytes)
-    least = ranks.least(room.num_pages)
-    if least < MIN_PAGES + 1:
-        raise ConfigError(
-            f"--kv-offload {size.config.policy}: the {(device_bytes - size.step_bytes) / 2**30:.2f} GiB of device "
-            f"memory left for digests and resident pages hold {least} of the {MIN_PAGES + 1} pages that each rank "
-            "needs; raise --mem-fraction-static"
-        )
-    of_digests = _bytes_of(size, ranks, least)
-    if of_digests >= total:
-        return total
-    fits = room.num_slots >= size.wanted_slots
-    short = (
-        f"; a budget for each of --max-running-requests {size.max_batch} would need {size.wanted_slots}: lower that "
-        "flag, or raise --mem-fraction-static"
-    )
-    logger.log(
-        logging.INFO if fits else logging.WARNING,
-        f"--kv-offload-host-gb not given: limited to {of_digests / 2**30:.1f} GiB of KV pages, whose digests fit on "
-        f"the device beside {room.num_slots} resident slots{'' if fits else short}",
-    )
-    return of_digests
-
-
-def _available_bytes(nodes: list[int], ranks: AttentionRanks) -> int:
-    """Memory for the pages of all ranks if each had as much as this one: of the NUMA nodes that they are bound to, if
-    any. A node that several ranks' pages are bound to is divided among them."""
-    bound_to = ranks.gather(nodes) if ranks.size > 1 else [nodes]
-    available = host_memory.available_bytes()
-    if len(numa.nodes()) <= 1 or not nodes:
-        return available
-    users = Counter(node for of_rank in bound_to for node in of_rank)
-    of_nodes = (host_memory.available_bytes(node) // users[node] for node in nodes)
-    return min(available, ranks.size * sum(of_nodes))
+def rank_memory(max_batch: int) -> RankMemory:
+    """Of this rank, once: SGLang has lowered the number of requests now that the page count is known."""
+    global _memory
+    memory, _memory = _memory, None  # the policy's weights may be gigabytes
+    assert memory is not None
+    return memory._replace(size=replace(memory.size, max_batch=max_batch))
 
 
 def lock(address: int, nbytes: int, message: str) -> None:
-    """Page-lock memory that the device uses, until this process ends.
-
-    Args:
-        message: of the refusal, with a place for the error.
-    """
+    """Page-lock memory that the device uses, until this process ends. ``message``: of the refusal, with a place for the
+    error."""
 
     def progress(done: int) -> None:
         if nbytes > LOCK_CHUNK_BYTES:
-            of = nbytes / 2**30
-            logger.info("--kv-offload: %.0f of %.0f GiB are page-locked", done / 2**30, of)
+            gib = done / 2**30, nbytes / 2**30
+            logger.info("--kv-offload: %.0f of %.0f GiB are page-locked", *gib)
 
     try:
         lock_memory(address, nbytes, progress)
     except MemoryError as error:
         raise ConfigError(message.format(error)) from None
+
+
+@hook(
+    "distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine.batch_register",
+    "around",
+)
+def around_batch_register(original, engine, pointers: list[int], lengths: list[int]) -> int:
+    """End the server if the transfer engine rejects its memory; SGLang ignores that, and every transfer would
+    fail."""
+    # https://github.com/sgl-project/sglang/pull/33264 does so too.
+    if not (error := original(engine, pointers, lengths)):
+        return error
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.3g} MiB"
+    raise RuntimeError(
+        f"--kv-offload: the transfer engine cannot register {len(pointers)} buffers of "
+        f"{sum(lengths) / 2**30:.2f} GiB (error {error}; its own log lines above name the first one), so no KV can be "
+        f"transferred. RDMA locks them in memory: the limit on locked memory is {locked}; make it unlimited (ulimit "
+        "-l, LimitMEMLOCK of a service, --ulimit memlock=-1 of a container). The network device must have room for "
+        "them: lower --kv-offload-host-gb, or raise its limits (max_mr and max_mr_size in ibv_devinfo -v). Buffers on "
+        "a GPU (digests on a decode server, everything on a prefill server) also need the kernel module "
+        "nvidia_peermem, or a mooncake with CUDA and WITH_NVIDIA_PEERMEM=0. To work without RDMA, set "
+        "--disaggregation-transfer-backend mooncake_tcp"
+    )

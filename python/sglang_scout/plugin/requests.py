@@ -33,9 +33,7 @@ LAST_ANSWERS_S = 3.0
 IDLE_POLL_MS = 1
 
 _OLD = "0.5.15.post1"
-_BATCH = "managers.schedule_batch.ScheduleBatch"
 _DECODE_QUEUE = "disaggregation.decode.DecodePreallocQueue"
-_GRAMMARS = "constrained.xgrammar_backend.XGrammarGrammar"
 REFUSAL = "The server is shutting down. Send the request to another server, or again later."
 
 
@@ -52,12 +50,8 @@ def answer_error(scheduler: Any, request: Any, status: int, message: str) -> Non
 
 
 def refuse(request: Any, status: int, message: str) -> NoReturn:
-    """Refuse a ``request`` in the HTTP process.
-
-    Raises:
-        HTTPException: with this status.
-        ValueError: status 400, or a stream, whose status has already been sent.
-    """
+    """Refuse a ``request`` in the HTTP process: raises an HTTPException, or a ValueError if the status is 400, or of a
+    stream, whose status has already been sent."""
     if status == HTTPStatus.BAD_REQUEST or request.stream:
         raise ValueError(message)
     raise HTTPException(status, message)
@@ -68,8 +62,7 @@ def is_decode(scheduler: Any) -> bool:
 
 
 def _first_queue(scheduler: Any) -> Any:
-    """Where a request waits for its other half, and on a decode server for pages. There ``queue`` has an entry for each
-    request."""
+    """Where a request waits for its other half, and on a decode server, with an entry for each, for pages."""
     if is_decode(scheduler):
         return scheduler.disagg_decode_prealloc_queue
     return scheduler.disagg_prefill_bootstrap_queue
@@ -84,13 +77,11 @@ def _held(scheduler: Any) -> list[Any]:
     queue, more = _first_queue(scheduler), getattr(scheduler, "disagg_prefill_inflight_queue", ())
     if is_decode(scheduler):
         more = [*scheduler.disagg_decode_transfer_queue.queue, *queue.retracted_queue]
-    # The last of them in 0.5.15.post1 only.
-    batches = (getattr(scheduler, f"{name}_batch", None) for name in ("running", "last", "cur"))
-    running = [req for batch in batches if batch is not None for req in batch.reqs]
-    if scheduler.chunked_req is not None:
-        running.append(scheduler.chunked_req)
     waiting = *scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue
-    return [*waiting, *map(_request, (*queue.queue, *more)), *running]
+    held = [*waiting, *map(_request, (*queue.queue, *more))]
+    for name in ("running", "last", "cur"):  # the last in 0.5.15.post1 only
+        held += getattr(getattr(scheduler, f"{name}_batch", None), "reqs", ())
+    return held if scheduler.chunked_req is None else [*held, scheduler.chunked_req]
 
 
 @hook("managers.scheduler.Scheduler.handle_generate_request", "around")
@@ -156,33 +147,30 @@ def _forget(scheduler: Any, rid: str) -> None:
 def around_abort_request(original, scheduler, request) -> None:
     """Abort the request with exactly this id, not every request whose id starts with it."""
     held = [] if request.abort_all else [(req, req.rid) for req in _held(scheduler)]
-    others = [(req, rid) for req, rid in held if rid != request.rid]
-    for req, _ in others:
-        req.rid = ""  # for this moment it begins with no id
+    for req, rid in held:
+        req.rid = rid if rid == request.rid else ""  # for this moment it begins with no id
     try:
         original(scheduler, request)
     finally:
-        for req, rid in others:
+        for req, rid in held:
             req.rid = rid
 
 
 @hook("managers.scheduler.Scheduler.on_idle", "before")
 def before_on_idle(scheduler) -> None:
-    """With `--sleep-on-idle`, do not busy-poll while requests are in transfer.
-
-    SGLang sleeps only if it holds no request. The other server or an attention process may need the core.
-    """
+    """With `--sleep-on-idle`, do not busy-poll while requests are in transfer."""
+    # SGLang sleeps only if it holds no request.
     if scheduler.idle_sleeper is not None and not scheduler.is_fully_idle():
         scheduler.idle_sleeper.poller.poll(IDLE_POLL_MS)  # ends at a message
 
 
-@hook(f"{_BATCH}.cumulate_penalty_output_tokens", "around", roles="decode")
+@hook(
+    "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", "around", roles="decode"
+)
 def around_cumulate_penalty(original, batch) -> None:
-    """With penalties, do not count a request's first token twice.
-
-    An overlapped step does not know its newest token, so SGLang counts each token a step late. After a transfer the
-    first token is known in the first step, and is still the newest in the next.
-    """
+    """With penalties, do not count a request's first token twice."""
+    # An overlapped step does not know its newest token, so SGLang counts each a step late. After a transfer the first
+    # one is known at once, and is still the newest in the next step.
     reqs = batch.reqs if batch.enable_overlap else []
     joined = [r for r in reqs if r.decode_batch_idx == 0 and len(r.output_ids) == 1]
     tokens = [request.output_ids.pop() for request in joined]
@@ -191,12 +179,12 @@ def around_cumulate_penalty(original, batch) -> None:
         request.output_ids.append(token)
 
 
-@hook({_OLD: f"{_GRAMMARS}.apply_vocab_mask"}, "around", package="xgrammar")
+@hook({_OLD: "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask"}, "around")
 def around_apply_vocab_mask(original, grammar, logits, vocab_mask) -> None:
     """On a CPU, keep a request with a grammar from crashing the server."""
     if logits.device.type != "cpu":
         return original(grammar, logits, vocab_mask)
-    import xgrammar  # with another --grammar-backend it need not be installed
+    import xgrammar  # takes a second
 
     xgrammar.apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
 
@@ -213,10 +201,8 @@ def around_add_to_bootstrap_queue(original, queue, req, num_kv_heads: int) -> No
 
 @hook({_OLD: f"{_DECODE_QUEUE}.resume_retracted_reqs"}, "around", roles="decode")
 def around_resume_retracted_reqs(original, queue, *args, **kwargs) -> list[Any]:
-    """With the radix cache, free all pages of a retracted request.
-
-    SGLang would look it up again, and neither lock the pages that it finds nor free those that they replace.
-    """
+    """With the radix cache, free all pages of a retracted request."""
+    # SGLang would look it up, and neither lock the pages that it finds nor free those that they replace.
     restored = original(queue, *args, **kwargs)
     for req in restored:
         # A lookup without a hit; ChunkCache has no such node and is queried again.
@@ -229,6 +215,13 @@ def around_resolve_pending_reqs(original, queue) -> None:
     """Forget a request of a lost prefill server once its client has left; otherwise it would crash this server."""
     queue.pending_reqs = [entry for entry in queue.pending_reqs if entry.kv_receiver is not None]
     original(queue)
+
+
+@hook("disaggregation.common.conn.CommonKVManager.__init__", "before")
+def before_kv_manager(*_, **__) -> None:
+    """Do not ask the other server of the pair through a proxy."""
+    # The model has been loaded.
+    os.environ["no_proxy"] = "*"
 
 
 @hook("managers.tokenizer_manager.TokenizerManager.sigterm_watchdog", "around", roles="http")
@@ -253,11 +246,9 @@ async def around_sigterm_watchdog(original, manager) -> None:
 
 @hook("managers.scheduler.Scheduler.handle_shutdown", "replace")
 def handle_shutdown(scheduler, request) -> None:
-    """At SIGTERM refuse waiting requests and complete running ones, which SGLang would drop or ignore.
-
-    The first call refuses, the second ends the process. SGLang's would end the event loop with what runs (0.5.23), or
-    do nothing (0.5.15). Requests in transfer are not refused: the sender may still write to their pages.
-    """
+    """At SIGTERM refuse waiting requests and complete running ones, which SGLang would drop or ignore."""
+    # The first call refuses, the second ends the process. Requests in transfer are not refused: the sender may still
+    # write to their pages.
     if hasattr(scheduler, "kv_offload_ending"):
         if is_decode(scheduler):
             from sglang_scout.plugin.backend import current_backend
@@ -273,6 +264,6 @@ def handle_shutdown(scheduler, request) -> None:
 
 
 def _exit() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     os._exit(0)

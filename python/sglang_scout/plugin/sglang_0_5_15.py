@@ -13,7 +13,6 @@ from sglang.srt.model_executor import model_runner_kv_cache_mixin
 from sglang.srt.server_args import ServerArgs
 
 from sglang_scout.core.supported import FP8_KV
-from sglang_scout.plugin.fields import FIELDS
 
 POOLS_MODULE = model_runner_kv_cache_mixin
 """Module from which SGLang takes its pool classes."""
@@ -32,12 +31,10 @@ pool_sizes = attrgetter("max_total_num_tokens", "max_running_requests")
 """Tokens and requests of the pools to be built, from what builds them."""
 
 
-def add_fields() -> None:
-    """Insert the fields into the live dataclass ``ServerArgs``, to which SGLang holds references; its parser then has
-    the flags. Idempotent."""
-    for name, (kind, default, text) in FIELDS.items():
-        if name in ServerArgs.__dataclass_fields__:
-            continue
+def with_fields(fields: dict[str, tuple[Any, Any, str]], module: str) -> type[ServerArgs]:
+    """SGLang's class of server flags, and its parser, with more ``fields``: types, defaults, help. A new class, which
+    processes find by name in ``module``; in this release the live one, to which SGLang holds references."""
+    for name, (kind, default, text) in fields.items():
         annotation = A[kind, Arg(help=text)]  # type: ignore[valid-type]  # as in SGLang's own fields
         field = dataclasses.field(default=default)
         field.name = name
@@ -47,6 +44,7 @@ def add_fields() -> None:
         ServerArgs.__dataclass_fields__[name] = field
         ServerArgs.__annotations__[name] = annotation
         setattr(ServerArgs, name, default)
+    return ServerArgs
 
 
 def apply_defaults(args: ServerArgs) -> None:

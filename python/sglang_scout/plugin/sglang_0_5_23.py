@@ -18,27 +18,20 @@ from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.plugin.fields import FIELDS
 
 POOLS_MODULE = kv_cache_configurator
 FP8_ON_CPU = ()  # e4m3 only with AMX and its own backend
 
-# A struct's fields are fixed when its class is created, so this class replaces SGLang's. Scheduler processes receive an
-# instance before plugins are loaded, and find the class here, by name.
-ServerArgs = msgspec.defstruct(
-    "ServerArgs",
-    [(name, A[kind, Arg(help=text)], default) for name, (kind, default, text) in FIELDS.items()],  # type: ignore[valid-type]
-    bases=(stock.ServerArgs,),
-    module=__name__,
-    dict=True,
-)
 
-
-def add_fields() -> None:
-    """``launch.py`` replaces the class; this updates references to the old one."""
+def with_fields(fields: dict[str, tuple[Any, Any, str]], module: str) -> Any:
+    """A struct's fields are fixed when its class is created, so this class replaces SGLang's."""
+    more = [(name, A[kind, Arg(help=text)], value) for name, (kind, value, text) in fields.items()]  # type: ignore[valid-type]
+    bases = (stock.ServerArgs,)
+    made = msgspec.defstruct("ServerArgs", more, bases=bases, module=module, dict=True)
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
-        engine.Engine.server_args_class = ServerArgs
+        engine.Engine.server_args_class = made
+    return made
 
 
 def apply_defaults(args: Any) -> None:

@@ -1,4 +1,4 @@
-"""State for operators: ``/server_info``, ``/metrics``, and the metadata in traces and step logs."""
+"""A decode server's state for operators: ``/server_info``, ``/metrics`` and spans."""
 
 from __future__ import annotations
 
@@ -6,30 +6,22 @@ import logging
 import threading
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from sglang_scout.core.config import OffloadConfig
-from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import selection_of
-from sglang_scout.core.step_log import StepLog
 from sglang_scout.engine.stores import Counters, Stat
-from sglang_scout.plugin.hooks import VERSION
-from sglang_scout.plugin.model import model_identity
-
-if TYPE_CHECKING:
-    from sglang_scout.plugin.backend import ScoutAttnBackend
+from sglang_scout.plugin.backend import ScoutAttnBackend, current_backend
+from sglang_scout.plugin.hooks import VERSION, adapter, hook
 
 logger = logging.getLogger(__name__)
 
 PUBLISH_INTERVAL_S = 1.0
-_FACTS = "policy budget_tokens digest precompute exact_layers recall".split()
 _OF_WORKER = (
     "pid state restarts cpus cpu_nodes pages remote_pages refused refused_messages local_tickets late_tickets "
     "last_error"
 ).split()
+TRACED = "steps selected_pages cpu_pages recalled_pages gpu_wait_us recall_wait_us".split()
 OF_EACH_RANK = (
     "resident_pages selected_pages cpu_pages cpu_compute_ratio recalled_pages gpu_wait_us fallback_pages "
     "checksum_failures digests_received digests_computed verify_checks verify_max_rel_error "
@@ -43,24 +35,16 @@ METRICS = {
     "host_pages_total": gauge("pages", "Capacity of host memory for KV"),
     "host_pages_used": gauge("pages", "In host memory for requests or the radix cache"),
     "resident_pages": gauge("pages", "In the device's cache, summed over layers"),
-    "cpu_compute_ratio": gauge(
-        "ratio", "Pages computed on the CPU divided by the budget, since start"
-    ),
+    "cpu_compute_ratio": gauge("ratio", "CPU-computed pages divided by the budget, since start"),
     **{x.name: x.metadata["stat"] for x in fields(Counters) if x.metadata},
     "recall_wait_seconds": counter("seconds", "Time that steps waited for recalls"),
-    "fallback_pages": counter(
-        "pages", "Computed by the server in place of the CPU attention process"
-    ),
+    "fallback_pages": counter("pages", "Computed in place of the CPU attention process"),
     "checksum_failures": counter("pages", "Of a layer, found changed in host memory"),
     "context_pages_total": gauge("pages", "Capacity for tokens that heads keep, over all layers"),
     "context_pages_used": gauge("pages", "In use for tokens that heads keep, over all layers"),
-    "worker_restarts": counter(
-        "starts", "Starts of the CPU attention process but the first, failed ones included"
-    ),
+    "worker_restarts": counter("starts", "Starts of CPU attention but the first, failed ones too"),
     "worker_up": gauge("1 or 0", "1 while the CPU attention process serves, otherwise 0"),
-    "step_seconds": histogram(
-        "seconds", "A step, from its boundary or, if later, the last step's end"
-    ),
+    "step_seconds": histogram("seconds", "A step, from its boundary or, if later, the last's end"),
     "boundary_seconds": histogram("seconds", "Work of the host before it launches a step"),
     "gpu_wait_seconds": histogram("seconds", "Wait of a step for CPU attention, over all layers"),
 }
@@ -68,34 +52,11 @@ METRICS = {
 _BUCKETS_S = tuple(x * 10.0**power for power in range(-4, 1) for x in (1, 2, 5))
 
 
-def facts(config: OffloadConfig, num_layers: int, cpus: list[int]) -> dict[str, Any]:
-    """Metadata of this server for its output files."""
-    of_config = {key: getattr(config, key) for key in _FACTS}
-    return of_config | {"layers": num_layers, "worker_cpus": cpus}
-
-
-def open_step_log(
-    config: OffloadConfig, facts: dict[str, Any], model_config: Any
-) -> StepLog | None:
-    """The configured step log."""
-    if config.step_log is None:
-        return None
-    model = {"model": Path(model_config.model_path).name, "identity": model_identity(model_config)}
-    of_log = {"page_size_tokens": config.page_size_tokens, "selection": selection_of(config)}
-    try:
-        return StepLog(config.step_log, facts | model | of_log)
-    except OSError as error:
-        file = f"--kv-offload-config: step_log = {config.step_log!r}"
-        raise ConfigError(
-            f"{file}: cannot write it: {error.strerror}; name another file"
-        ) from error
-
-
 def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     """The documented fields, plain numbers and strings only."""
     counters, worker = backend.engine.parts.counters, backend.worker.snapshot()
-    digests, table = backend.pool.digests, backend.engine.parts.table
-    checksums = backend.pool.host_pages.checksums
+    pool, table = backend.pool, backend.engine.parts.table
+    digests, checksums = pool.digests, pool.host_pages.checksums
     context_used, context_total = backend.engine.selector.context_pages
     ratios = counters.cpu_pages_by_layer / np.maximum(1, counters.budget_pages_by_layer)
     return {
@@ -103,8 +64,8 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "sglang": VERSION,
         "backend": f"{digests.device.type}-{worker.isa}",
         "transport": backend.transport,
-        "plan": [dict(zip(("what", "count", "bytes"), x, strict=True)) for x in backend.plan.rows],
-        "cpus": [use._asdict() for use in backend.cpu_plan.rows],
+        "plan": [{"what": name, "count": n, "bytes": b} for name, n, b in pool.plan.rows],
+        "cpus": [use._asdict() for use in pool.cpus.plan.rows],
         "tp_size": backend.ranks.size,
         "budget_tokens": backend.config.budget_tokens,
         "page_size": backend.config.page_size_tokens,
@@ -113,7 +74,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "resident_pages": table.resident_pages,
         "resident_pages_by_layer": table.resident_pages_by_layer.tolist(),
         "copying_pages_by_layer": table.copying_pages_by_layer.tolist(),
-        "resident_slots": backend.plan.num_slots * backend.pool.shape.num_layers,
+        "resident_slots": pool.plan.num_slots * pool.shape.num_layers,
         "context_pages_total": context_total,
         "context_pages_used": context_used,
         **counters.totals(),
@@ -126,21 +87,6 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "digests_received": digests.received,
         "digests_computed": digests.computed,
         "worker": {name: getattr(worker, name) for name in _OF_WORKER},
-    }
-
-
-def prefill_state(scheduler: Any) -> dict[str, Any]:
-    """State of a prefill server: its digests."""
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    digests = getattr(pool, "digests", None)
-    hints = getattr(digests, "hints", None)
-    return {
-        "policy": scheduler.server_args.kv_offload,
-        "sglang": VERSION,
-        "page_size": pool.page_size,
-        "digests_sent": digests is not None,
-        "digests_computed": getattr(digests, "computed", 0),
-        "hints_made": getattr(hints, "made", 0),
     }
 
 
@@ -196,3 +142,33 @@ class Metrics:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+
+
+@hook("model_executor.model_runner.ModelRunner.init_attention_backends", "after")
+def after_init_attention_backends(_, runner) -> None:
+    """With `--enable-metrics`, publish the state to `/metrics`."""
+    server_args = adapter.resolved(runner.server_args)
+    if server_args.enable_metrics:
+        current_backend().metrics = Metrics(current_backend(), server_args)
+
+
+@hook("observability.trace.TraceReqContext.trace_slice", "before")
+def before_trace_slice(context, slice, *_, **__) -> None:
+    """With `--enable-trace`: add step counters as attributes to each token's span."""
+    # They are the batch's, since the request's previous token.
+    if slice.slice_name == "decode_loop":
+        counters = current_backend().engine.parts.counters
+        now = {name: getattr(counters, name) for name in TRACED}
+        before = getattr(context, "kv_offload_before", now)
+        context.kv_offload_before = now
+        slice.attrs.update({f"kv_offload.{name}": now[name] - before[name] for name in TRACED})
+
+
+@hook("managers.scheduler.Scheduler.get_internal_state", "after")
+def after_get_internal_state(result, scheduler, *args, **kwargs):
+    """Add the state to `/server_info`."""
+    backend = current_backend()
+    result.internal_state["kv_offload"] = state = decode_state(backend)
+    # All ranks are asked at once.
+    state["ranks"] = backend.ranks.gather({key: state[key] for key in OF_EACH_RANK})
+    return result
