@@ -24,8 +24,7 @@ from sglang_scout.plugin.limits import BACKEND_NAME
 from sglang_scout.plugin.pools import HostKVPool, build_pools, pools_target
 from sglang_scout.plugin.ranks import AttentionRanks, host_bytes, size_of
 from sglang_scout.plugin.requests import answer_error
-from sglang_scout.worker.arena_fits import pool_lacks
-from sglang_scout.worker.host_memory import available_bytes, gib
+from sglang_scout.worker.host_memory import available_bytes, gib, pool_lacks
 
 logger = logging.getLogger(__name__)
 

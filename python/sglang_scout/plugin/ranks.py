@@ -25,7 +25,6 @@ from sglang_scout.plugin.hooks import adapter
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
 from sglang_scout.plugin.model import model_shape, rank_policy
 from sglang_scout.worker import host_memory
-from sglang_scout.worker.arena_fits import pool
 from sglang_scout.worker.host_memory import LAST_RESORT
 from sglang_scout.worker.ring import MAX_NODES
 
@@ -164,10 +163,10 @@ def default_bytes(
     """For the KV pages of all ranks: a share of what CPU attention leaves of host memory, or the pool of huge pages;
     at most the pages whose digests fit on the devices."""
     # The most pages with which every rank's arena is in the pool.
-    place = pool(nodes, ranks.size)
-    in_pool = place.max_pages(size.arena(place.free_bytes(None) // size.page_bytes + 2))
+    most = size.arena(host_memory.free_pool_bytes() // size.page_bytes + 2)
+    in_pool = host_memory.max_pages_in_pool(most, nodes, ranks.size)
     of_pool = ranks.least(_bytes_of(size, ranks, in_pool))
-    worker = ranks.size * size.worker.total_bytes
+    worker = ranks.size * sum(nbytes for *_, nbytes in size.worker)
     left = ranks.least(_available_bytes(nodes, ranks) - worker)
     if max(left, of_pool) <= 0:
         raise ConfigError(
