@@ -30,7 +30,7 @@ from benchmark.accuracy.suite import key_of, run_settings, suite_arguments, suit
 from benchmark.progress import Progress
 from benchmark.rows import Row, RowFile, argument_parser
 from servers.server_process import ends_orderly
-from sglang_scout.cli.table import columns
+from sglang_scout.cli import columns
 
 FULL_SETTING = Setting(FULL)
 HELD_OUT = 21

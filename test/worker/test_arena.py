@@ -1,7 +1,5 @@
 """An arena: its file, mapping and layout; where its memory comes from, among others the pool of huge pages."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import gc

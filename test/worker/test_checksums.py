@@ -1,7 +1,5 @@
 """Checksums of pages: their value, who verifies them, and the effect of a flipped bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 """WorkerClient with a real worker process: answers, states, arguments, resources; a silent or slow process. Deaths
 under load: test/e2e/test_worker_faults.py."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Trace events of worker threads for the timeline, and a reader that validates all of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Several NUMA nodes: placement of pages and of work. The nodes are fake; the machine needs only one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Another user of the machine has no access to a decode server and its worker."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Control messages, and the channel against a misbehaving peer: the test plays the CPU attention process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

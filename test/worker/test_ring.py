@@ -1,8 +1,6 @@
 """Producer and worker threads in one process: the protocol without process boundaries. At the end: records that a
 worker must refuse, answers that a producer must not take, slots left alone."""
 
-from __future__ import annotations
-
 import threading
 import time
 

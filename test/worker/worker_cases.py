@@ -1,7 +1,5 @@
 """Requests of random queries and pages, a numpy oracle, and ways to stop a process and to wait for something."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

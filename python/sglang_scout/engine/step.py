@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sglang_scout.core.step_log import StepLog
+from sglang_scout.core.profile import StepLog
 from sglang_scout.engine.ahead import Ahead, LookAhead, QueryProjector, Selector
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.pages import Pages

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_scout.core.supported import ADAPTERS, check_version
+from sglang_scout.core.flags import ADAPTERS, check_version
 
 VERSION = version("sglang")
 check_version(VERSION)

@@ -13,8 +13,7 @@ import numpy as np
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import selection_of
-from sglang_scout.core.step_log import StepLog
+from sglang_scout.core.profile import StepLog, selection_of
 from sglang_scout.engine.counters import Counters, Stat
 from sglang_scout.plugin.hooks import VERSION
 from sglang_scout.plugin.model import model_identity
