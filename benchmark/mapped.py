@@ -1,4 +1,4 @@
-"""Waiting until an attention process has mapped its arena, which it does in the background (``PopulateThread``)."""
+"""Waiting until an attention process has mapped its arena, in the background (``worker.main.map_pages``)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 #   scripts/setup.sh --force    reinstalls everything
 #
 # Variables: PYTHON (interpreter for a new .venv, 3.11 or later; default: one that is installed, else uv downloads
-# one), SGLANG_VERSION (one of those in python/sglang_scout/core/supported.py; default: the one in .venv, else
+# one), SGLANG_VERSION (one of those in python/sglang_scout/core/flags.py; default: the one in .venv, else
 # the first), CXX and CMAKE_BUILD_PARALLEL_LEVEL as usual.
 # Packages come from the indexes that the machine's pip or uv is configured for, so there is no lock file: it would
 # name one index.
@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 STAMP=.venv/.sglang-scout-setup
 UV=.cache/uv-bootstrap/bin/uv
-VERSIONS=python/sglang_scout/core/supported.py
+VERSIONS=python/sglang_scout/core/flags.py
 TRANSFER=cpu # which mooncake: an extra of pyproject.toml
 [ ! -e /dev/nvidiactl ] || TRANSFER=cuda
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sglang_scout.core.supported import ADAPTERS
+from sglang_scout.core.flags import ADAPTERS
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "docs" / "deploy"

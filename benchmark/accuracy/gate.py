@@ -33,7 +33,7 @@ from benchmark.accuracy.suite import (
 from benchmark.progress import Progress
 from benchmark.rows import Row, argument_parser
 from servers.server_process import ends_orderly
-from sglang_scout.cli.table import columns
+from sglang_scout.cli import columns
 
 HELD_OUT = 21
 """First document of the gate; those of the suite and the study precede it."""

@@ -39,7 +39,7 @@ from benchmark.kernels.kv_pool import Inputs, KvPool, Shape
 from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
 from benchmark.rows import Row, Writer, argument_parser, environment, summary
 from sglang_scout import _native
-from sglang_scout.core.supported import FP8_KV
+from sglang_scout.core.flags import FP8_KV
 from sglang_scout.ops.attend import attend_pages, attend_pages_reference
 
 MODELS = (  # names, H, G, D

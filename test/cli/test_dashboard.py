@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -93,7 +94,7 @@ def dashboard(decode_url, log):
     """The program; yields its URL once it answers."""
     (port,) = free_ports(1)
     url, options = f"http://{HOST}:{port}", flags(json=True, decode=decode_url, port=port)
-    command = [sys.executable, "-m", "sglang_scout.cli", "dashboard", *options]
+    command = [str(Path(sys.executable).with_name("sglang-scout")), "dashboard", *options]
     server = ServerProcess("dashboard", command, os.environ, log)
     server.start()
     try:

@@ -12,9 +12,9 @@ import pytest
 
 from fake_sys import TWO_NODES, use_sys
 from page_weights import forecast_weights
-from sglang_scout.cli import doctor, main, worker_check
-from sglang_scout.cli import machine_checks as machine
-from sglang_scout.cli.machine_checks import Check
+from sglang_scout.cli import checks as machine
+from sglang_scout.cli import doctor, main
+from sglang_scout.cli.checks import Check
 from sglang_scout.core import numa
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.core.forecast import save_weights
@@ -33,21 +33,17 @@ def test_this_machine_can_serve():
     checks = {check["name"]: check for check in result["checks"]}
     assert result["ok"] and all(check["state"] != "failed" for check in checks.values())
     worker = checks["CPU attention"]["values"]
-    assert worker["right"] and worker["max_error"] <= worker_check.TOLERANCE
+    assert worker["right"] and worker["max_error"] <= machine.TOLERANCE
     assert worker["page_us"] > 0 and worker["batch_us"] > 0
     assert worker["isa"] == checks["native module"]["values"]["isa"]
     assert checks["sglang"]["values"]["version"] in checks["sglang"]["values"]["supported"]
 
 
-def refuse():
-    raise WorkerError("process 1 ended with exit code 1")
-
-
 def test_report_and_exit_code(monkeypatch, capsys):
-    found = {
-        "python": lambda: Check("3.11.0"),
-        "huge pages": lambda: Check("none", "make some"),
-    }
+    def refuse():
+        raise WorkerError("process 1 ended with exit code 1")
+
+    found = {"python": lambda: Check("3.11.0"), "huge pages": lambda: Check("none", "make some")}
     monkeypatch.setattr(doctor, "checks", lambda args: found)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
@@ -62,10 +58,10 @@ def test_report_and_exit_code(monkeypatch, capsys):
 
 def test_a_wrong_cpu_list_is_named(capsys):
     absent = max(os.sched_getaffinity(0)) + 1
-    assert main(["doctor", "--cpus", f"0-{absent}"]) == 2
-    assert f"may not run on CPU {absent}" in capsys.readouterr().err
-    assert main(["doctor", "--cpus", ""]) == 2, "an unset variable of a shell is not 'all'"
-    assert "--cpus ''" in capsys.readouterr().err
+    # An unset variable of a shell is not "all".
+    for cpus, says in ((f"0-{absent}", f"may not run on CPU {absent}"), ("", "--cpus ''")):
+        assert main(["doctor", "--cpus", cpus]) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_variables_without_which_a_server_ends(monkeypatch, tmp_path):
@@ -73,8 +69,7 @@ def test_variables_without_which_a_server_ends(monkeypatch, tmp_path):
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
     for size, state in ((95, "ok"), (96, "failed")):  # a path that is too long for sockets
-        folder = f"{tmp_path}/".ljust(size, "t")
-        os.mkdir(folder)
+        os.mkdir(folder := f"{tmp_path}/".ljust(size, "t"))
         monkeypatch.setattr("tempfile.tempdir", folder)
         check = doctor.outcome(machine.check_environment)
         assert check.state == state
@@ -149,15 +144,15 @@ def test_a_module_without_its_libraries_names_the_packages(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("wrong", [0.1, np.nan])
 def test_a_wrong_answer_is_noticed(wrong, monkeypatch):
-    plainly = worker_check.attend_plainly
+    plainly = machine.attend_plainly
 
     def spoiled(*args):
         out, lse = plainly(*args)
         lse[-1, -1] += wrong
         return out, lse
 
-    monkeypatch.setattr(worker_check, "attend_plainly", spoiled)
-    check = worker_check.check_worker(sorted(os.sched_getaffinity(0))[:1])
+    monkeypatch.setattr(machine, "attend_plainly", spoiled)
+    check = machine.check_worker(sorted(os.sched_getaffinity(0))[:1])
     assert check.state == "failed" and "exceeds the tolerance" in check.found
 
 

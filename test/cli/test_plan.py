@@ -5,10 +5,8 @@ import math
 
 import pytest
 
-from sglang_scout.cli import main
-from sglang_scout.cli.model_config import read_model
-from sglang_scout.cli.sizes import make_plan
-from sglang_scout.cli.table import GIB
+from sglang_scout.cli import GIB, main
+from sglang_scout.cli.sizes import make_plan, read_model
 from sglang_scout.core.errors import ConfigError
 
 LONG = 65536
@@ -36,15 +34,15 @@ def test_requests_of_64k_tokens_of_the_papers_model(model):
 
 def test_what_limits_the_requests_and_whole_pages(model):
     plan = plan_of(model(), host_gib=110e9 / GIB, gpu_gib=80)
-    assert plan.stock is not None and plan.stock.requests == 4
-    assert plan.offload.requests == plan.offload.by_host == 10
-    assert plan.offload.limited_by == "host memory"
-    assert plan_of(model(), host_gib=4000, gpu_gib=80).offload.limited_by == "gpu memory"
+    assert plan.stock is not None and plan.stock["requests"] == 4
+    assert plan.offload["requests"] == plan.offload["by_host"] == 10
+    assert plan.offload["limited_by"] == "host memory"
+    assert plan_of(model(), host_gib=4000, gpu_gib=80).offload["limited_by"] == "gpu memory"
     server = plan_of(model(), context_tokens=33, host_gib=1).server
     assert server.pages_per_request == 2 and server.kv_bytes_per_request == 64 * 163840
     for pages, fit in ((2, 0), (3, 1)):  # one is SGLang's padding
         plan = plan_of(model(), context_tokens=64, host_gib=pages * 32 * 163840 / GIB)
-        assert plan.offload.by_host == fit
+        assert plan.offload["by_host"] == fit
 
 
 def test_the_host_size_and_the_huge_pages_that_it_names_are_enough(model, capsys):
@@ -56,7 +54,7 @@ def test_the_host_size_and_the_huge_pages_that_it_names_are_enough(model, capsys
     assert "--max-running-requests 7 --context-length 65536" in text
     host = text.split("--kv-offload-host-gb ")[1].split(",")[0]
     assert main([*command, "--requests", "7", "--host-gb", host]) == 0
-    assert plan_of(folder, host_gib=float(host)).offload.requests == 7
+    assert plan_of(folder, host_gib=float(host)).offload["requests"] == 7
     plan = plan_of(folder, host_gib=400, budget_tokens=2048)
     pages = int(390.1 * 2**30) // (5 << 20) + 1
     assert (plan.requests, plan.host_gib) == (39, 390.1)
@@ -69,7 +67,7 @@ def test_json_has_the_same_numbers(model, capsys):
     main(["plan", "--model-path", folder, *sizes, "--gpu-gb", "80", "--json"])
     got = json.loads(capsys.readouterr().out)
     plan = plan_of(folder, host_gib=103, gpu_gib=80)
-    assert got["offload"]["requests"] == plan.offload.requests == 10
+    assert got["offload"]["requests"] == plan.offload["requests"] == 10
     assert got["kv_bytes_per_token"] == plan.server.kv_bytes_per_token
     assert got["stock"] == {"by_host": None, "by_gpu": 4, "requests": 4, "limited_by": "gpu memory"}
     rows = [(row["what"], row["count"], row["bytes"]) for row in got["memory"]]
@@ -133,7 +131,7 @@ def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
     # 0.91 for the worker, 5 KiB for each page's hint.
     assert "up to 1.30 GiB of host memory beside the pages" in capsys.readouterr().out
     many = plan_of(model(), context_tokens=1, host_gib=2**30)
-    assert many.offload.requests == 65536, "no more than the server takes"
+    assert many.offload["requests"] == 65536, "no more than the server takes"
     with pytest.raises(ConfigError, match="-budget 1099511627776: num_pages=.*lower the budget"):
         plan_of(model(), budget_tokens=2**40, context_tokens=2**40, host_gib=1)
 
@@ -146,9 +144,9 @@ def test_kv_in_fp8_is_half_as_large_and_digests_are_not_smaller(model):
     assert 2 * small.server.kv_bytes_per_request == plain.server.kv_bytes_per_request
     assert small.server.digest_bytes_per_page == plain.server.digest_bytes_per_page
     assert (plain.requests, small.requests) == (19, 39), "a page is SGLang's padding"
-    assert plain.offload.limited_by == small.offload.limited_by == "host memory"
+    assert plain.offload["limited_by"] == small.offload["limited_by"] == "host memory"
     most = plan_of(model(), kv_cache_dtype="fp8_e5m2", **of_both)
-    assert (most.requests, most.offload.limited_by) == (50, "gpu memory")
+    assert (most.requests, most.offload["limited_by"]) == (50, "gpu memory")
 
 
 def test_weights_from_files_from_the_index_or_estimated(model):

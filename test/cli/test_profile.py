@@ -15,15 +15,18 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import (
     FLAG,
+    LOG_FORMAT,
+    LOG_VERSION,
     ModelIdentity,
     RecallProfile,
     check_profile,
     choose_interval,
     load_profile,
+    ratios_by_age,
+    read_step_log,
     selection_of,
     smooth,
 )
-from sglang_scout.core.step_log import FORMAT, VERSION, ratios_by_age, read_step_log
 
 BETA = 0.12
 IDENTITY = ModelIdentity("Qwen3ForCausalLM", 2, 4, 2, 64, "0123456789abcdef")
@@ -87,7 +90,7 @@ PROFILE = RecallProfile(
 @pytest.mark.parametrize(
     ("server", "parts"),
     [
-        ({"num_layers": 3}, ["2 layers", "has 3"]),
+        ({"num_layers": 3}, ["2 layers", "'/models/m' with 3"]),
         ({"config": replace(CONFIG, page_size_tokens=64)}, ["pages of 32", "64"]),
         ({"config": replace(CONFIG, budget_tokens=256)}, ["--kv-offload-budget 256", "to 128"]),
         ({"config": replace(CONFIG, digest="minmax")}, ["'minmax'", "--kv-offload-config"]),
@@ -106,8 +109,8 @@ def test_a_profile_of_something_else_is_refused_by_name(server, parts):
 
 
 FACTS = {
-    "format": FORMAT,
-    "version": VERSION,
+    "format": LOG_FORMAT,
+    "version": LOG_VERSION,
     "policy": "scout",
     "recall": "off",
     "model": "m",
@@ -144,7 +147,7 @@ def test_a_line_under_way_is_left_out_and_rubbish_is_refused(tmp_path):
     path = write_log(tmp_path / "s.jsonl", 5)
     path.write_bytes(path.read_bytes() + b'{"step": 6')
     assert len(read_step_log(path).steps) == 5
-    old = {"format": FORMAT, "version": VERSION - 1}
+    old = {"format": LOG_FORMAT, "version": LOG_VERSION - 1}
     for text in ("", "x\n", "[]\n", json.dumps(old) + "\n"):
         path.write_text(text)
         with pytest.raises(ConfigError, match="s.jsonl"):

@@ -5,25 +5,25 @@ import math
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmark.plot import draw_predictions
 from benchmark.rows import read_rows
-from sglang_scout.cli import main
+from sglang_scout.cli import gib, main
 from sglang_scout.cli.plan import as_text
 from sglang_scout.cli.sizes import make_plan
 from sglang_scout.cli.step_model import (
     CAVEAT,
     DEVICES,
     Device,
-    Work,
+    Step,
     low_end,
     offload_step,
     predict,
     stock_step,
 )
-from sglang_scout.cli.table import gib
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 TOLERANCE = 0.15
@@ -64,22 +64,23 @@ def plan_of(folder, *, context_tokens=65536, budget_tokens=2048, host_gib=512, g
 def test_experts_of_a_mixture(model, changes, total, active):
     """All take memory; a token uses some, a batch reads those that any of its tokens uses."""
     plan = plan_of(model(**changes), context_tokens=1024, host_gib=64, gpu_gib=160)
-    found, work, device = plan.server.model, Work.of(plan.server), DEVICES["b200"]
+    found, server, device = plan.server.model, plan.server, DEVICES["b200"]
     assert math.isclose(found.weight_bytes, 2 * total, rel_tol=0.01)
     words = found.embedding_bytes / 2
-    assert math.isclose(work.parameters, active - words, rel_tol=0.03)
-    one, all_ = (stock_step(work, device, batch).parts_us["weights"] for batch in (1, 512))
+    used = found.bytes_a_token / 2
+    assert math.isclose(used, active - words, rel_tol=0.03)
+    one, all_ = (stock_step(server, device, batch).parts_us["weights"] for batch in (1, 512))
     rate = 8000e3 * 0.8
-    assert one == pytest.approx(2 * work.parameters / rate, rel=1e-3)
+    assert one == pytest.approx(2 * used / rate, rel=1e-3)
     assert all_ == pytest.approx((found.weight_bytes - found.embedding_bytes) / rate, rel=1e-3)
     assert f"of which a token uses {gib(found.bytes_a_token)}" in as_text(plan)
 
 
 def test_a_step_of_the_papers_model_by_hand(model):
     plan = plan_of(model(), config='{"digest": "minmax"}')
-    work, h100 = Work.of(plan.server), DEVICES["h100"]
+    server, h100 = plan.server, DEVICES["h100"]
     rate = 3350e3 * 0.8  # bytes per microsecond
-    step = offload_step(work, h100, 32)
+    step = offload_step(server, h100, 32)
     layer = (40 + 2 * 8 + 40) * 128 * 5120 + 3 * 5120 * 17408
     assert step.parts_us["weights"] == pytest.approx(2 * (40 * layer + 151936 * 5120) / rate)
     assert step.parts_us["look-ahead"] == pytest.approx(40 * 2 * 5120 * 5120 / rate)
@@ -91,18 +92,17 @@ def test_a_step_of_the_papers_model_by_hand(model):
     assert step.parts_us["ring"] == pytest.approx(both / (64e3 * 0.8))
     assert step.us == pytest.approx(sum(step.parts_us.values())) and step.bound == "weights"
     assert step.parts_us["launches"] == 40 * 14 * 2.0, "five more are beside the model"
-    in_order = offload_step(work, replace(h100, in_order=True), 32)
+    in_order = offload_step(server, replace(h100, in_order=True), 32)
     assert in_order.parts_us["launches"] == 40 * 19 * 2.0
-    full = stock_step(work, h100, 3)
+    full = stock_step(server, h100, 3)
     assert full.parts_us["attention"] == pytest.approx(3 * 65536 * 163840 / rate)
 
 
 def test_the_step_waits_for_a_worker_that_is_slower_than_a_layer(model):
     plan = plan_of(model())
-    work = Work.of(plan.server)
     fast = Device(1000, 1e15, link_gb_s=1e6, host_gb_s=1e9, memory_bytes=1, launch_us=0.0)
     slow = replace(fast, host_gb_s=1)
-    quick, late = (offload_step(work, device, 8) for device in (fast, slow))
+    quick, late = (offload_step(plan.server, device, 8) for device in (fast, slow))
     assert quick.parts_us["wait"] == 0.0 and late.bound == "wait"
     worker = 0.12 * 8 * 2048 * 163840 / (1e3 * 0.8)
     first = worker / 40 - late.parts_us["attention"] / 40
@@ -111,9 +111,7 @@ def test_the_step_waits_for_a_worker_that_is_slower_than_a_layer(model):
 
 
 def test_what_runs_beside_may_be_the_longest():
-    work = Work(1, 1e3, 1e3, 0, 0, 64, 64, 1e3, 0, 1)
-    device = Device(1000, 1e15, 64, 100, 1, launch_us=0.0, boundary_us=(500.0, 50.0))
-    step = offload_step(work, device, 2)
+    step = Step(2, {"weights": 1.0, "attention": 2.0}, {"copies": 1.0, "boundary": 600.0})
     assert (step.us, step.bound) == (600.0, "boundary")
     assert step.tokens_per_s == pytest.approx(2e6 / 600)
 
@@ -140,8 +138,8 @@ def test_fed_with_the_papers_hardware_the_low_end_gives_what_the_paper_measured(
     low, high = predict(long, paper)
     assert low.stock.batch == 4 and low.speed_up == pytest.approx(5.1, rel=0.05)
     assert f"gives {high.speed_up:.1f} times stock" in CAVEAT
-    work, device = Work.of(short.server), low_end(paper)
-    rates = [offload_step(work, device, batch).tokens_per_s for batch in (16, 32, 64)]
+    device = low_end(paper)
+    rates = [offload_step(short.server, device, batch).tokens_per_s for batch in (16, 32, 64)]
     assert rates[1] / rates[0] == pytest.approx(1.78, rel=0.03)
     assert rates[2] / rates[1] == pytest.approx(1.48, rel=0.03)
     shorter = predict(short, paper)[0]
@@ -154,10 +152,10 @@ def test_where_all_pages_fit_the_device_a_step_is_within_one_percent_of_stocks(
 ):
     plan = plan_of(model(), context_tokens=context, requests=batch, budget_tokens=None)
     low, high = predict(plan, DEVICES["h100"])
-    ours, work = high.offload, Work.of(plan.server)
+    ours = high.offload
     assert low == high, "the low end is slower by what the worker's share costs"
     assert not {"look-ahead", "wait", "copies"} & {*ours.parts_us, *ours.beside_us}
-    assert ours.us <= 1.01 * stock_step(work, DEVICES["h100"], batch).us
+    assert ours.us <= 1.01 * stock_step(plan.server, DEVICES["h100"], batch).us
 
 
 def test_the_command_prints_both_steps(model, tmp_path, capsys):
@@ -188,8 +186,13 @@ def test_steps_of_the_cpu_device_are_as_the_model_says():
     rows = [row for row in read_rows(RESULTS / "step_model.jsonl") if row["status"] == "ok"]
     assert len(rows) >= 8
     for row in rows:
-        device, work = Device(**row["device"]), Work(**row["work"])
-        step = offload_step(work, device, row["batch"], row["missing_share"])
+        work = SimpleNamespace(**row["work"])  # the sizes of a server by other names
+        work.num_layers, work.read_bytes, work.value_bytes = work.layers, work.weight_bytes, 4
+        work.bytes_a_token, work.query_parameters = 4 * work.parameters, work.ahead_parameters
+        work.expert_bytes, work.expert_share = 0, 1
+        work.num_q_heads, work.head_dim, work.model = work.query_values, 1, work
+        work.digest_bytes_per_request = work.digest_bytes
+        step = offload_step(work, Device(**row["device"]), row["batch"], row["missing_share"])
         step.parts_us["wait"] = 0.0
         sizes = row["batch"], row["context"], row["budget"]
         assert step.us == pytest.approx(row["median_us"], rel=TOLERANCE), sizes

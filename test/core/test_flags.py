@@ -19,7 +19,7 @@ def parse(**kwargs):
 DEEP = "[" * 100_000 + "]" * 100_000
 REFUSED_FLAGS = [
     ({"policy": "magic"}, ["--kv-offload", "'magic'", "scout"]),
-    ({"policy": None}, ["--kv-offload None", "NoneType", "'scout'"]),
+    ({"policy": None}, ["--kv-offload None", "`null`", "'scout'"]),
     ({"budget_tokens": -32}, ["--kv-offload-budget", "-32"]),
     ({"budget_tokens": 1000}, ["--kv-offload-budget", "1000", "992"]),
     ({"budget_tokens": 32}, ["--kv-offload-budget 32: holds 1 page, fewer", "64"]),
@@ -28,7 +28,7 @@ REFUSED_FLAGS = [
     ({"host_gb": 0.0}, ["--kv-offload-host-gb", "0"]),
     ({"host_gb": float("nan")}, ["--kv-offload-host-gb", "nan"]),
     ({"recall_profile": 3}, ["--kv-offload-recall-profile 3", "int", "name of a file"]),
-    ({"recall_profile": ""}, ["--kv-offload-recall-profile ''", "empty", "leave it out"]),
+    ({"recall_profile": ""}, ["--kv-offload-recall-profile ''", "length >= 1", "leave it out"]),
     ({"cpus": "0,x"}, ["--kv-offload-cpus", "'x'"]),
     ({"cpus": "0-7"}, ["--kv-offload-cpus", "'0-7'", "CPU 2", "available are 0-1"]),
     ({"cpus": "1-0"}, ["--kv-offload-cpus", "ascending"]),

@@ -6,7 +6,7 @@ import torch
 
 from mini_worker import SIZE
 from page_weights import identity
-from sglang_scout.core.step_log import StepLog, ratios_by_age, read_step_log
+from sglang_scout.core.profile import StepLog, ratios_by_age, read_step_log
 
 SIZES = {"layers": 3, "budget_tokens": 128, "page_size_tokens": SIZE}
 FACTS = {"policy": "scout", "recall": "fixed", "model": "m", "selection": {}, **SIZES}

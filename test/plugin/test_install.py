@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt import plugins
 
-from sglang_scout.core.supported import ADAPTERS
+from sglang_scout.core.flags import ADAPTERS
 from sglang_scout.plugin import hooks, launch
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from page_weights import forecast_weights, pilot_weights
 from servers.pd_cluster import flags
-from sglang_scout.cli.model_config import read_model
+from sglang_scout.cli.sizes import read_model
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest, save_profile

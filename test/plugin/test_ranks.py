@@ -15,7 +15,7 @@ from page_weights import forecast_weights, pilot_weights
 from sglang_scout.cli.sizes import make_plan
 from sglang_scout.core import numa
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.errors import ArenaError, ConfigError
 from sglang_scout.core.flags import parse_config
 from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.numa import CpuPlan
@@ -28,7 +28,7 @@ from sglang_scout.plugin.hooks import VERSION
 from sglang_scout.plugin.ranks import RankCpus, RankMemory
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker import host_memory
-from sglang_scout.worker.arena_fits import pool, pool_lacks
+from sglang_scout.worker.host_memory import pool_lacks
 
 
 def _meet(rank, path):
@@ -173,9 +173,9 @@ def fake_pool(monkeypatch, folder, gib):
 def test_no_more_than_the_nodes_have_that_it_is_bound_to(default, bound_to, most):
     available, ranks = {None: 100 << 30, 0: 30 << 30, 1: 30 << 30}, len(bound_to)
     got = default(available, ranks=ranks, bound_to=bound_to, nodes=[0, 1])
-    assert got == (most - ranks * SIZE.worker.total_bytes) // 2
+    of_worker = sum(nbytes for *_, nbytes in SIZE.worker)
+    assert got == (most - ranks * of_worker) // 2
     alone = default(available, ranks=ranks, bound_to=bound_to, nodes=[0])  # half of what is left
-    of_worker = SIZE.worker.total_bytes
     assert of_worker > 2**27 and alone == ((100 << 30) - ranks * of_worker) // 2
 
 
@@ -187,8 +187,8 @@ def test_a_pool_of_huge_pages_is_the_default_if_it_was_made_for_that(
     fake_pool(monkeypatch, tmp_path, 400)
     arena = SIZE.arena(default({None: 100 << 30}, ranks=ranks) // ranks // PAGE_BYTES + 1)
     assert not pool_lacks(arena, arenas=ranks)
-    more = dataclasses.replace(arena, num_pages=arena.num_pages + 1)
-    assert not pool(arenas=ranks).has(more), "all of it"
+    with pytest.raises(ArenaError):  # all of it is taken
+        pool_lacks(dataclasses.replace(arena, num_pages=arena.num_pages + 1), arenas=ranks)
     fake_pool(monkeypatch, tmp_path, 10)
     assert default({None: 100 << 30}) > 40 << 30, "somebody else's"
 

@@ -11,8 +11,6 @@ adds no states.
 A model may have a bug, a mutation of the protocol that the search must find (``test_ring_model.py``).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """All interleavings of producer, worker threads and supervisor on small rings; see ring_model.py."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Short runs of the C++ ring tests under sanitizers; scripts/sanitize.sh has the long ones."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

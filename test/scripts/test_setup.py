@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_scout.core.supported import ADAPTERS
+from sglang_scout.core.flags import ADAPTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW, OLD = ADAPTERS
@@ -26,7 +26,7 @@ def set_up(tmp_path):
     for name, text in {
         **{name: f"#!/bin/sh\n{text}\n" for name, text in PROGRAMS.items()},
         **{x: (ROOT / x).read_text() for x in ("pyproject.toml", "scripts/setup.sh")},
-        "python/sglang_scout/core/supported.py": f'ADAPTERS = {{"{NEW}": "", "{OLD}": ""}}\n',
+        "python/sglang_scout/core/flags.py": f'ADAPTERS = {{"{NEW}": "", "{OLD}": ""}}\n',
         "include/Python.h": "",
         "sgl-kernel/x": "",
     }.items():

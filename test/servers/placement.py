@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_scout.cli import machine_checks as machine
+from sglang_scout.cli import checks as machine
 from sglang_scout.core.errors import ConfigError
 
 AUTO, CPU, CUDA = CHOICES = ("auto", "cpu", "cuda")

@@ -1,7 +1,5 @@
 """Small arenas with random pages, and a ring whose two sides are in the test's process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Numpy views of an arena's shared words, for tests that inspect the ring or play one of its sides."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

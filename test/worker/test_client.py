@@ -1,8 +1,6 @@
 """WorkerClient with a real worker process: answers, states, arguments, resources; a silent or slow process. Deaths
 under load: test/e2e/test_worker_faults.py."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -11,6 +9,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -68,32 +67,28 @@ def test_mistakes_are_named(make_arena, cpu):
     arena = make_arena()
     client = WorkerClient(arena, [cpu])
     q, pages, n_pages = make_request(arena.spec, 2, 1, full=True)
-    for args in (
-        (q.astype(np.float64), pages, n_pages),
-        (q, pages.astype(np.int64), n_pages),
-        (q, pages[0], n_pages),
-        (q, np.asfortranarray(pages), n_pages),
-    ):
+    wrong_type = q.astype(np.float64), pages.astype(np.int64), pages[0], np.asfortranarray(pages)
+    for first, second in ((wrong_type[0], pages), *((q, x) for x in wrong_type[1:])):
         with pytest.raises(TypeError, match="incompatible function arguments"):
-            client.post(0, 0, *args)
-    for args, text in (
-        ((q[:, :3].copy(), pages, n_pages), r"post: q is \[2, 3, 16\], expected \[2, 4, 16\]"),
-        ((q, pages[:1], n_pages), r"post: pages is \[1, 8\]"),
-        ((q, pages, n_pages[:1]), "post: n_pages"),
-        ((q, pages + 100, n_pages), r"post: page id \d+ of row 0 is outside 0\.\.39"),
+            client.post(0, 0, first, second, n_pages)
+    for layer, args, text in (
+        (0, (q[:, :3].copy(), pages, n_pages), r"q is \[2, 3, 16\], expected \[2, 4, 16\]"),
+        (0, (q, pages[:1], n_pages), r"post: pages is \[1, 8\]"),
+        (0, (q, pages, n_pages[:1]), "post: n_pages"),
+        (0, (q, pages + 100, n_pages), r"post: page id \d+ of row 0 is outside 0\.\.39"),
+        (3, (q, pages, n_pages), "layer 3 is outside"),
     ):
         with pytest.raises(ValueError, match=text):
-            client.post(0, 0, *args)
-    with pytest.raises(ValueError, match="layer 3 is outside"):
-        client.post(3, 0, q, pages, n_pages)
+            client.post(layer, 0, *args)
     ticket = client.post(0, 0, q, pages, n_pages)
     out, lse = buffers(arena, 2)
-    with pytest.raises(ValueError, match=r"wait: lse is \[2, 3\]"):
-        client.wait(ticket, out, lse[:, :3].copy())
-    with pytest.raises(ValueError, match="wait: out has 1 rows, expected 2"):
-        client.wait(ticket, out[:1], lse[:1])
-    with pytest.raises(TypeError, match="incompatible function arguments"):
-        client.wait(ticket, out.astype(np.float64), lse)
+    for args, text in (
+        ((out, lse[:, :3].copy()), r"wait: lse is \[2, 3\]"),
+        ((out[:1], lse[:1]), "wait: out has 1 rows, expected 2"),
+        ((out.astype(np.float64), lse), "incompatible function arguments"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=text):
+            client.wait(ticket, *args)
     client.wait(ticket, out, lse)
     with pytest.raises(WorkerError, match="used up"):
         client.wait(ticket, out, lse)
@@ -109,18 +104,15 @@ def test_bad_cpu_comes_back_as_the_worker_s_reason(make_arena):
 
 
 def test_worker_that_exits_or_says_nothing(make_arena, cpu, monkeypatch):
-    program = "import sys; sys.exit(3)"
-
-    def spawn(*_: object) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, "-c", program])
-
-    monkeypatch.setattr(supervisor_module, "_spawn", spawn)
     client = WorkerClient(make_arena(), [cpu], config=WorkerConfig(ready_timeout_s=1.0))
-    with pytest.raises(WorkerError, match=r"process \d+ ended with exit code 3"):
-        client.start()
-    program = "import time; time.sleep(60)"
-    with pytest.raises(WorkerError, match=r"process \d+ was not ready within 1.0 s"):
-        client.start()
+    for program, says in (
+        ("exit(3)", "ended with exit code 3"),
+        ("import time; time.sleep(60)", "was not ready within 1.0 s"),
+    ):
+        command = [sys.executable, "-c", program]
+        monkeypatch.setattr(supervisor_module, "_spawn", lambda *_, c=command: subprocess.Popen(c))
+        with pytest.raises(WorkerError, match=rf"process \d+ {says}"):
+            client.start()
 
 
 def test_waiting_does_not_hold_the_gil(make_arena, cpu):
@@ -149,10 +141,8 @@ def test_idle_worker_sleeps(make_arena, cpu):
 
 
 def test_a_start_without_threads_is_refused(make_arena, cpu, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    no_thread = Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
     fds = len(os.listdir("/proc/self/fd"))
     client = WorkerClient(make_arena(), [cpu])
     with pytest.raises(WorkerError, match="can't start new thread; raise"):
@@ -205,9 +195,9 @@ def test_a_starved_supervisor_finds_a_stall_in_time(make_arena, cpu, monkeypatch
     steps would be shut down."""
     wait = WorkerProcess.wait
 
-    def starved(process, timeout_s, *wake_fds):
+    def starved(process, timeout_s):
         time.sleep(0.25)
-        return wait(process, timeout_s, *wake_fds)
+        return wait(process, timeout_s)
 
     arena = make_arena()
     config = WorkerConfig(heartbeat_interval_s=0.05, stall_timeout_s=0.8, wait_timeout_s=3.0)

@@ -1,7 +1,9 @@
 """Available memory, from files of /proc and of cgroups."""
 
+import errno
 import mmap
 import os
+import re
 import threading
 
 import numpy as np
@@ -10,12 +12,13 @@ import pytest
 
 from fake_sys import use_sys
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.worker import host_memory
+from sglang_scout.worker import host_memory, main
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from worker_cases import buffers, make_request, until
 
 GIB = 2**30
-MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: {} kB\nCommitLimit: {} kB\nCommitted_AS: {} kB\n"
+SIZES = {"MemTotal": 64, "MemAvailable": 64, "CommitLimit": 50, "Committed_AS": 20}
+MEMINFO = "".join(f"{name}: {n << 20} kB\n" for name, n in SIZES.items())
 
 
 @pytest.fixture
@@ -24,18 +27,17 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(host_memory, "_PROC", tmp_path / "proc")
 
     def available(files, cgroup="", mounts="", overcommit=0):
-        kib = (n * 2**20 for n in (64, 50, 20))
         mounts = "".join(
             f"31 23 0:28 {root} {tmp_path}/{folder} rw,relatime shared:9 - {kind} {kind} {options}\n"
             for root, folder, kind, options in mounts
         )
         proc = {
-            "meminfo": MEMINFO.format(*kib),
-            "sys/vm/overcommit_memory": f"{overcommit}\n",
-            "self/cgroup": cgroup,
-            "self/mountinfo": "22 1 254:0 / / rw - ext4 /dev/vda rw\n" + mounts,
+            "proc/meminfo": MEMINFO,
+            "proc/sys/vm/overcommit_memory": overcommit,
+            "proc/self/cgroup": cgroup,
+            "proc/self/mountinfo": "22 1 254:0 / / rw - ext4 /dev/vda rw\n" + mounts,
         }
-        for name, text in ({f"proc/{k}": text for k, text in proc.items()} | files).items():
+        for name, text in (proc | files).items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(str(text))
         return host_memory.available_bytes() / GIB
@@ -79,8 +81,8 @@ def test_of_several_limits_the_one_that_leaves_least(machine, files, path, left)
 
 def test_version_1_and_a_container_that_sees_the_host_s_paths(machine):
     cgroup = "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n"
-    files = group("m", 4, 1, limit_in_bytes=9)
     mounts = [("/docker/abc", "m", "cgroup", "rw,cpu,memory"), ("/", "u", "cgroup2", "rw")]
+    files = group("m", 4, 1, limit_in_bytes=9)
     assert machine(files, cgroup, mounts) == 5
     below = files | group("m/inner", 1, 1, limit_in_bytes=3)
     assert machine(below, cgroup.replace("abc", "abc/inner"), mounts) == 2
@@ -118,8 +120,8 @@ def test_a_node_grows_by_its_own(machine, tmp_path, monkeypatch):
     machine(zones(64, 128))
     kib = {"MemTotal": 62 << 20, "MemFree": 3 << 18, "Active(file)": 7, "Inactive(file)": 1 << 18}
     text = "".join(f"Node 0 {name}: {n} kB\n" for name, n in kib.items())
-    files = {f"devices/system/node/node{node}/meminfo": text for node in range(2)}
-    use_sys(monkeypatch, tmp_path, files)
+    files = [f"devices/system/node/node{node}/meminfo" for node in range(2)]
+    use_sys(monkeypatch, tmp_path, dict.fromkeys(files, text))
     assert [host_memory.bytes_now(node) // GIB for node in range(2)] == [1, 1]
     assert [host_memory.available_bytes(node) // GIB for node in range(2)] == [1, 1 + 62]
     monkeypatch.setenv(host_memory.OVERRIDE, "100")
@@ -163,12 +165,6 @@ def mapped_bytes(pid):
     return sum(m.rss for m in maps if "sglang-scout" in m.path)
 
 
-def pages_of(arena):
-    """Address and bytes of all but the ring."""
-    ring_bytes = arena.layout.kv_offset
-    return arena.address + ring_bytes, arena.nbytes - ring_bytes
-
-
 @pytest.mark.usefixtures("populates")
 def test_a_worker_maps_all_pages_and_changes_nothing(make_arena, cpu):
     arena = make_arena(num_pages=4000)
@@ -176,33 +172,34 @@ def test_a_worker_maps_all_pages_and_changes_nothing(make_arena, cpu):
     request = make_request(arena.spec, 4, 1)
     with WorkerClient(arena, [cpu], config=WorkerConfig(populate=True)) as client:
         pid = client.snapshot().pid
-        until(lambda: mapped_bytes(pid) >= pages_of(arena)[1], "everything is mapped")
+        of_pages = arena.nbytes - arena.layout.kv_offset
+        until(lambda: mapped_bytes(pid) >= of_pages, "everything is mapped")
         reply = client.wait(client.post(0, 0, *request), *buffers(arena, 4))
         assert reply.fallback_pages == 0
     np.testing.assert_array_equal(arena.k_pages(0), before)
 
 
 def test_the_thread_that_maps_is_nice_keeps_to_its_cpus_and_stops(make_arena, cpu, monkeypatch):
-    places, asked = [], threading.Event()
+    places, stopping, arena = [], threading.Event(), make_arena()
 
     def populate(address, nbytes, write):
         thread = threading.get_native_id()
         places.append((os.getpriority(os.PRIO_PROCESS, thread), os.sched_getaffinity(thread)))
-        asked.set()
+        if len(places) == 3:
+            stopping.set()
         return 0
 
-    monkeypatch.setattr(host_memory, "populate", populate)
-    monkeypatch.setattr(host_memory, "SMALL_PIECE_BYTES", 1)
-    begin, nbytes = pages_of(make_arena())
-    thread = host_memory.PopulateThread(begin, nbytes, [cpu])
-    assert asked.wait(5)
-    for _ in range(2):
-        thread.stop()
-    assert 0 < len(places) < nbytes and set(map(str, places)) == {str((19, {cpu}))}
+    monkeypatch.setattr(main, "populate", populate)
+    monkeypatch.setattr(main, "PIECE_BYTES", 1)
+    thread = threading.Thread(target=main.map_pages, args=(arena, [cpu], stopping))
+    thread.start()
+    thread.join()
+    assert places == [(19, {cpu})] * 3
 
 
-@pytest.mark.usefixtures("populates")
-def test_a_system_that_refuses_to_map_is_told_of(caplog):
-    host_memory.PopulateThread(2**46, 4096)._thread.join()  # nothing is mapped there
-    assert "mapped 0.000 GiB of 0.000 GiB of the arena" in caplog.text
-    assert "Cannot allocate memory" in caplog.text
+def test_a_system_that_refuses_to_map_is_told_of(make_arena, caplog, monkeypatch):
+    monkeypatch.setattr(main, "populate", lambda *_, write: errno.ENOMEM)
+    thread = threading.Thread(target=main.map_pages, args=(make_arena(), (), threading.Event()))
+    thread.start()
+    thread.join()
+    assert re.search(r"mapped 0\.\d+ GiB of 0\.\d+ GiB of the arena.*Cannot allocate", caplog.text)

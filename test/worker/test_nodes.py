@@ -1,7 +1,5 @@
 """Several NUMA nodes: placement of pages and of work. The nodes are fake; the machine needs only one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -16,7 +14,7 @@ from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.ring import layout_of, node_spans
-from worker_cases import small_spec, until
+from worker_cases import make_request, small_spec, until
 
 HUGE = 2 << 20
 NEVER_US = 600_000_000  # no thread helps another node
@@ -36,7 +34,7 @@ def test_spans_cover_everything_once(pages, size, heads, dim, num_nodes, align):
     spec = ArenaSpec(3, pages, size, heads, heads, dim, "bfloat16", 1.0, 2, 4, num_nodes)
     at = layout_of(spec)
     assert spec.stripe_pages * num_nodes >= pages > 0
-    spans = node_spans(spec, at, range(num_nodes), align)
+    spans = node_spans(spec, range(num_nodes), align)
     end = 0
     for begin, nbytes, _ in spans:
         assert begin == end and begin % align == 0 and nbytes > 0
@@ -59,11 +57,18 @@ def test_the_system_is_asked_for_each_span(monkeypatch):
     spec = small_spec(num_nodes=2, num_pages=4000)
     with Arena.create(spec, numa_nodes=[2, 5]) as arena:
         page_bytes = HUGE if arena.backing == "hugetlb" else 4096
-        expected = node_spans(spec, arena.layout, [2, 5], page_bytes)
+        expected = node_spans(spec, [2, 5], page_bytes)
         assert calls == [(arena.address + begin, nbytes, node) for begin, nbytes, node in expected]
         assert {node for _, _, node in calls} == {2, 5}
     with pytest.raises(ArenaError, match=r"numa_nodes=\[2, 7\]; this machine has \[2, 5\]"):
         Arena.create(spec, numa_nodes=[2, 7])
+
+
+def test_with_one_node_nothing_is_bound(monkeypatch, caplog):
+    monkeypatch.setattr(numa, "nodes", lambda: [0])
+    with caplog.at_level("INFO"):
+        Arena.create(small_spec(), numa_nodes=[0]).close()
+    assert "not bound to [0]" in caplog.text
 
 
 def test_a_node_that_is_too_small_is_named(monkeypatch):
@@ -102,17 +107,6 @@ def test_a_worker_takes_memory_where_it_runs_wherever_its_server_must():
     assert done.stdout.split("\n")[0] == "bound {'bind:0'} {'default'}", done.stderr
 
 
-def ragged(spec, seed):
-    """A request of four rows: mixed, all pages on one node, none at all, one page and padding."""
-    rng = np.random.default_rng(seed)
-    q = rng.standard_normal((4, spec.num_q_heads, spec.head_dim), np.float32)
-    pages = rng.integers(0, spec.num_pages, (4, spec.max_pages), np.int32)
-    last = (spec.num_pages - 1) // spec.stripe_pages * spec.stripe_pages
-    pages[1] = rng.integers(last, spec.num_pages, spec.max_pages)
-    pages[3, ::2] = -1
-    return q, pages, np.array([spec.max_pages, spec.max_pages - 1, 0, 2], np.int32)
-
-
 def pages_by_node(spec, request):
     _, pages, n_pages = request
     ids = np.concatenate([row[:n] for row, n in zip(pages, n_pages, strict=True)])
@@ -128,7 +122,8 @@ def test_threads_read_the_pages_of_their_own_node(make_arena, make_ring, parts):
     ring.live()
     expected = np.zeros(3, np.int64)
     for step in range(20):
-        request = ragged(arena.spec, step)
+        request = make_request(arena.spec, 4, step)
+        request[1][1] = 39  # all pages on one node
         expected += pages_by_node(arena.spec, request)
         ring.serve(0, step, request)
     until(lambda: ring.producer.totals()["pages"] == expected.sum(), "every page in the totals")
@@ -149,7 +144,7 @@ def test_threads_of_each_node_sleep_and_wake(make_arena, make_ring):
     arena = make_arena(num_nodes=2)
     ring = make_ring(arena, 6, 1, [0, 0, 0, 0, 0, 1], NEVER_US)
     ring.live(spin_us=0)
-    request = [x[:1] for x in ragged(arena.spec, 1)]
+    request = make_request(arena.spec, 1, 1, full=True)
     for step in range(50):
         assert ring.serve(0, step, request)[2] == 0
     assert ring.producer.totals()["remote_pages"] == 0

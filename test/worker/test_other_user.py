@@ -1,7 +1,5 @@
 """Another user of the machine has no access to a decode server and its worker."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -72,8 +70,7 @@ mute = socket.socket(socket.AF_UNIX)
 mute.bind("/var/run/nscd/socket")
 os.chmod("/var/run/nscd/socket", 0o777)
 mute.listen(50)
-spec = ArenaSpec(num_layers=1, num_pages=40, page_size=4, num_kv_heads=2, num_q_heads=4,
-                 head_dim=16, kv_dtype="float32", scale=0.25, max_batch=4, max_pages=8)
+spec = ArenaSpec(1, 40, 4, 2, 4, 16, "float32", 0.25, 4, 8)
 config = WorkerConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
 with Arena.create(spec) as arena, WorkerClient(arena, [int(sys.argv[1])], config=config) as client:
     name = client.snapshot().endpoint.removeprefix("ipc://@")

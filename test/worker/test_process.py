@@ -1,7 +1,5 @@
 """Control messages, and the channel against a misbehaving peer: the test plays the CPU attention process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -38,6 +36,8 @@ def process(make_arena, context, monkeypatch):
     process = WorkerProcess(context, 5, make_arena().fd)
     process.channel.peer_pid = os.getpid()
     process.peer = Channel.bind(context, os.getpid())
+    process.channel.send(m.Stop())  # the server speaks first
+    assert heard(process.peer, 1) == [m.Stop()]
     yield process
     process.end()
     process.peer.close()
@@ -46,25 +46,23 @@ def process(make_arena, context, monkeypatch):
 def heard(channel: Channel, count: int, timeout_s: float = 5.0) -> list[m.Message]:
     found, deadline_s = [], time.monotonic() + timeout_s
     while len(found) < count and (left_s := deadline_s - time.monotonic()) > 0:
-        channel.wait(left_s)
-        found += channel.receive()
+        found += channel.receive(left_s)[0]
     return found
 
 
 def test_the_largest_messages_are_below_the_cap():
     assert m.encode(m.Failed(error="ü" * m.MAX_TEXT_CHARS))
     cpus = dict.fromkeys(("cpus", "cpu_nodes", "background_cpus"), [*range(4096)])
-    assert m.encode(m.Configure(max_threads=8, config=m.WorkerConfig(), **cpus))
+    assert m.encode(m.Configure(arena_bytes=1, max_threads=8, config=m.WorkerConfig(), **cpus))
 
 
 def test_bad_messages_are_refused_and_counted(process):
-    assert heard(process.peer, 1) == [m.Hello()], "the server speaks first"
     socket, [address] = process.peer._socket, process.peer._address
     token = process.peer._token
     good = m.Heartbeat(items=1)
     more = msgspec.msgpack.encode(msgspec.msgpack.decode(m.encode(good)) | {"more": 1})
     bad = [
-        [token, m.encode(msgspec.structs.replace(good, version=9))],
+        [token, m.encode(msgspec.structs.replace(good, version=m.PROTOCOL_VERSION - 1))],
         [token, more],
         [token, m.encode(m.Stop())],
         [token, b"noise"],
@@ -85,7 +83,6 @@ def test_bad_messages_are_refused_and_counted(process):
 
 def test_a_message_above_the_cap_is_not_even_received(process, context):
     """ZMQ hangs up on its sender, and on nobody else."""
-    heard(process.peer, 1)
     with pytest.raises(WorkerError, match="the cap is 65536"):
         process.peer.send(m.Failed(error="x" * m.MAX_MESSAGE_BYTES))
     big = [process.peer._token, bytes(m.MAX_MESSAGE_BYTES + 1)]
@@ -93,22 +90,21 @@ def test_a_message_above_the_cap_is_not_even_received(process, context):
         other.connect(process.channel.endpoint)
         other.send_multipart(big)
         assert heard(process.peer, 1, 0.1) == [] and process.peer.refused == 0
-    process.channel.send(m.Drain())
-    assert heard(process.peer, 1) == [m.Drain()]
+    process.channel.send(m.Stop())
+    assert heard(process.peer, 1) == [m.Stop()]
     process.peer._socket.send_multipart([*process.peer._address, *big])
-    process.peer.send(m.Drained())
+    process.peer.send(m.Ready(isa=""))
     assert heard(process.channel, 1, 0.1) == [] and process.channel.refused == 0
 
 
 def test_another_process_of_the_same_user_is_refused(process):
     """Even with the token: the kernel says who it is."""
-    heard(process.peer, 1)
     for end in (process.peer, process.channel):
         end.peer_pid = os.getppid()
     process.channel.send(m.Stop())
     process.peer.send(m.Ready(isa=""))
     for end in (process.peer, process.channel):
-        until(lambda end=end: end.receive() == [] and end.refused == 1, "a refusal")
+        until(lambda end=end: end.receive(0)[0] == [] and end.refused == 1, "a refusal")
 
 
 def test_a_process_that_does_not_read_does_not_block(process):
@@ -119,9 +115,7 @@ def test_a_process_that_does_not_read_does_not_block(process):
 def test_end_of_the_process_is_noticed_at_once(process):
     assert process.wait(0.01) == ([], False)
     os.kill(process.pid, 9)
-    begin_s = time.monotonic()
-    assert process.wait(5.0) == ([], True)
-    assert time.monotonic() - begin_s < 4.5, "not the end of the wait"
+    assert process.wait(1e6) == ([], True)
     assert process.exit_text() == f"CPU attention process {process.pid} was killed by SIGKILL"
     process.end()
     process.end()

@@ -1,7 +1,5 @@
 """Requests of random queries and pages, a numpy oracle, and ways to stop a process and to wait for something."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -83,10 +81,8 @@ def make_request(spec: ArenaSpec, batch: int, seed: int, full: bool = False) -> 
     q = rng.standard_normal((batch, spec.num_q_heads, spec.head_dim), np.float32)
     if spec.q_dtype == "bfloat16":
         q = from_bits(to_bits(q, spec), spec)
-    pages = rng.integers(0 if full else -1, spec.num_pages, (rows, spec.max_pages), np.int32)
-    n_pages = rng.integers(0, spec.max_pages + 1, rows, np.int32)
-    if full:
-        n_pages[:] = spec.max_pages
+    pages = rng.integers(full - 1, spec.num_pages, (rows, spec.max_pages), np.int32)
+    n_pages = rng.integers(spec.max_pages * full, spec.max_pages + 1, rows, np.int32)
     if spec.context_pages:
         size, of_context = spec.page_size, pages[::2]
         of_context[:] = rng.integers(0, spec.context_pages, of_context.shape) * size + size - 1
@@ -113,18 +109,11 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> 
 
 def gone(pid: int) -> bool:
     """True if a process is dead (an orphan may remain a zombie if nobody reaps it)."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def freeze(pid: int) -> None:
     """Sends SIGSTOP and waits until it has taken effect in every thread."""
     os.kill(pid, signal.SIGSTOP)
     stats = [thread / "stat" for thread in Path(f"/proc/{pid}/task").iterdir()]
-
-    def is_stopped(stat: Path) -> bool:
-        return stat.read_text().rpartition(")")[2].split()[0] == "T"
-
-    until(lambda: all(map(is_stopped, stats)), f"stop of {pid}")
+    until(lambda: all(") T " in stat.read_text() for stat in stats), f"stop of {pid}")

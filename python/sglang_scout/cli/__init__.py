@@ -16,6 +16,7 @@ from sglang_scout import __version__
 from sglang_scout.core.errors import ScoutError
 
 __all__ = ["main"]
+GIB = 2**30
 DESCRIPTION = (
     "Tools for SGLang servers that run with --kv-offload. Start the servers themselves with SGLang's "
     "own commands. The tools here check a machine (doctor), say how many requests fit (plan), show a "
@@ -42,9 +43,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             module = importlib.import_module(f"sglang_scout.cli.{name}")
             command.description = module.DESCRIPTION
             module.add_arguments(command)
-            command.add_argument(
-                "--json", action="store_true", help="print one JSON object instead of text"
-            )
+            as_json = "print one JSON object instead of text"
+            command.add_argument("--json", action="store_true", help=as_json)
             command.set_defaults(run=module.run)
     return parser
 
@@ -56,10 +56,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
         sys.stdout.flush()
+        return code
     except ScoutError as error:
         print(f"sglang-scout: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, e.g. head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    return code
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: int = 0) -> str:
+    """Rows of equal length as lines with aligned columns, two spaces apart; ``right``: the right-aligned ones."""
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [">" if i in right else "<" for i in range(len(sizes))]
+    line = " " * indent + "  ".join(f"{{:{a}{n}}}" for a, n in zip(aligned, sizes, strict=True))
+    return "\n".join(line.format(*row).rstrip() for row in rows)
+
+
+def gib(nbytes: float, base: int = 1024, units: Sequence[str] = ("GiB", "MiB", "KiB")) -> str:
+    """Bytes in powers of ``base``: "10.00 GiB"."""
+    value = nbytes / base**3
+    # A tenth of a unit is more readable than a hundred of the next smaller one.
+    while value < 0.1 and len(units) > 1:
+        value, units = value * base, units[1:]
+    return f"{value:.2f} {units[0]}"
+
+
+def gb(nbytes: float) -> str:
+    """Bytes in powers of 1000: "10.74 GB"."""
+    return gib(nbytes, 1000, ("GB", "MB", "KB"))

@@ -24,8 +24,7 @@ DESCRIPTION = (
 )
 PAGE = Path(__file__).with_name("dashboard.html")
 HOST = "127.0.0.1"
-SHARED_FOR_S = 0.5
-"""A view serves all that ask so soon after; a page asks once a second."""
+SHARED_FOR_S = 0.5  # a view serves all that ask so soon after; a page asks once a second
 State = dict[str, Any]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
 
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Poller:
-    """Polls the server when a page asks, for any number of them."""
+    """Polls the server when a page asks, for any number of pages."""
 
     def __init__(self, decode_url: str) -> None:
         self._url = decode_url.rstrip("/") + "/server_info"
@@ -60,7 +59,6 @@ class Poller:
         self._shown: State = {}
 
     def view(self) -> State:
-        """What the page shows, or an error."""
         with self._lock:
             if time.monotonic() - self._polled_at >= SHARED_FOR_S:
                 self._polled_at = time.monotonic()
@@ -82,12 +80,8 @@ class Poller:
 
 
 def view(before: State, now: State, seconds: float) -> State:
-    """Rates and values over the ``seconds`` between two polls of ``internal_states[0].kv_offload``.
-
-    Returns:
-        JSON: pages by layer and place, each layer's CPU compute ratio in these seconds (None without a step), its
-        threshold or None, and rates. A restarted server counts from zero.
-    """
+    """Rates and values over the ``seconds`` between two polls of ``internal_states[0].kv_offload``, as JSON. Ratios are
+    None without a step. A restarted server counts from zero."""
     layers, cpus = len(now["cpu_compute_ratio_by_layer"]), now["worker"]["cpus"]
     if now["steps"] < before["steps"]:
         nothing = {"cpu_compute_ratio_by_layer": [0.0] * layers, "worker": {"pages": 0}}

@@ -9,24 +9,22 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 
-from sglang_scout.cli import machine_checks as machine
-from sglang_scout.cli.machine_checks import FAILED, WARNING, Check, python, reason
-from sglang_scout.cli.table import columns
+from sglang_scout.cli import checks as machine
+from sglang_scout.cli import columns
+from sglang_scout.cli.checks import FAILED, WARNING, Check, python, reason
 from sglang_scout.core import numa
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import ADAPTERS
 from sglang_scout.core.numa import parse_cpu_list
-from sglang_scout.core.supported import ADAPTERS
 
 DESCRIPTION = (
     "Check whether this machine can serve. Each line says ok, warning or failed and what was found; a line that starts "
     "with -> says what to do. One check starts a real CPU attention process. The exit code is 1 if a check failed, "
     "otherwise 0."
 )
-PLUGIN_GROUP = "sglang.srt.plugins"
-PLUGIN_NAME = "scout"
+PLUGIN_GROUP, PLUGIN_NAME = "sglang.srt.plugins", "scout"
 AGAIN = "do what the lines marked -> say, then run sglang-scout doctor again"
 START = (
     "run sglang-scout plan --model-path DIR to see how many requests fit, then start both servers of a pair with "
@@ -36,7 +34,6 @@ INSTALL = "in a clone, run scripts/setup.sh, or pip install '.[cpu]' or '.[cuda]
 
 
 def installed(distribution: str) -> str | None:
-    """Version of a distribution; None if there is none."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -78,14 +75,13 @@ def check_plugin() -> Check:
     found = {e.name: e.value for e in entry_points(group=PLUGIN_GROUP)}
     if PLUGIN_NAME not in found:
         return Check(f"no entry point {PLUGIN_NAME!r} in {PLUGIN_GROUP}", INSTALL, failed=True)
-    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    allowed, text, fix = os.environ.get("SGLANG_PLUGINS", ""), found[PLUGIN_NAME], ""
     names = [name.strip() for name in allowed.split(",") if name.strip()]
-    values = {"entry_point": found[PLUGIN_NAME], "allowed": names}
     if names and PLUGIN_NAME not in names:
         text = f"SGLANG_PLUGINS={allowed} does not include {PLUGIN_NAME}"
         fix = f"add {PLUGIN_NAME} to SGLANG_PLUGINS, or unset it"
-        return Check(text, fix, values, failed=True)
-    return Check(found[PLUGIN_NAME], values=values)
+    values = {"entry_point": found[PLUGIN_NAME], "allowed": names}
+    return Check(text, fix, values, failed=bool(fix))
 
 
 def check_native() -> Check:
@@ -93,27 +89,25 @@ def check_native() -> Check:
     if done.returncode != 0:
         return Check(f"cannot be imported: {reason(done)}", INSTALL, failed=True)
     isa, forced = done.stdout.strip(), os.environ.get("SCOUT_ISA")
-    values = {"isa": isa, "forced": forced}
-    if forced:
-        fix = "unset SCOUT_ISA to use the best instruction set of this CPU"
-        return Check(f"{isa}, SCOUT_ISA={forced} is set", fix, values)
-    return Check(isa, values=values)
+    text = f"{isa}, SCOUT_ISA={forced} is set" if forced else isa
+    fix = "unset SCOUT_ISA to use the best instruction set of this CPU" if forced else ""
+    return Check(text, fix, {"isa": isa, "forced": forced})
 
 
 def _importable(module: str, distribution: str, packages: str = "") -> Check:
     """Whether ``module`` imports; ``packages``: Debian packages of its shared libraries."""
     done, found = python("-c", f"import {module}"), installed(distribution)
     wanted = pinned(distribution) if found else None
-    values = {"distribution": distribution, "version": found, "wanted": wanted}
-    if done.returncode != 0:
-        fix = f"pip install {distribution}"
-        if "cannot open shared object file" in reason(done) and packages:
+    text, fix, failed = found or "found (another distribution)", "", done.returncode != 0
+    if failed:
+        text, fix = reason(done), f"pip install {distribution}"
+        if "cannot open shared object file" in text and packages:
             fix = f"apt-get install -y {packages}"
-        return Check(reason(done), fix, values, failed=True)
-    if wanted is not None and found != wanted:
+    elif found != wanted is not None:
+        text = f"{found}, expected {wanted}"
         fix = f"tested with {wanted}: pip install {distribution}=={wanted}"
-        return Check(f"{found}, expected {wanted}", fix, values)
-    return Check(found or "found (another distribution)", values=values)
+    values = {"distribution": distribution, "version": found, "wanted": wanted}
+    return Check(text, fix, values, failed)
 
 
 def check_mooncake() -> Check:
@@ -165,7 +159,7 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
         "locked memory": machine.check_locked_memory,
         "mooncake": check_mooncake,
         "router": lambda: _importable("sglang_router", "sglang-router"),
-        "CPU attention": lambda: import_module("sglang_scout.cli.worker_check").check_worker(given),
+        "CPU attention": lambda: machine.check_worker(given),
     }
     if args.kv_offload is not None:
         found["policy"] = lambda: check_policy(args.kv_offload, args.kv_offload_config)
@@ -173,7 +167,7 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
 
 
 def outcome(check: Callable[[], Check]) -> Check:
-    """What a check finds. What it raises is a result too; a ConfigError ends with its fix."""
+    """What a check finds or raises; a ConfigError ends with its fix."""
     try:
         return check()
     except ConfigError as error:
@@ -187,7 +181,6 @@ def outcome(check: Callable[[], Check]) -> Check:
 
 
 def report(results: Mapping[str, Check]) -> str:
-    """The text report; each fix is below its line."""
     states = [check.state for check in results.values()]
     lines = columns([(check.state, name, check.found) for name, check in results.items()])
     gap, out = " " * (max(map(len, states)) + 2), []
@@ -203,11 +196,11 @@ def report(results: Mapping[str, Check]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     cpus = (
         "CPUs for CPU attention, as for --kv-offload-cpus, for example 0-35 (default: those that a decode server would "
         "take; the check of CPU attention takes every CPU of this process)"
     )
-    add = parser.add_argument
     add("--cpus", metavar="LIST", help=cpus)
     add("--kv-offload", metavar="POLICY", help="also check what this policy needs")
     add("--kv-offload-config", metavar="JSON", default="{}", help="the same as the server's flag")

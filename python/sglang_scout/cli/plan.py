@@ -9,10 +9,10 @@ import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from sglang_scout.cli import GIB, columns, gb, gib
 from sglang_scout.cli.step_model import CAVEAT, DEVICES, Prediction, find_device, has_model, predict
-from sglang_scout.cli.table import GIB, columns, gb, gib
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
-from sglang_scout.core.supported import DTYPES, FP8_KV
+from sglang_scout.core.flags import DTYPES, FP8_KV
 
 if TYPE_CHECKING:
     from sglang_scout.cli.sizes import Plan
@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan. Returns 0, or 1 if the asked number of requests does not fit."""
     from sglang_scout.cli.sizes import make_plan  # imports torch, which the help must not
 
     asked = {name: x for name, x in vars(args).items() if name not in ("run", "json", "gpu")}
@@ -103,18 +102,16 @@ def as_dict(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> d
         "huge_pages": plan.huge_pages,
         "fits": plan.fits,
     }
-    for name, fit in (("offload", plan.offload), ("stock", plan.stock)):
-        if fit is not None:
-            result[name] = {**asdict(fit), "requests": fit.requests, "limited_by": fit.limited_by}
+    result |= {"offload": plan.offload} | ({"stock": plan.stock} if plan.stock else {})
     if steps is not None:
-        low, high = steps
-        result["step"] = {"note": CAVEAT}
-        for name, of in (("low", low.offload), ("high", high.offload), ("stock", high.stock)):
-            more = {"us": of.us, "tokens_per_s": of.tokens_per_s, "bound": of.bound}
-            result["step"][name] = asdict(of) | more
-        for name, end in (("low", low), ("high", high)):
-            wins = {"wins_from_requests": end.wins_from, "speed_up": end.speed_up}
-            result["step"][name] |= wins | {"wins_with_host_bytes": end.wins_host_bytes}
+        low, high = (
+            end.offload.as_dict()
+            | {"wins_from_requests": end.wins_from, "speed_up": end.speed_up}
+            | {"wins_with_host_bytes": end.wins_host_bytes}
+            for end in steps
+        )
+        stock = steps[1].stock.as_dict()
+        result["step"] = {"note": CAVEAT, "low": low, "high": high, "stock": stock}
     return result
 
 
@@ -137,11 +134,11 @@ def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> s
         what, count, nbytes = row
         where = device if row in (*memory.device_rows, total) else "host"
         sizes.append((f"{where}: {what}", str(count), gib(nbytes), gb(nbytes / requests)))
-    by_host = f"by host memory ({gib(plan.host_bytes)})", str(plan.offload.by_host), "-"
+    by_host = f"by host memory ({gib(plan.host_bytes)})", str(plan.offload["by_host"]), "-"
     fits = [("", "offload", "stock"), by_host]
-    if plan.gpu_kv_bytes is not None and plan.stock is not None:
-        name = f"by GPU memory ({gib(plan.gpu_kv_bytes)} after the weights)"
-        fits.append((name, str(plan.offload.by_gpu), str(plan.stock.by_gpu)))
+    if plan.stock is not None:
+        name = f"by GPU memory ({gib(plan.gpu_kv_bytes or 0)} after the weights)"
+        fits.append((name, str(plan.offload["by_gpu"]), str(plan.stock["by_gpu"])))
     blocks = [
         columns(facts),
         f"Memory of {_count(requests)} of {server.context_tokens} tokens ({server.pages_per_request} "
@@ -182,7 +179,7 @@ def _step_text(low: Prediction, high: Prediction) -> str:
 
 def _verdict(plan: Plan) -> str:
     server, memory, requests = plan.server, plan.memory, max(plan.requests, 1)
-    binds = plan.offload.limited_by.replace("gpu", "GPU")
+    binds = plan.offload["limited_by"].replace("gpu", "GPU")
     first = f"{_count(plan.requests)} at once; {binds} is the limit."
     if not plan.requests:
         first = f"No request fits; {binds} is the limit."
@@ -191,25 +188,22 @@ def _verdict(plan: Plan) -> str:
         if not plan.fits:
             first = f"{_count(requests)} cannot run at once: {binds} is too small."
     place = "device memory" if plan.gpu_kv_bytes is None else "GPU memory"
-    lines = [
-        first,
+    text = (
+        f"{first}\n"
         f"For {_count(requests)}: --max-running-requests {requests} --context-length {server.context_tokens} "
         f"--kv-offload-host-gb {plan.host_gib:.1f},\n"
         f"which takes {gib(memory.device_bytes)} of {place} beside the weights, and up to "
         f"{gib(memory.bytes_beside_pages)} of host memory beside the pages.\n"
-        f"To use huge pages, reserve them first: sysctl vm.nr_hugepages={plan.huge_pages}.",
-    ]
+        f"To use huge pages, reserve them first: sysctl vm.nr_hugepages={plan.huge_pages}."
+    )
     if plan.gpu_kv_bytes is None:
-        lines.append(
-            "Without --gpu-gb only host memory is a limit. With --device cpu, device memory is host memory too, in "
+        text += (
+            "\nWithout --gpu-gb only host memory is a limit. With --device cpu, device memory is host memory too, in "
             "addition to --kv-offload-host-gb."
         )
-    if server.context_tokens > server.model.max_context_tokens:
-        lines.append(
-            f"The model's config.json allows {server.model.max_context_tokens} tokens; a longer context needs "
-            "its RoPE scaling."
-        )
-    return "\n".join(lines)
+    if (most := server.model.max_context_tokens) < server.context_tokens:
+        text += f"\nThe model's config.json allows {most} tokens; a longer context needs its RoPE scaling."
+    return text
 
 
 def _count(requests: int) -> str:

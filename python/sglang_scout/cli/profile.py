@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from sglang_scout import __version__
-from sglang_scout.cli.table import columns
+from sglang_scout.cli import columns
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import check_different
-from sglang_scout.core.profile import PROFILE_VERSION, RecallProfile, choose_interval, save_profile
-from sglang_scout.core.step_log import COLD_STEPS, StepLogFile, ratios_by_age, read_step_log
+from sglang_scout.core.profile import (
+    COLD_STEPS,
+    PROFILE_VERSION,
+    RecallProfile,
+    StepLogFile,
+    choose_interval,
+    ratios_by_age,
+    read_step_log,
+    save_profile,
+)
 
 DESCRIPTION = (
     "Choose how often each layer recalls pages. First let a decode server serve your workload without recall and write "
@@ -23,8 +30,7 @@ DESCRIPTION = (
     'the decode server with --kv-offload-recall-profile, and set "recall": "fixed".'
 )
 MIN_STEPS = 8
-MIN_COSINE = 0.8
-"""Layers whose predicted queries have a lower cosine with the real ones are listed."""
+MIN_COSINE = 0.8  # of predicted and real queries; layers with a lower one are listed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,19 +46,15 @@ def run(args: argparse.Namespace) -> int:
     files = {"STEP_LOG": args.step_log, "--output": args.output, "--plot": args.plot}
     check_different({f"profile: {flag} {path!r}": path for flag, path in files.items() if path})
     profile = profile_of(read_step_log(args.step_log), args.threshold)
+    what, fix = f"--output {args.output!r}: cannot be written", "name another file"
     try:
         save_profile(profile, args.output)
-    except OSError as error:
-        raise ConfigError(
-            f"profile: --output {args.output!r}: cannot be written: {error.strerror}; name another file"
-        ) from None
-    if args.plot is not None:
-        try:
-            draw(profile, Path(args.plot))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"profile: --plot {args.plot!r}: {error}; name a .png, .svg or .pdf in a folder that exists"
-            ) from None
+        if args.plot is not None:
+            what, fix = f"--plot {args.plot!r}", "name a .png, .svg or .pdf in a folder that exists"
+            draw(profile, args.plot)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"profile: {what}: {why}; {fix}") from None
     print(json.dumps(msgspec.to_builtins(profile)) if args.json else as_text(profile))
     return 0
 
@@ -61,9 +63,8 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
     """The profile of a run without recall. Raises ConfigError, also for too few steps of requests beyond the budget."""
     facts = log.facts
     if not 0.0 < threshold < 1.0:
-        raise ConfigError(
-            f"profile: --threshold {threshold}: must be between 0 and 1, for example 0.12"
-        )
+        what = f"profile: --threshold {threshold}"
+        raise ConfigError(f"{what}: must be between 0 and 1, for example 0.12")
     if facts.recall != "off":
         raise ConfigError(
             f'profile: the step log was recorded with "recall": "{facts.recall}"; record one with "recall": "off"'
@@ -132,12 +133,9 @@ def as_text(profile: RecallProfile) -> str:
     return "\n\n".join([head, columns(rows, right=range(5)), "\n".join(notes)])
 
 
-def draw(profile: RecallProfile, target: Path) -> None:
-    """Writes a plot like the paper's Figure 6a: ratios by step, and the intervals.
-
-    Raises:
-        OSError, ValueError: the file cannot be written, or its format is unknown to matplotlib.
-    """
+def draw(profile: RecallProfile, target: str) -> None:
+    """Writes a plot like the paper's Figure 6a: ratios by step, and the intervals. Raises OSError, or ValueError for a
+    format that matplotlib does not know."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

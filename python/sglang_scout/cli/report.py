@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from sglang_scout.cli.table import columns, gb
+from sglang_scout.cli import columns, gb
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.step_log import COLD_STEPS, StepLogFile, ratios_by_age, read_step_log
+from sglang_scout.core.profile import COLD_STEPS, StepLogFile, ratios_by_age, read_step_log
 
 DESCRIPTION = (
     "Show where the time of a decode step goes, and each layer's CPU compute ratio and wait. It reads a "
     'step log, which a decode server writes with --kv-offload-config \'{"step_log": "FILE"}\'. For a '
     'timeline of the first steps set the key {"trace": "FILE"} instead and open the file in ui.perfetto.dev.'
 )
+# Of a step's time, by key of the report; they add up to `period_us`.
 CAUSES = {
     "cpu_wait_us": "waiting for missing pages",
     "recall_wait_us": "waiting for recalled pages",
     "rest_us": "rest of the step",
     "between_us": "between steps",
 }
-"""Breakdown of a step's time by key of the report; they add up to ``period_us``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,11 +38,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report_of(log: StepLogFile) -> dict[str, Any]:
-    """Means over the steps of a log that are followed by another of the same requests.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Means over the steps of a log that are followed by another of the same requests. Raises ConfigError if there are
+    none."""
     # If all requests of the next step are new, the server may have been idle in between.
     pairs = [(step, after) for step, after in pairwise(log.steps) if any(after.ages)]
     if not pairs:
@@ -61,7 +58,6 @@ def report_of(log: StepLogFile) -> dict[str, Any]:
         "recall": log.facts.recall,
         "steps": len(steps),
         "requests": float(np.mean([len(step.ages) for step in steps])),
-        # From the start of a step to that of the next.
         "period_us": float(period.mean()),
         "cpu_wait_us": float(waited.sum(axis=1).mean()),
         "recall_wait_us": float(recall_wait.mean()),
@@ -69,7 +65,6 @@ def report_of(log: StepLogFile) -> dict[str, Any]:
         "between_us": float((period - inside).mean()),
         # CPU compute ratio of requests beyond the budget, without their first steps.
         "ratio_by_layer": ratio.round(4).tolist(),
-        # In which the device waited for missing pages.
         "cpu_wait_us_by_layer": waited.mean(axis=0).round(1).tolist(),
         "recalled_pages": float(np.mean([step.recalled_pages for step in steps])),
         "recall_bytes": float(np.mean([step.recall_bytes for step in steps])),

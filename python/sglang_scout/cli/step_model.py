@@ -23,30 +23,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_scout.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sglang_scout.cli.sizes import Plan, Server
+    from sglang_scout.cli.sizes import ModelConfig, Plan, Server
     from sglang_scout.engine.policy import Policy
 
 LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5, "dense": 12}
 """Kernel launches per layer: eleven of ours (docs/gpu-design.md), six on a side stream, or three in dense steps,
 replace stock's for positions, append and attention. The CPU device has five instead of six: no query's digits."""
-RING_VALUE_BYTES = 2 + 2
-"""Per query value and per result value, of a bfloat16 model."""
+RING_VALUE_BYTES = 2 + 2  # per query value and per result value, of a bfloat16 model
 CAVEAT = (
     "Predicted, not measured: the model has not been calibrated on a GPU. For the ScoutAttention paper's hardware its "
     "high end gives 10.7 times stock where the paper measured 5.1; its low end is fitted to that."
 )
 """Beside every prediction."""
-MISSING_SHARE = 0.12
-"""Share of the budget that is missing: the paper's recall threshold (Figure 6)."""
-RECALL_STEPS = 8.7
-"""Steps between recalls of what is missing: the paper's mean (Figure 6)."""
+MISSING_SHARE = 0.12  # of the budget: the paper's recall threshold (Figure 6)
+RECALL_STEPS = 8.7  # between recalls of what is missing: the paper's mean (Figure 6)
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,10 @@ class Device:
     reached: Mapping[str, float] = field(default_factory=lambda: {"": 0.8})
 
     def us(self, part: str, gb_s: float, nbytes: float) -> float:
-        """Time to move ``nbytes``."""
         return nbytes / (gb_s * 1e3 * self.reached.get(part, self.reached[""]))
+
+    def boundary(self, batch: int) -> float:
+        return self.boundary_us[0] + self.boundary_us[1] * batch
 
 
 DEVICES = {
@@ -86,10 +85,8 @@ a CPU (docs/results/boundary.jsonl)."""
 
 
 def low_end(device: Device) -> Device:
-    """The device if a server on it were as slow, beyond bytes and launches, as the paper's on the paper's.
-
-    Two constants, fitted to three published numbers (docs/results/predictions.md).
-    """
+    """The device if a server on it were as slow, beyond bytes and launches, as the paper's on the paper's. Two
+    constants, fitted to three published numbers (docs/results/predictions.md)."""
     return replace(device, unexplained_us=900.0, reached={**device.reached, "worker": 0.28})
 
 
@@ -105,45 +102,6 @@ def find_device(name: str) -> Device:
             f"plan: --gpu {name}: unknown device, and no readable device file ({error}); choose one of "
             f"{', '.join(DEVICES)}, or give a JSON file of an object with {names}"
         ) from None
-
-
-@dataclass(frozen=True)
-class Work:
-    """Bytes that a step moves."""
-
-    layers: int
-    weight_bytes: float  # read in every step, except experts that no request uses
-    parameters: float  # that a token uses
-    ahead_bytes: float  # of all W_q
-    ahead_parameters: float
-    context_tokens: int
-    budget_tokens: int
-    kv_bytes_per_token: float  # over all layers
-    digest_bytes: float  # of a request, over all layers
-    query_values: int  # of a request in one layer
-    expert_bytes: float = 0.0
-    expert_share: float = 1.0
-
-    @classmethod
-    def of(cls, server: Server) -> Work:
-        model, context = server.model, server.context_tokens
-        read = model.weight_bytes - model.embedding_bytes
-        values = model.num_q_heads * model.head_dim
-        ahead = model.num_layers * model.hidden_size * values
-        return cls(
-            layers=model.num_layers,
-            weight_bytes=read,
-            parameters=model.bytes_a_token / model.value_bytes,
-            ahead_bytes=ahead * model.value_bytes,
-            ahead_parameters=ahead,
-            context_tokens=context,
-            budget_tokens=min(server.config.budget_tokens, context),
-            kv_bytes_per_token=server.kv_bytes_per_token,
-            digest_bytes=server.pages_per_request * server.digest_bytes_per_page,
-            query_values=values,
-            expert_bytes=model.expert_bytes,
-            expert_share=model.expert_share,
-        )
 
 
 @dataclass(frozen=True)
@@ -169,69 +127,69 @@ class Step:
         parts = {part: us for part, us in self.beside_us.items() if us > inside} or self.parts_us
         return max(parts, key=parts.__getitem__)
 
+    def as_dict(self) -> dict[str, Any]:
+        more = {"us": self.us, "tokens_per_s": self.tokens_per_s, "bound": self.bound}
+        return asdict(self) | more
 
-def _products(work: Work, device: Device, batch: int) -> dict[str, float]:
-    idle = (1 - work.expert_share) ** batch * work.expert_bytes
+
+def _products(model: ModelConfig, device: Device, batch: int) -> dict[str, float]:
+    idle = (1 - model.expert_share) ** batch * model.expert_bytes
+    value_bytes, parameters = model.value_bytes, model.query_parameters
 
     def longer(part: str, nbytes: float, parameters: float) -> float:
         flop_us = device.us(part, device.flop_s / 1e9, 2 * parameters * batch)
         return max(device.us(part, device.memory_gb_s, nbytes), flop_us)
 
     return {
-        "weights": longer("weights", work.weight_bytes - idle, work.parameters),
-        "look-ahead": longer("look-ahead", work.ahead_bytes, work.ahead_parameters),
+        "weights": longer("weights", model.read_bytes - idle, model.bytes_a_token / value_bytes),
+        "look-ahead": longer("look-ahead", parameters * value_bytes, parameters),
     }
 
 
-def stock_step(work: Work, device: Device, batch: int) -> Step:
+def stock_step(server: Server, device: Device, batch: int) -> Step:
     """All KV on the device, full attention."""
-    kv_bytes = batch * work.context_tokens * work.kv_bytes_per_token
+    kv_bytes = batch * server.context_tokens * server.kv_bytes_per_token
     parts = {
-        "weights": _products(work, device, batch)["weights"],
+        "weights": _products(server.model, device, batch)["weights"],
         "attention": device.us("attention", device.memory_gb_s, kv_bytes),
-        "launches": work.layers * LAUNCHES["stock"] * device.launch_us,
+        "launches": server.model.num_layers * LAUNCHES["stock"] * device.launch_us,
     }
     return Step(batch, parts, {})
 
 
 def offload_step(
-    work: Work, device: Device, batch: int, missing_share: float = MISSING_SHARE
+    server: Server, device: Device, batch: int, missing_share: float = MISSING_SHARE
 ) -> Step:
     """Attention over the budget; the CPU computes ``missing_share`` of it."""
-    kv_bytes = batch * work.budget_tokens * work.kv_bytes_per_token
-    asked = batch * work.layers * work.query_values * RING_VALUE_BYTES
-    ring = asked if missing_share else 0.0
+    model, layers = server.model, server.model.num_layers
+    kv_bytes = batch * server.budget_tokens * server.kv_bytes_per_token
+    asked = layers * model.num_q_heads * model.head_dim * RING_VALUE_BYTES if missing_share else 0
     launches = LAUNCHES["offload"] + (LAUNCHES["ahead"] if device.in_order else 0)
-    parts = _products(work, device, batch) | {
-        "scores": device.us("scores", device.memory_gb_s, batch * work.digest_bytes),
+    parts = _products(model, device, batch) | {
+        "scores": device.us("scores", device.memory_gb_s, batch * server.digest_bytes_per_request),
         "attention": device.us("attention", device.memory_gb_s, (1 - missing_share) * kv_bytes),
-        "launches": work.layers * launches * device.launch_us,
-        "ring": device.us("ring", device.link_gb_s, ring + batch * work.kv_bytes_per_token),
-        "unexplained": work.layers * device.unexplained_us if missing_share else 0.0,
+        "launches": layers * launches * device.launch_us,
+        "ring": device.us("ring", device.link_gb_s, batch * (asked + server.kv_bytes_per_token)),
+        "unexplained": layers * device.unexplained_us if missing_share else 0.0,
     }
-    layer = sum(parts.values()) / work.layers
-    worker = device.us("worker", device.host_gb_s, missing_share * kv_bytes) / work.layers
-    first = max(0.0, worker - parts["attention"] / work.layers)
-    parts["wait"] = (work.layers - 1) * max(0.0, worker - layer) + first
-    once, each = device.boundary_us
-    beside = {
-        "copies": device.us("copies", device.link_gb_s, missing_share * kv_bytes / RECALL_STEPS),
-        "boundary": once + each * batch,
-    }
-    return Step(batch, parts, beside)
+    layer = sum(parts.values()) / layers
+    worker = device.us("worker", device.host_gb_s, missing_share * kv_bytes) / layers
+    first = max(0.0, worker - parts["attention"] / layers)
+    parts["wait"] = (layers - 1) * max(0.0, worker - layer) + first
+    copies = device.us("copies", device.link_gb_s, missing_share * kv_bytes / RECALL_STEPS)
+    return Step(batch, parts, {"copies": copies, "boundary": device.boundary(batch)})
 
 
-def dense_step(work: Work, device: Device, batch: int) -> Step | None:
+def dense_step(server: Server, device: Device, batch: int) -> Step | None:
     """Full attention over resident pages; None if ours would select pages instead, as in `StepEngine`."""
-    beyond = batch * max(work.context_tokens - work.budget_tokens, 0) * work.kv_bytes_per_token
-    if beyond > work.ahead_bytes:
+    beyond = batch * (server.context_tokens - server.budget_tokens) * server.kv_bytes_per_token
+    if beyond > server.model.query_parameters * server.model.value_bytes:
         return None
-    parts = stock_step(work, device, batch).parts_us | {
-        "launches": work.layers * LAUNCHES["dense"] * device.launch_us,
-        "ring": device.us("ring", device.link_gb_s, batch * work.kv_bytes_per_token),
+    parts = stock_step(server, device, batch).parts_us | {
+        "launches": server.model.num_layers * LAUNCHES["dense"] * device.launch_us,
+        "ring": device.us("ring", device.link_gb_s, batch * server.kv_bytes_per_token),
     }
-    once, each = device.boundary_us
-    return Step(batch, parts, {"boundary": once + each * batch})
+    return Step(batch, parts, {"boundary": device.boundary(batch)})
 
 
 @dataclass(frozen=True)
@@ -256,23 +214,22 @@ def has_model(policy: Policy) -> bool:
 
 
 def predict(plan: Plan, device: Device) -> tuple[Prediction, Prediction]:
-    """Low and high end of a plan that includes the device's memory. To be shown with :data:`CAVEAT`."""
+    """Low and high end of a plan with the device's memory. To be shown with :data:`CAVEAT`."""
     return _predict(plan, low_end(device)), _predict(plan, device)
 
 
 def _predict(plan: Plan, device: Device) -> Prediction:
     assert plan.stock is not None and plan.gpu_kv_bytes is not None
-    server = plan.server
-    work, page_bytes = Work.of(server), server.kv_bytes_per_page
+    server, page_bytes = plan.server, plan.server.kv_bytes_per_page
 
     def ours(batch: int) -> Step:
-        held = server.host_pages(batch) * page_bytes + batch * work.digest_bytes
+        held = server.host_pages(batch) * page_bytes + batch * server.digest_bytes_per_request
         if held > plan.gpu_kv_bytes:
-            return offload_step(work, device, batch)
+            return offload_step(server, device, batch)
         # All are resident.
-        return dense_step(work, device, batch) or offload_step(work, device, batch, 0.0)
+        return dense_step(server, device, batch) or offload_step(server, device, batch, 0.0)
 
-    stock = stock_step(work, device, plan.stock.requests)
+    stock = stock_step(server, device, plan.stock["requests"])
     batches = range(plan.requests, 0, -1)
     slower = next((b for b in batches if ours(b).tokens_per_s <= stock.tokens_per_s), 0)
     wins = slower + 1 if slower < plan.requests else None

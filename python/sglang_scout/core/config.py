@@ -15,21 +15,18 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from msgspec import Meta
 
-PAGE_SIZE_TOKENS = 32
-"""Page size that ``--kv-offload`` implies (the paper's block size)."""
+PAGE_SIZE_TOKENS = 32  # implied by --kv-offload (the paper's block size)
 
 Digest = Literal["minmax", "rotated-2"]
 """Page digests to choose from; see ``engine/digests.py``."""
 
 DEFAULT_DIGEST = "rotated-2"
+# Half of the paper's (section 4.3), at a smaller loss with the default digest (docs/results/real_model.md).
 DEFAULT_BUDGET_TOKENS = 1024
-"""Half of the paper's (section 4.3), at a smaller loss with the default digest (docs/results/real_model.md)."""
-DEFAULT_HOST_SHARE = 0.5
-"""Share of the available memory that KV pages take when --kv-offload-host-gb is not given."""
-DEFAULT_RECALL_THRESHOLD = 0.12
-"""The paper's β: the CPU compute ratio that no layer should exceed (section 3.4)."""
-LARGE = 2**30
-"""Limits from here on only keep out what no machine has; the documents leave them out."""
+DEFAULT_HOST_SHARE = 0.5  # of the available memory, for KV pages without --kv-offload-host-gb
+DEFAULT_RECALL_THRESHOLD = 0.12  # the paper's β: CPU compute ratio not to exceed (section 3.4)
+LARGE = 2**30  # limits from here on keep out what no machine has, and are not in the documents
+# By the argument of `parse_config`.
 FLAGS = {
     "policy": "--kv-offload",
     "budget_tokens": "--kv-offload-budget",
@@ -38,7 +35,6 @@ FLAGS = {
     "cpus": "--kv-offload-cpus",
     "config": "--kv-offload-config",
 }
-"""Names of the arguments of `parse_config`, in messages."""
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Pages = Annotated[int, Meta(ge=0, le=2**20)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
@@ -52,20 +48,20 @@ class Key:
     Attributes:
         help: what it does and when to change it, as in docs/reference/configuration.md; ``Default: …`` at its end says
             how a default is computed.
+        kind: type of its values with their limits, as msgspec checks it.
         is_written: it names a file that the server writes.
         needs: another key and its value without which this one has no effect.
         is_general: False: only for policies that have it among their defaults.
         is_public: False: for tests and measurements, not in user documents.
-        kind, default: of the field: the type of its values with their limits, as msgspec checks it.
     """
 
+    kind: Any
+    default: Any
     help: str
     is_written: bool = False
     needs: tuple[str, Any] | None = None
     is_general: bool = True
     is_public: bool = True
-    kind: Any = None
-    default: Any = None
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -74,7 +70,6 @@ class Key:
 
     @property
     def values(self) -> str:
-        """Its values in words."""
         if self.choices:
             return ", ".join(self.choices)
         limits: Meta | None = next(iter(getattr(self.kind, "__metadata__", ())), None)
@@ -87,7 +82,7 @@ class Key:
 
 
 def _key(default: Any, help: str, **rules: Any) -> Any:
-    return field(default=default, metadata={"key": Key(help, **rules)})
+    return field(default=default, metadata={"help": help, **rules})
 
 
 _for_tests = partial(_key, is_public=False)
@@ -231,19 +226,15 @@ class OffloadConfig:
         return dataclasses.replace(self, **own)
 
 
+def _kind(hint: Any) -> Any:
+    return get_args(hint)[0] if NoneType in get_args(hint) else hint
+
+
 _HINTS = get_type_hints(OffloadConfig, include_extras=True)
-
-
-def _kind(name: str) -> Any:
-    """The type of a field without its None."""
-    kinds = get_args(_HINTS[name])
-    return kinds[0] if NoneType in kinds else _HINTS[name]
-
-
-KEYS: dict[str, Key] = {
-    f.name: dataclasses.replace(f.metadata["key"], kind=_kind(f.name), default=f.default)
+KEYS = {
+    f.name: Key(_kind(_HINTS[f.name]), f.default, **f.metadata)
     for f in dataclasses.fields(OffloadConfig)
-    if "key" in f.metadata
+    if f.metadata
 }
 PUBLIC_KEYS = tuple(name for name, key in KEYS.items() if key.is_public and key.is_general)
 WRITTEN_KEYS = tuple(name for name, key in KEYS.items() if key.is_written)

@@ -1,5 +1,5 @@
-"""Checks what a user gives: the server flags, the keys of ``--kv-offload-config``, and the files that they name. It is
-refused at the start, before minutes of work."""
+"""Checks what a user gives: the server flags, the keys of ``--kv-offload-config``, the files that they name, SGLang's
+release and the model. It is refused at the start, before minutes of work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from sglang_scout.core.config import (
     DEFAULT_BUDGET_TOKENS,
@@ -27,17 +28,28 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.numa import parse_cpu_list
 
 MAX_BUDGET_TOKENS = 2**40
-SOCKET_PATH_BYTES = 107
-"""Limit of Linux for the path of a socket."""
+SOCKET_PATH_BYTES = 107  # limit of Linux
+ADAPTERS = {"0.5.23": "sglang_0_5_23", "0.5.15.post1": "sglang_0_5_15"}
+"""Adapter module of ``plugin/`` by SGLang version, the default first."""
+ARCHITECTURES = tuple(
+    f"{family}ForCausalLM"
+    for family in ("Qwen2", "Qwen3", "Llama", "Mistral", "Glm4", "Qwen3Moe", "Mixtral")
+)
+WINDOWED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Cohere2ForCausalLM")
+HEAD_SIZES = (64, 96, 128, 256)
+DTYPES = ("float32", "bfloat16", "float16")
+FP8_KV = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Storage dtype of K and V by the value of --kv-cache-dtype, unless it is auto."""
 
-# Command-line values are typed already; values from Python may be anything.
-_FLAG_TYPES: dict[str, tuple[Any, str]] = {
-    "policy": (str, "the name of a policy, for example 'scout'"),
-    "budget_tokens": (int, f"a whole number of tokens, for example {DEFAULT_BUDGET_TOKENS}"),
-    "host_gb": (int | float, "a number of GiB, for example 64.0"),
-    "recall_profile": (str, "the name of a file, or leave it out"),
-    "cpus": (str, "a list as text, for example '0-3,8'"),
-    "config": (str | Mapping, "a JSON object as text or as a dict, or '@FILE'"),
+Text = Annotated[str, Meta(min_length=1)]
+# What a flag's value is checked against, and what it should be. Values from Python may be anything.
+_FLAG_KINDS: dict[str, tuple[Any, str]] = {
+    "policy": (Text, "the name of a policy, for example 'scout'"),
+    "budget_tokens": (int | None, f"a whole number of tokens, for example {DEFAULT_BUDGET_TOKENS}"),
+    "host_gb": (Annotated[float, Meta(gt=0)] | None, "the GiB for KV pages, for example 64.0"),
+    "recall_profile": (Text | None, "the name of a file, or leave it out"),
+    "cpus": (Text | None, "a list as text, for example '0-3,8'"),
+    "config": (str | dict | None, "a JSON object as text or as a dict, or '@FILE'"),
 }
 
 
@@ -64,9 +76,11 @@ def parse_config(
         ConfigError: a value is wrong, or of a wrong type; the message names flag, value and fix.
     """
     values = policy, budget_tokens, host_gb, recall_profile, cpus, config
-    for name, value in zip(_FLAG_TYPES, values, strict=True):
-        if value is not None or name == "policy":
-            _check_flag_type(name, value)
+    for (name, (kind, expected)), value in zip(_FLAG_KINDS.items(), values, strict=True):
+        try:
+            msgspec.convert(value, kind)
+        except (msgspec.ValidationError, UnicodeError) as error:
+            raise ConfigError(f"{FLAGS[name]} {value!r}: {error}; give {expected}") from None
     if policy != "none" and policy not in policies:
         raise ConfigError(
             f"{FLAGS['policy']} {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
@@ -75,10 +89,6 @@ def parse_config(
     asked = {} if budget_tokens is None else {"budget_tokens": budget_tokens}
     defaults = {"budget_tokens": DEFAULT_BUDGET_TOKENS, **own, **asked}
     _check_budget(defaults["budget_tokens"])
-    if host_gb is not None and not host_gb > 0:
-        raise ConfigError(
-            f"{FLAGS['host_gb']} {host_gb}: must be greater than 0; give the GiB for KV pages, or drop the flag"
-        )
     raw = load_json(config) if isinstance(config, str) else config or {}
     keys = {name: _check_value(name, value) for name, value in raw.items()}
     for name in keys:
@@ -127,7 +137,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_value(name: str, value: Any) -> Any:
-    """One entry of ``--kv-offload-config``, checked against the table of keys."""
     flag = FLAGS["config"]
     if name not in KEYS:
         near = difflib.get_close_matches(str(name), KEYS, n=1, cutoff=0.75)
@@ -144,45 +153,36 @@ def _check_value(name: str, value: Any) -> Any:
 
 
 def idle_keys(values: Mapping[str, Any]) -> dict[str, str]:
-    """Keys without effect given the other ``values``, each with the setting that makes it idle.
-
-    Recall keys are exempt, so that recall can be switched off for comparison with the rest unchanged.
-    """
-    return {
-        name: f"{key.needs[0]} = {json.dumps(found)}"
-        for name, key in KEYS.items()
-        if key.needs
-        and (found := values.get(key.needs[0], KEYS[key.needs[0]].default)) != key.needs[1]
-    }
+    """Keys without effect given the other ``values``, each with the setting that makes it idle. Recall keys are exempt:
+    recall can be switched off for comparison with the rest unchanged."""
+    idle = {}
+    for name, needs in ((name, key.needs) for name, key in KEYS.items() if key.needs):
+        if (found := values.get(needs[0], KEYS[needs[0]].default)) != needs[1]:
+            idle[name] = f"{needs[0]} = {json.dumps(found)}"
+    return idle
 
 
 def check_layers(config: OffloadConfig, num_layers: int) -> None:
-    """Refuse layers that the model does not have."""
     if max(config.exact_layers, default=0) >= num_layers:
-        raise ConfigError(
-            f"{FLAGS['config']}: exact_layers = {list(config.exact_layers)}: the model has layers 0 to "
-            f"{num_layers - 1}; name some of these, or drop the key"
-        )
+        what = f"{FLAGS['config']}: exact_layers = {list(config.exact_layers)}"
+        fix = "name some of these, or drop the key"
+        raise ConfigError(f"{what}: the model has layers 0 to {num_layers - 1}; {fix}")
 
 
 def _written_files(config: OffloadConfig) -> dict[str, str]:
-    """Files to write, by flag, key and value."""
     paths = {key: path for key in WRITTEN_KEYS if (path := getattr(config, key)) is not None}
     return {f"{FLAGS['config']}: {key} = {path!r}": path for key, path in paths.items()}
 
 
 def check_files(config: OffloadConfig) -> None:
-    """Refuse files that cannot be written, by opening them, in the process that uses them.
-
-    Their contents are kept. No other side effects, except that the target of a dangling link is created.
-    """
+    """Refuse files that cannot be written, by opening them, in the process that uses them. Their contents are kept; the
+    target of a dangling link is created."""
     for what, path in _written_files(config).items():
         # os.path, unlike pathlib, also returns False for paths that cannot be accessed.
         folder = os.path.dirname(path) or "."
         if os.path.isdir(path) or not os.path.isdir(folder):
-            raise ConfigError(
-                f"{what}: is a folder, or in a folder that does not exist; name a file"
-            )
+            why = "is a folder, or in a folder that does not exist"
+            raise ConfigError(f"{what}: {why}; name a file")
         if os.path.exists(path) and not os.path.isfile(path):
             continue  # a pipe, whose reader would see the open, or a device
         is_new = not os.path.lexists(path)
@@ -195,16 +195,6 @@ def check_files(config: OffloadConfig) -> None:
         if is_new:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-
-
-def _check_flag_type(name: str, value: Any) -> None:
-    (kind, expected), problem = _FLAG_TYPES[name], ""
-    if not isinstance(value, kind) or isinstance(value, bool):
-        problem = f"is of type {type(value).__name__}"
-    elif value == "" and name != "config":  # not JSON, reported later
-        problem = "is empty"
-    if problem:
-        raise ConfigError(f"{FLAGS[name]} {value!r}: {problem}; expected {expected}")
 
 
 def _check_budget(budget_tokens: int) -> None:
@@ -221,7 +211,6 @@ def _check_budget(budget_tokens: int) -> None:
 def _check_together(
     config: OffloadConfig, keys: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Values that exclude or need each other."""
     forced = config.sink_pages + config.recent_pages
     if forced > config.budget_pages:
         plural = "" if config.budget_pages == 1 else "s"
@@ -264,3 +253,37 @@ def check_different(files: Mapping[str, str]) -> None:
         if (other := taken.setdefault(file, what)) != what:
             other = other.rpartition(": ")[2]
             raise ConfigError(f"{what}: {other} names the same file; name another")
+
+
+def check_version(found: str) -> None:
+    """Refuse a release whose hooks have not been checked."""
+    if found not in ADAPTERS:
+        raise ConfigError(
+            f"sglang {found} is installed, but this sglang-scout supports only {' and '.join(ADAPTERS)}; "
+            f"install sglang=={next(iter(ADAPTERS))}"
+        )
+
+
+def check_architecture(what: str, architecture: str) -> None:
+    """Refuse a model that the decode step does not support; ``what`` is the flag that names it, and its value."""
+    if architecture not in ARCHITECTURES:
+        is_windowed = architecture in WINDOWED
+        why = ", some of whose layers use sliding-window attention" if is_windowed else ""
+        raise ConfigError(
+            f"{what}: --kv-offload does not support {architecture}{why}; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+
+
+def check_attention(what: str, *, head_dim: int, v_head_dim: int, has_window: bool) -> None:
+    """Refuse attention that the decode step does not support: sizes of a key and of a value, a sliding window."""
+    if has_window:
+        raise ConfigError(
+            f"{what}: --kv-offload does not support sliding-window attention; serve it without "
+            "--kv-offload, or choose a model with full attention"
+        )
+    if head_dim not in HEAD_SIZES or v_head_dim != head_dim:
+        raise ConfigError(
+            f"{what}: K has head size {head_dim} and V {v_head_dim}; --kv-offload supports "
+            f"{', '.join(map(str, HEAD_SIZES))}, the same for both"
+        )

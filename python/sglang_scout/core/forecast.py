@@ -72,7 +72,6 @@ class PageWeights:
 
 
 def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]]:
-    """Shapes of the arrays; None: any size."""
     layers, heads, dim = model.num_layers, model.num_kv_heads, model.head_dim
     if kind == "forecast":
         return {"w": (layers, heads * dim, None)}
@@ -81,7 +80,7 @@ def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]
 
 
 def save_weights(weights: PageWeights, path: str) -> None:
-    """Write a file atomically."""
+    """Atomically."""
     header = msgspec.json.encode(weights.header).decode()
     beside = f"{path}.{os.getpid()}.tmp"
     try:

@@ -3,7 +3,6 @@ what is left to the server. Linux CPU lists."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -13,21 +12,18 @@ from typing import NamedTuple
 
 from sglang_scout.core.errors import ConfigError
 
-LEFT_CPUS = 2
-"""Minimum CPUs left to the server's own threads: the scheduler thread, and those of transfers."""
-ROOMY_CORES = 8
-"""From this many cores on, two are left, so that the thread that a step waits for has its own core."""
+LEFT_CPUS = 2  # at least, to the server's own threads: the scheduler's, and those of transfers
+ROOMY_CORES = 8  # from which two are left, so that the thread that a step waits for has its own
+# Of a rank. From this many cores on, their SMT siblings stay free: 16 threads draw most of a socket's memory
+# bandwidth, by which attention is bound. Not measured on a machine with SMT.
 ENOUGH_THREADS = 16
-"""Of a rank. From this many cores on, their SMT siblings stay free: 16 threads draw most of a socket's memory
-bandwidth, by which attention is bound. Not measured on a machine with SMT."""
 ATTENTION = "attention threads, one each"
 
 SYS = Path("/sys")
 _NODES = "devices/system/node"
 _PCI = "bus/pci/devices"
 _ANY_CPU = set(range(1 << 16))
-_NVIDIA = "0x10de"
-_DISPLAY = "0x03"  # PCI class 03: display controllers, 0302 for those without a screen
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI class 03: display controllers, 0302 without a screen
 # Stricter than int(), which also accepts 1_0, +0 and digits of other scripts.
 _RANGE = re.compile(r"([0-9]{1,5})(?:\s*-\s*([0-9]{1,5}))?")
 
@@ -35,26 +31,25 @@ _RANGE = re.compile(r"([0-9]{1,5})(?:\s*-\s*([0-9]{1,5}))?")
 def parse_cpu_list(
     text: str, available: set[int] | None = None, flag: str = "--kv-offload-cpus"
 ) -> tuple[int, ...]:
-    """Parse a Linux CPU list such as ``0-3,8`` into sorted CPU numbers.
+    """Parse a Linux CPU list such as ``0-3,8`` into sorted CPU numbers. Raises ConfigError if it is none, or for a CPU
+    that does not exist here.
 
     Args:
         available: CPUs that this process may run on; None: ask the kernel.
         flag: the source of ``text``, for the message.
-    Raises:
-        ConfigError: not a list, or a CPU that does not exist here.
     """
     cpus: set[int] = set()
     what = f"{flag} {text!r}"
     for part in map(str.strip, text.split(",")):
         if (found := _RANGE.fullmatch(part)) is None:
-            fix = "write for example 0-3,8"
-            raise ConfigError(f"{what}: {part!r} is not a CPU number or a range; {fix}")
+            raise ConfigError(
+                f"{what}: {part!r} is no CPU number and no range; write for example 0-3,8"
+            )
         low, high = int(found[1]), int(found[2] or found[1])
         if high < low:
             raise ConfigError(f"{what}: {part!r} is not an ascending range; write {high}-{low}")
         cpus.update(range(low, high + 1))
-    if available is None:
-        available = os.sched_getaffinity(0)
+    available = os.sched_getaffinity(0) if available is None else available
     if absent := cpus - available:
         raise ConfigError(
             f"{what}: this process may not run on CPU {min(absent)}; available are {ranges(available)}"
@@ -105,14 +100,11 @@ def cpu_quota() -> float | None:
     quota, _, period = read("fs/cgroup/cpu.max").partition(" ")
     if not period:
         quota, period = (read(f"fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
-    with contextlib.suppress(ValueError, ZeroDivisionError):
-        cpus = int(quota) / int(period)
-        return cpus if cpus > 0 else None
-    return None
+    is_limit = quota.isdigit() and period.isdigit() and int(period)  # "max", or -1: none
+    return int(quota) / int(period) or None if is_limit else None
 
 
 def nvidia_gpus() -> list[str]:
-    """PCI addresses of NVIDIA display controllers."""
     return [
         device.name
         for device in sorted((SYS / _PCI).glob("*"))
@@ -148,8 +140,6 @@ def read_meminfo(file: Path) -> dict[str, int]:
 
 
 class CpuUse(NamedTuple):
-    """A row of the table of CPUs."""
-
     cpus: str  # a list such as 0-3,8
     used_by: str
     why: str
@@ -187,7 +177,7 @@ def plan_cpus(
     elif near is None:
         why = f"CPU device: all of {where}"
     else:
-        cores = _by_core(reserve_server_cores(home))
+        cores = _without_server_cores(home)
         # The first CPU of each core, then the second ones.
         order = [cpu for _, cpu in sorted((i, cpu) for of in cores for i, cpu in enumerate(of))]
         num_cores, count = len(cores), max(len(cores), ENOUGH_THREADS)
@@ -200,11 +190,13 @@ def plan_cpus(
     # Not on what other ranks have been dealt.
     pool = allowed.difference(given).union(threads) if given else set(home)
     background = background_cpus(pool, threads)
-    rest = ("not used", f"{_nodes_of(elsewhere)}, far from the GPU")
-    if given or not left:
-        rest = ("the server", "not given by --kv-offload-cpus" if given else _nodes_of(elsewhere))
     if share is not None:
         rest = ("the server and other ranks", "not this rank's share")
+    elif given:
+        rest = ("the server", "not given by --kv-offload-cpus")
+    else:
+        rest = ("not used", f"{_nodes_of(elsewhere)}, far from the GPU")
+        rest = rest if left else ("the server", _nodes_of(elsewhere))
     online = set(read_cpus("devices/system/cpu/online"))
     keep = "scheduler, tokenizer, transfers: polling attention threads slow their SMT siblings"
     rows = [
@@ -217,9 +209,8 @@ def plan_cpus(
         (elsewhere.intersection(background), f"{rest[0]} and background work", rest[1]),
         (online - allowed, "not allowed", "outside this process's cpuset"),
     ]
-    return CpuPlan(
-        threads, background, [CpuUse(ranges(cpus), *of) for cpus, *of in rows if cpus], warning
-    )
+    uses = [CpuUse(ranges(cpus), *of) for cpus, *of in rows if cpus]
+    return CpuPlan(threads, background, uses, warning)
 
 
 def _nodes_of(cpus: Collection[int]) -> str:
@@ -227,18 +218,16 @@ def _nodes_of(cpus: Collection[int]) -> str:
     return f"NUMA node{'s' * (len(nodes) > 1)} {', '.join(nodes)}" if nodes else "this process"
 
 
-def reserve_server_cores(cpus: Collection[int]) -> list[int]:
-    """Those of ``cpus`` for spinning threads, which slow their SMT siblings: the first cores are left to the server, or
-    none of too few CPUs."""
+def _without_server_cores(cpus: Collection[int]) -> list[list[int]]:
+    """The cores of ``cpus`` for spinning threads, which slow their SMT siblings: the first ones are left to the server,
+    or none of too few CPUs."""
+    cores = _by_core(cpus)
     if len(cpus) < 2 * LEFT_CPUS:
-        return sorted(cpus)
-    units = _by_core(cpus)
-    left = 2 if len(units) >= ROOMY_CORES else 1
-    while len(sum(units[:left], [])) < LEFT_CPUS:
+        return cores
+    left = 2 if len(cores) >= ROOMY_CORES else 1
+    while len(sum(cores[:left], [])) < LEFT_CPUS:
         left += 1
-    if left == len(units):
-        return sorted(cpus)[LEFT_CPUS:]
-    return sorted(sum(units[left:], []))
+    return cores[left:] or _by_core(sorted(cpus)[LEFT_CPUS:])
 
 
 def background_cpus(cpus: Collection[int], workers: Collection[int]) -> list[int]:
@@ -248,9 +237,9 @@ def background_cpus(cpus: Collection[int], workers: Collection[int]) -> list[int
     Prefers SMT siblings of the workers, which nothing else uses, then other CPUs on their nodes, as page tables are
     allocated on the node of the thread that faults.
     """
-    cores = set(map(core_of, workers))
-    siblings = [cpu for cpu in set(cpus).difference(workers) if core_of(cpu) in cores]
-    units = _by_core(set(cpus).difference(workers, siblings))
+    cores, others = set(map(core_of, workers)), set(cpus).difference(workers)
+    siblings = [cpu for cpu in others if core_of(cpu) in cores]
+    units = _by_core(others.difference(siblings))
     free = sum(units[1:] or units, [])
     of_nodes = cpus_by_node(cpus).values()
     near = {cpu for of_node in of_nodes if not set(workers).isdisjoint(of_node) for cpu in of_node}
@@ -267,14 +256,12 @@ def deal_cpus(cpus: Collection[int], homes: Sequence[Collection[int]]) -> list[l
         Per rank, ascending. Disjoint, unless there are fewer CPUs than ranks: then every rank gets all.
     """
     near = [frozenset(cpus) & frozenset(home) for home in homes]
-    members = {home: [r for r, own in enumerate(near) if own == home] for home in near}
-    overlap = sum(map(len, members)) > len(frozenset().union(*members))
-    if overlap or any(len(home) < len(ranks) for home, ranks in members.items()):
-        members = {frozenset(cpus): list(range(len(homes)))}
-    dealt: dict[int, list[int]] = {}
-    for home, ranks in members.items():
-        dealt |= zip(ranks, _split(home, len(ranks)), strict=True)
-    return [dealt[rank] for rank in range(len(homes))]
+    if sum(map(len, set(near))) > len(frozenset().union(*near)) or any(
+        len(home) < near.count(home) for home in near
+    ):
+        near = [frozenset(cpus)] * len(homes)
+    parts = {home: iter(_split(home, near.count(home))) for home in near}
+    return [next(parts[home]) for home in near]
 
 
 def _split(cpus: Collection[int], parts: int) -> list[list[int]]:
@@ -284,7 +271,7 @@ def _split(cpus: Collection[int], parts: int) -> list[list[int]]:
     if len(units) < parts:
         return [sorted(cpus)] * parts
     cuts = [len(units) * part // parts for part in range(parts + 1)]
-    return [sorted(sum(units[cuts[p] : cuts[p + 1]], [])) for p in range(parts)]
+    return [sorted(sum(units[a:b], [])) for a, b in itertools.pairwise(cuts)]
 
 
 def _by_core(cpus: Collection[int]) -> list[list[int]]:

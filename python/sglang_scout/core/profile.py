@@ -1,12 +1,18 @@
-"""The recall profile: per-layer recall intervals found offline (paper section 3.4), as a versioned JSON file."""
+"""The step log, a JSON line per decode step, and the recall profile that is made of one: per-layer recall intervals
+(paper section 3.4), as a versioned JSON file.
+
+A log's first line is :class:`Facts`; each further one a :class:`Step`, written when its results have arrived, two
+boundaries later: a killed server loses two steps.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,20 +22,25 @@ from msgspec import Meta
 from sglang_scout.core.config import FLAGS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 PROFILE_VERSION = 1
 FLAG = FLAGS["recall_profile"]
-MAX_INTERVAL = 2**31
 REMAKE = "make one for this server with `sglang-scout profile`"
-NEIGHBOURS = 4
-"""Steps on each side over which a noisy curve is smoothed."""
+NEIGHBOURS = 4  # steps on each side over which a noisy curve is smoothed
 
+LOG_FORMAT, LOG_VERSION = "sglang-scout-steps", 2
+# First steps of a request, in which without a hint none of its pages are resident: the first selection is known two
+# boundaries later, and resident one boundary after that.
+COLD_STEPS = 3
 # Keys of config.json about its writer, not about the model.
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version"}
 Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
-    """Identifies a model, independent of its folder. Two trainings of one architecture have the same."""
+    """Independent of the model's folder. Two trainings of one architecture have the same."""
 
     architecture: str
     num_layers: int
@@ -45,6 +56,107 @@ class ModelIdentity(msgspec.Struct, frozen=True):
         )
 
 
+class Facts(msgspec.Struct, frozen=True):
+    """Required fields of the first line; the server adds more. ``selection`` has ``SELECTION_KEYS``."""
+
+    format: str
+    version: int
+    policy: str
+    recall: str
+    model: str
+    layers: int
+    budget_tokens: int
+    page_size_tokens: int
+    identity: ModelIdentity
+    selection: dict[str, str | int | float]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One decode step of B requests and L layers."""
+
+    step: int
+    start_us: int  # of its boundary, CLOCK_MONOTONIC
+    step_us: int  # from there until its tokens are on the host
+    ages: list[int]  # [B], previous steps of each request here
+    full_pages: list[int]  # [B], of each request: the candidates
+    cpu_pages: list[list[int]]  # [L, B], selected pages computed on the CPU
+    gpu_wait_us: list[int]  # [L], that the device waited for them
+    recalled_pages: int  # as the next two, of the recalls that ended at the next boundary
+    recall_bytes: int
+    recall_wait_us: int
+    # [L], of predicted and real queries, mean over heads and requests; None: not predicted.
+    query_cosine: list[float | None] = []
+
+
+class StepLog:
+    """Writes the lines of one server to ``path``, which is replaced; ``facts`` are those of :class:`Facts` and more."""
+
+    def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
+        self._file: IO[bytes] | None = open(path, "wb", buffering=0)
+        self.write({**facts, "format": LOG_FORMAT, "version": LOG_VERSION})
+
+    def write(self, line: Mapping[str, Any] | Step) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            # A full disk must not fail requests.
+            logger.error("cannot write the step log: %s; no more steps are written", error)
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class StepLogFile(NamedTuple):
+    facts: Facts
+    steps: list[Step]
+
+    @property
+    def budget_pages(self) -> int:
+        return self.facts.budget_tokens // self.facts.page_size_tokens
+
+
+def read_step_log(path: str | Path) -> StepLogFile:
+    """All complete lines of a log; the server may still be writing."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise ConfigError(
+            f"step log {str(path)!r}: cannot read it: {error.strerror}; name the step_log that a server wrote"
+        ) from None
+    try:
+        about = msgspec.json.decode(lines[0], type=dict) if lines else {}
+        if (about.get("format"), about.get("version")) != (LOG_FORMAT, LOG_VERSION):
+            raise ValueError(f"not a {LOG_FORMAT} file of version {LOG_VERSION}")
+        facts = msgspec.convert(about, Facts)
+        decoder = msgspec.json.Decoder(Step)
+        steps = [decoder.decode(line) for line in lines[1:]]
+    except ValueError as error:
+        raise ConfigError(
+            f"step log {str(path)!r}: {error}; give a file that "
+            """--kv-offload-config '{"step_log": "FILE"}' made on a decode server"""
+        ) from None
+    return StepLogFile(facts, steps)
+
+
+def ratios_by_age(log: StepLogFile) -> tuple[Floats, Counts]:
+    """Mean CPU compute ratio ``[L, T]`` of requests longer than the budget by their age in steps, 0 without any, and
+    ``[T]`` their number."""
+    oldest = max((age for step in log.steps for age in step.ages), default=0)
+    pages, rows = np.zeros((log.facts.layers, oldest + 1)), np.zeros(oldest + 1, np.int64)
+    for step in log.steps:
+        counts = np.array(step.full_pages) > log.budget_pages
+        ages = np.array(step.ages, np.int64)[counts]
+        np.add.at(rows, ages, 1)
+        missed = np.array(step.cpu_pages, np.int64).reshape(len(pages), -1)[:, counts]
+        np.add.at(pages, (slice(None), ages), missed)
+    return pages / np.maximum(rows, 1) / log.budget_pages, rows
+
+
 class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """Contents of a profile file; a hand-written one may end with ``num_layers``."""
 
@@ -55,7 +167,7 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     threshold: Annotated[float, Meta(ge=0.0, le=1.0)]
     # The largest number of steps between two recalls of each layer that kept its CPU compute ratio under `threshold` on
     # the profiled workload; 0 means never.
-    intervals: list[Annotated[int, Meta(ge=0, le=MAX_INTERVAL)]]
+    intervals: list[Annotated[int, Meta(ge=0, le=2**31)]]
     num_layers: int
     workload: str = ""
     identity: ModelIdentity | None = None
@@ -73,7 +185,6 @@ SELECTION_KEYS = ("digest", "sink_pages", "recent_pages")
 
 
 def selection_of(config: OffloadConfig) -> dict[str, str | int | float]:
-    """The ``selection`` of a profile made with ``config``."""
     return {key: getattr(config, key) for key in SELECTION_KEYS}
 
 
@@ -85,8 +196,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 def smooth(curve: Floats, weights: Floats) -> Floats:
-    """Local linear regression at each point of a curve ``[T]``, with weights ``[T]`` > 0. A straight line is unchanged,
-    also at its ends."""
+    """Local linear regression of a curve ``[T]``, with weights ``[T]`` > 0: a straight line stays, also at its ends."""
     result = np.empty(len(curve))
     for t in range(len(curve)):
         near = np.arange(max(0, t - NEIGHBOURS), min(t + NEIGHBOURS + 1, len(curve)))
@@ -110,7 +220,6 @@ def choose_interval(curve: Floats, samples: Floats, threshold: float) -> int:
 
 
 def save_profile(profile: RecallProfile, path: str) -> None:
-    """Write a profile, one key per line."""
     values = msgspec.to_builtins(profile)
     lines = [f'"{key}": {json.dumps(value)}' for key, value in values.items()]
     Path(path).write_text("{" + ",\n ".join(lines) + "}\n", encoding="utf-8")
@@ -121,7 +230,6 @@ def _wrong(path: str, what: str, fix: str = REMAKE) -> ConfigError:
 
 
 def load_profile(path: str) -> RecallProfile:
-    """Read and check a profile file."""
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:
@@ -152,22 +260,24 @@ def check_profile(
 ) -> None:
     """Refuse a profile of another model, page size, budget or page selection; ``model`` is for the message."""
     name, theirs = profile.model, profile.identity or identity
+    page, budget = profile.page_size_tokens, profile.budget_tokens
+    made_for, here, fix = "", "", REMAKE
     if profile.num_layers != num_layers:
-        what = f"made for {name!r} with {profile.num_layers} layers, {model!r} has {num_layers}"
-        raise _wrong(path, what)
-    if theirs != identity:
-        here = f"this server has {model!r} ({identity.describe()})"
-        raise _wrong(path, f"made for {name!r} ({theirs.describe()}), {here}")
-    if profile.page_size_tokens != config.page_size_tokens:
-        made = f"made for pages of {profile.page_size_tokens} tokens"
-        raise _wrong(path, f"{made}, this server uses {config.page_size_tokens}")
-    tokens = profile.budget_tokens
-    if tokens != config.budget_tokens:
-        here = f"this server has --kv-offload-budget {config.budget_tokens}"
-        fix = f"set that to {tokens} or {REMAKE}"
-        raise _wrong(path, f"made for a budget of {tokens} tokens, {here}", fix)
+        made_for, here = (
+            f"{name!r} with {profile.num_layers} layers",
+            f"{model!r} with {num_layers}",
+        )
+    elif theirs != identity:
+        made_for, here = f"{name!r} ({theirs.describe()})", f"{model!r} ({identity.describe()})"
+    elif page != config.page_size_tokens:
+        made_for, here = f"pages of {page} tokens", f"pages of {config.page_size_tokens}"
+    elif budget != config.budget_tokens:
+        made_for = f"a budget of {budget} tokens"
+        here = f"--kv-offload-budget {config.budget_tokens}"
+        fix = f"set that to {budget} or {REMAKE}"
     for key, value in selection_of(config).items():
-        if (made := profile.selection.get(key, value)) != value:
-            here = f"this server has {key} = {value!r} in --kv-offload-config"
+        if not made_for and (made := profile.selection.get(key, value)) != value:
+            made_for, here = f"{key} = {made!r}", f"{key} = {value!r} in --kv-offload-config"
             fix = f"set that to {made!r} or {REMAKE}"
-            raise _wrong(path, f"made for {key} = {made!r}, {here}", fix)
+    if made_for:
+        raise _wrong(path, f"made for {made_for}, this server has {here}", fix)

@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 
-from sglang_scout.core.step_log import Step, StepLog
+from sglang_scout.core.profile import Step, StepLog
 from sglang_scout.engine import Ids, PageIds
 from sglang_scout.engine.ahead import Selector
 from sglang_scout.engine.pages import Pages

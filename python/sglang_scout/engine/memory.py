@@ -20,7 +20,7 @@ from sglang_scout.engine.stores import ModelShape, Sizes
 from sglang_scout.engine.transport import staging_bytes
 from sglang_scout.worker.arena import ArenaSpec
 from sglang_scout.worker.host_memory import LAST_RESORT, flag_gib
-from sglang_scout.worker.ring import WorkerMemory, layout_of, worker_memory
+from sglang_scout.worker.ring import layout_of, worker_memory
 
 HEADROOM_BYTES = 256 * 2**20
 """Reserve for step buffers and the interpreters."""
@@ -121,8 +121,8 @@ class ServerSize:
         return held
 
     @cached_property
-    def worker(self) -> WorkerMemory:
-        """Memory of CPU attention, which does not depend on the number of pages."""
+    def worker(self) -> list[tuple[str, int, int]]:
+        """Rows of the memory of CPU attention, which does not depend on the number of pages."""
         return worker_memory(self.arena(1), self.node_cpus)
 
     @property
@@ -201,7 +201,7 @@ class ServerSize:
             ("kept tokens", 1, int(num_pages * config.context_share) * page_bytes),
             ("hints", num_pages, num_pages * hint_bytes(config, layers)),
             ("checksums", num_pages, 8 * num_pages * layers * config.page_checksums),
-            *self.worker.rows,
+            *self.worker,
         )
         rows = tuple(row for row in rows if row[2])
         return MemoryPlan(num_pages, num_slots, self.budget_pages, arena, rows)

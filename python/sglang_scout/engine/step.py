@@ -22,7 +22,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from sglang_scout.core.step_log import StepLog
+from sglang_scout.core.profile import StepLog
 from sglang_scout.engine import Ids, Ints
 from sglang_scout.engine.ahead import Ahead, LookAhead, QueryProjector, Selector
 from sglang_scout.engine.boundary import StepBoundary

@@ -20,8 +20,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import selection_of
-from sglang_scout.core.step_log import StepLog
+from sglang_scout.core.profile import StepLog, selection_of
 from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, Parts, Sizes, as_words

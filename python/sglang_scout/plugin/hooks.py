@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, KEYS
-from sglang_scout.core.supported import ADAPTERS, check_version
+from sglang_scout.core.flags import ADAPTERS, check_version
 from sglang_scout.policy import policies
 
 VERSION = version("sglang")

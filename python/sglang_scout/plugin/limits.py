@@ -10,10 +10,15 @@ from sglang.srt.utils import get_device
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.flags import check_socket_folder
+from sglang_scout.core.flags import (
+    DTYPES,
+    FP8_KV,
+    check_architecture,
+    check_attention,
+    check_socket_folder,
+)
 from sglang_scout.core.forecast import check_weights
 from sglang_scout.core.profile import check_profile, load_profile
-from sglang_scout.core.supported import DTYPES, FP8_KV, check_architecture, check_attention
 from sglang_scout.ops import triton
 from sglang_scout.ops.select import MAX_COLUMNS
 from sglang_scout.plugin.hooks import VERSION, adapter

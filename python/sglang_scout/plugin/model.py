@@ -20,8 +20,8 @@ from transformers.utils.hub import cached_file
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import DTYPES, FP8_KV
 from sglang_scout.core.profile import ModelIdentity, config_digest, load_profile
-from sglang_scout.core.supported import DTYPES, FP8_KV
 from sglang_scout.engine.ahead import QueryHeads, QueryProjector
 from sglang_scout.engine.policy import Policy
 from sglang_scout.engine.stores import ModelShape

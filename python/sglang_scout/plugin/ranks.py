@@ -26,8 +26,13 @@ from sglang_scout.engine.memory import MIN_PAGES, MemoryPlan, ServerSize, check_
 from sglang_scout.plugin.hooks import adapter, hook, pools_target
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
 from sglang_scout.plugin.model import model_shape, rank_policy
-from sglang_scout.worker.arena_fits import pool, pool_lacks
-from sglang_scout.worker.host_memory import LAST_RESORT, available_bytes
+from sglang_scout.worker.host_memory import (
+    LAST_RESORT,
+    available_bytes,
+    free_pool_bytes,
+    max_pages_in_pool,
+    pool_lacks,
+)
 from sglang_scout.worker.ring import MAX_NODES
 
 logger = logging.getLogger(__name__)
@@ -148,10 +153,10 @@ class RankMemory(NamedTuple):
         pages; at most the pages whose digests fit on the devices."""
         ranks, size = self.ranks, self.size
         # The most pages with which every rank's arena is in the pool, the first one being SGLang's padding.
-        place = pool(list(self.cpus.by_node), ranks.size)
-        in_pool = place.max_pages(size.arena(place.free_bytes(None) // size.page_bytes + 2))
+        most = size.arena(free_pool_bytes() // size.page_bytes + 2)
+        in_pool = max_pages_in_pool(most, list(self.cpus.by_node), ranks.size)
         of_pool = ranks.least(ranks.size * max(in_pool - 1, 0) * size.page_bytes)
-        worker = ranks.size * size.worker.total_bytes
+        worker = ranks.size * sum(nbytes for *_, nbytes in size.worker)
         left = ranks.least(self._available_bytes() - worker)
         if max(left, of_pool) <= 0:
             raise ConfigError(

@@ -12,7 +12,7 @@ from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.model_executor import model_runner_kv_cache_mixin
 from sglang.srt.server_args import ServerArgs
 
-from sglang_scout.core.supported import FP8_KV
+from sglang_scout.core.flags import FP8_KV
 
 POOLS_MODULE = model_runner_kv_cache_mixin
 """Module from which SGLang takes its pool classes."""

@@ -19,17 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout import _native
+from sglang_scout.core import numa
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory
-from sglang_scout.worker.arena_fits import bytes_now, check_fits, describe, pool_lacks
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
 from sglang_scout.worker.ring import (
     BELL_DTYPE,
+    HEADER_DTYPE,
     ArenaSpec,
+    header_of,
     layout_of,
     node_spans,
     read_header,
-    write_header,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,11 +47,10 @@ Words = npt.NDArray[np.uint64]
 
 
 class Arena(contextlib.AbstractContextManager["Arena"]):
-    """A mapped arena. Constructed by :meth:`create` or :meth:`attach`.
+    """A mapped arena of ``nbytes`` at ``address``. Constructed by :meth:`create` or :meth:`attach`.
 
     Attributes:
         fd: the memory file; owned by this object.
-        nbytes, address: size of the mapping in bytes, and its base address in this process.
         layout: where its parts are.
         backing: ``"hugetlb"``, ``"thp"`` (transparent huge pages allowed) or ``"4k"``.
     """
@@ -69,36 +69,36 @@ class Arena(contextlib.AbstractContextManager["Arena"]):
         pool, and where the machine must grow first to have it all.
 
         Args:
-            numa_nodes: bind the pages of the spec's node i to the i-th of these; a logged no-op on a machine without
-                NUMA. Empty: bind nothing.
+            numa_nodes: bind the pages of the spec's node i to the i-th of these, if the machine has several.
 
         Raises:
-            ArenaError: not enough memory on the machine or on a node, a pool that is short though half of the pages are
-                free, a node that does not exist, or a failed system call.
+            ArenaError: not enough memory on a node or as the machine grows, a pool that is short though half of the
+                pages are free, a node that does not exist, or a failed system call.
         """
-        arena = None
-        if not (short := pool_lacks(spec, numa_nodes)):
+        if numa_nodes and len(numa.nodes()) <= 1:
+            what = "arena: machine has no second NUMA node, memory is not bound to %s"
+            logger.info(what, numa_nodes)
+            numa_nodes = ()
+        arena, short = None, host_memory.pool_lacks(spec, numa_nodes)
+        if not short:
             try:
                 arena = _make(spec, numa_nodes, True)
             except OSError as e:
-                what = "arena: not in the huge page pool, although it has enough pages: %s"
-                logger.warning(what, e.strerror)
-        elif host_memory.free_pool_bytes():
-            logger.warning("arena: not in the huge page pool: %s", short)
+                short = f"it has enough pages, but: {e.strerror}"
         if arena is None:
-            check_fits(spec, numa_nodes)
+            if host_memory.free_pool_bytes():
+                logger.warning("arena: not in the huge page pool: %s", short)
             try:
                 arena = _make(spec, numa_nodes, False)
             except OSError as e:
-                raise ArenaError(f"cannot make {describe(spec)}: {e.strerror}") from e
-        logger.info("arena: %s, %s pages", describe(spec), arena.backing)
+                raise ArenaError(f"cannot make {spec.describe()}: {e.strerror}") from e
+        logger.info("arena: %s, %s pages", spec.describe(), arena.backing)
         return arena
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """Maps an existing arena for the worker: only the part of the ring that the worker answers in is writable.
-        ``fd`` is duplicated and stays owned by the caller. Raises ArenaError if the file is not an arena of this
-        version, or cannot be mapped."""
+        """Maps an arena for the worker: only the part of the ring that the worker answers in is writable. ``fd`` stays
+        owned by the caller. Raises ArenaError if the file is not an arena of this version, or cannot be mapped."""
         nbytes, own = os.fstat(fd).st_size, os.dup(fd)
         with contextlib.ExitStack() as on_error:
             on_error.callback(os.close, own)
@@ -115,7 +115,7 @@ class Arena(contextlib.AbstractContextManager["Arena"]):
         return cls(own, memory, spec, backing)
 
     def k_pages(self, layer: int) -> np.ndarray:
-        """K of a layer, [P, S, H, D], float32 or the bits of a narrower type; no copy."""
+        """K of a layer, [P, S, H, D], float32 or the bits of a narrower type. As all views, no copy."""
         return self._plane(layer, 0)
 
     def v_pages(self, layer: int) -> np.ndarray:
@@ -129,18 +129,18 @@ class Arena(contextlib.AbstractContextManager["Arena"]):
         return self._plane(layer, which, begin, (s.context_pages, s.page_size, s.head_dim))
 
     def checksums(self) -> np.ndarray:
-        """Checksums of the pages, uint64 [L, P]; no copy."""
+        """Checksums of the pages, uint64 [L, P]."""
         s, at = self.spec, self.layout
         words = self.bytes_at(at.checksums_offset, 8 * s.num_layers * s.num_pages * s.checksums)
         return words.view(np.uint64).reshape(s.num_layers, -1)
 
     def restore_header(self) -> None:
-        """Rewrites the header, which is read first on attach: any holder of the file could have changed it."""
-        write_header(self._mapped(), self.spec)
+        """It is read first on attach, and any holder of the file could have changed it."""
+        header = self.bytes_at(0, HEADER_DTYPE.itemsize).view(HEADER_DTYPE)
+        header[:] = header_of(self.spec)
 
     def close(self) -> None:
-        """Closes the file and drops the reference to the mapping, which lasts as long as an array that views it;
-        idempotent. Addresses derived from ``address`` must no longer be used."""
+        """Closes the file and lets go of the mapping, which lasts as long as an array that views it; idempotent."""
         if self._memory is not None:
             self._memory = None
             os.close(self.fd)
@@ -205,19 +205,17 @@ def _make(spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool) -> Arena:
         os.ftruncate(fd, layout.total_bytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
         memory, backing = _map(fd, layout.total_bytes, "hugetlb" if from_pool else "4k")
-        place = memory.ctypes.data, memory.nbytes
-        if numa_nodes:
-            page_bytes = HUGE_PAGE_BYTES if from_pool else mmap.PAGESIZE
-            host_memory.bind_memory(place[0], node_spans(spec, layout, numa_nodes, page_bytes))
-        if from_pool:
-            error = populate_together(*place)
-            if error not in (0, errno.EINVAL):  # EINVAL: before Linux 5.14
-                raise OSError(error, os.strerror(error))
-        elif not host_memory.promised_bytes() and memory.nbytes > bytes_now(numa_nodes):
-            host_memory.take_in_steps(*place, lambda: bytes_now(numa_nodes))
-        write_header(memory, spec)
+        address, page_bytes = memory.ctypes.data, HUGE_PAGE_BYTES if from_pool else mmap.PAGESIZE
+        if spans := node_spans(spec, numa_nodes, page_bytes):
+            host_memory.bind_memory(address, spans)
+        if not from_pool:
+            host_memory.take(address, spec, numa_nodes)
+        elif (error := populate_together(address, memory.nbytes)) not in (0, errno.EINVAL):
+            raise OSError(error, os.strerror(error))  # EINVAL: before Linux 5.14
+        arena = Arena(fd, memory, spec, backing)
+        arena.restore_header()
         on_error.pop_all()
-    return Arena(fd, memory, spec, backing)
+    return arena
 
 
 def _map(fd: int, nbytes: int, backing: str) -> tuple[np.ndarray, str]:
@@ -243,8 +241,7 @@ class PageChecksums:
     def __init__(self, arena: Arena) -> None:
         self.words: Words = arena.checksums()  # 0 for a page that may still change
         self._at = arena.address, arena.nbytes
-        bell = arena.bytes_at(arena.layout.bell_offset, BELL_DTYPE.itemsize)
-        self._bell = bell.view(BELL_DTYPE)
+        self._bell = arena.bytes_at(arena.layout.bell_offset, BELL_DTYPE.itemsize).view(BELL_DTYPE)
         self._threads = min(CHECKSUM_THREADS, len(os.sched_getaffinity(0)))
         self._seen, self._damaged = self.failures, np.zeros((0, 2), np.int64)
 

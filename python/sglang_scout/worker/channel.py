@@ -2,15 +2,10 @@
 
 Messages are msgspec structs in MessagePack, without tensor bytes, over ZMQ. Lifecycle of a process::
 
-    server  -> Hello                      as soon as the process listens
-    process -> Hello
-    server  -> Register                   the arena, whose descriptor it inherited
-    server  -> Configure                  CPUs, threads
-    process -> Ready | Failed             serving, or why not (then it exits)
-    process -> Heartbeat ...              every heartbeat interval, with statistics
-    server  -> Drain                      finish what is posted
-    process -> Drained                    nothing is left
-    server  -> Stop                       exit with code 0, at any time
+    server  -> Configure          as soon as the process listens: arena, whose descriptor it inherited, CPUs, threads
+    process -> Ready | Failed     serving, or why not (then it exits)
+    process -> Heartbeat ...      every heartbeat interval, with statistics
+    server  -> Stop               at any time: finish what is posted, then exit with code 0
 
 The endpoint is ``ipc://@sglang-scout-PID-EPOCH-RANDOM``, a name in Linux's abstract namespace: it needs no file, and
 ends with its process. Nor has it a mode, so whoever shares the network namespace may connect. What keeps others out:
@@ -34,7 +29,6 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import UnionType
 
@@ -45,7 +39,7 @@ from sglang_scout.core.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT_CHARS = 4000  # of an error text
 _ENDPOINT_ENV, _TOKEN_ENV = "SGLANG_SCOUT_ENDPOINT", "SGLANG_SCOUT_BOOT_TOKEN"
@@ -74,21 +68,15 @@ class WorkerConfig:
     retry_s: float = 30.0  # delay between further starts then
     stop_timeout_s: float = 1.0  # for the worker to exit by itself
     spin_us: int = 50  # how long an idle thread polls before it sleeps
-    populate: bool = False  # map all of the arena in the background, see PopulateThread
+    populate: bool = False  # map all of the arena in the background, see main.map_pages
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     version: int = PROTOCOL_VERSION  # the sender's
 
 
-class Hello(Message): ...
-
-
-class Register(Message):
-    arena_bytes: int  # size of the memory file, whose header has the rest
-
-
 class Configure(Message, kw_only=True):
+    arena_bytes: int  # size of the memory file, whose header has the rest
     cpus: list[int]  # one thread is pinned to each
     cpu_nodes: list[int]  # the arena's node of each, from 0
     background_cpus: list[int]  # for mapping pages; empty: any but `cpus`
@@ -110,26 +98,18 @@ class Heartbeat(Message, kw_only=True):
     refused_messages: int = 0  # that the process dropped
 
 
-class Drain(Message): ...
-
-
-class Drained(Message): ...
-
-
 class Stop(Message): ...
 
 
-FromProcess = Hello | Ready | Failed | Heartbeat | Drained
-FromServer = Hello | Register | Configure | Drain | Stop
+FromProcess = Ready | Failed | Heartbeat
+FromServer = Configure | Stop
 
 
 def encode(message: Message) -> bytes:
     """Raises WorkerError if the message exceeds the cap."""
-    data = msgspec.msgpack.encode(message)
+    data, kind = msgspec.msgpack.encode(message), type(message).__name__
     if len(data) > MAX_MESSAGE_BYTES:
-        raise WorkerError(
-            f"{type(message).__name__} takes {len(data)} bytes, the cap is {MAX_MESSAGE_BYTES}"
-        )
+        raise WorkerError(f"{kind} takes {len(data)} bytes, the cap is {MAX_MESSAGE_BYTES}")
     return data
 
 
@@ -147,10 +127,8 @@ def open_context() -> ZmqContext:
                 tried.callback(thread.join)
                 tried.callback(done.set)  # called before it
     except (OSError, RuntimeError) as e:
-        raise WorkerError(
-            f"cannot start the CPU attention process: {e}; raise ulimit -n, or the limit of processes (ulimit -u, "
-            "pids.max)"
-        ) from e
+        fix = "raise ulimit -n, or the limit of processes (ulimit -u, pids.max)"
+        raise WorkerError(f"cannot start the CPU attention process: {e}; {fix}") from e
     context: ZmqContext = zmq.Context()
     context.socket(zmq.PAIR).close(0)  # starts them
     return context
@@ -170,7 +148,6 @@ class Channel:
         self.refused = 0  # messages that were dropped
         self._socket, self._token = socket, token.encode()
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kind)
-        self._is_router = socket.type == zmq.ROUTER
         self._address: list[bytes] = []
         self._log_s = 0.0  # not before
         socket.linger = 0
@@ -192,7 +169,6 @@ class Channel:
 
     @classmethod
     def bind(cls, context: ZmqContext, server_pid: int) -> Channel:
-        """The attention process's end."""
         endpoint, token = os.environ.pop(_ENDPOINT_ENV), os.environ.pop(_TOKEN_ENV)
         socket = context.socket(zmq.ROUTER)
         channel = cls(socket, endpoint, token, FromServer, server_pid)
@@ -203,18 +179,19 @@ class Channel:
         socket.bind(endpoint)
         return channel
 
-    def wait(self, timeout_s: float, fds: Iterable[int] = ()) -> list[int]:
-        """Blocks until a message comes, one of ``fds`` is readable, or on timeout. Returns those readable."""
+    def receive(self, timeout_s: float, fd: int | None = None) -> tuple[list[Message], bool]:
+        """Blocks until a message comes, ``fd`` is readable, or on timeout.
+
+        Returns:
+            The valid ones of the messages that have come, and whether ``fd`` is readable. Other messages are counted,
+            and logged once a second.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        for fd in fds:
+        if fd is not None:
             poller.register(fd, zmq.POLLIN)
         # One more millisecond: ZMQ rounds down, and a poll of 0 ms would spin.
         ready = poller.poll(int(max(timeout_s, 0.0) * 1e3) + 1)
-        return [one for one, _ in ready if isinstance(one, int)]
-
-    def receive(self) -> list[Message]:
-        """Valid ones of the messages that have come. Others are counted, and logged once a second."""
         received: list[Message] = []
         with contextlib.suppress(zmq.Again):
             for _ in range(_MAX_AT_ONCE):
@@ -227,7 +204,7 @@ class Channel:
                         self._log_s = now_s + _LOG_INTERVAL_S
                         what = "control channel of CPU attention: dropped a message (%d so far): %s"
                         logger.warning(what, self.refused, e)
-        return received
+        return received, any(one == fd for one, _ in ready)
 
     def send(self, message: Message) -> None:
         """Sends; lost if nobody reads."""
@@ -236,7 +213,6 @@ class Channel:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Releases the socket and its name; idempotent."""
         self._socket.close(0)
 
     def _accept(self, frames: list[zmq.Frame]) -> Message:
@@ -245,19 +221,15 @@ class Channel:
             _, uid, _, pid = str(frames[-1].get("Peer-Address")).rsplit(":", 3)  # host:uid:gid:pid
             sender = int(uid), int(pid)
         if sender != (os.geteuid(), self.peer_pid):
-            raise WorkerError(
-                f"it is from user and process {sender}, not from process {self.peer_pid}"
-            )
-        parts = [frame.bytes for frame in frames]
-        address, rest = parts[: self._is_router], parts[self._is_router :]
-        if len(rest) != 2 or rest[0] != self._token:
+            raise WorkerError(f"it is from user and process {sender}, not from {self.peer_pid}")
+        *address, token, data = (b"", *(frame.bytes for frame in frames))
+        if token != self._token:
             raise WorkerError("it lacks the token of this start")
         try:
-            message = self._decoder.decode(rest[1])
+            message = self._decoder.decode(data)
         except msgspec.MsgspecError as e:
             raise WorkerError(f"malformed message: {e}") from e
         if message.version != PROTOCOL_VERSION:
-            what = f"{type(message).__name__} of protocol {message.version}"
-            raise WorkerError(f"{what}, this is {PROTOCOL_VERSION}")
-        self._address = address
+            raise WorkerError(f"of protocol {message.version}, this is {PROTOCOL_VERSION}")
+        self._address = address[1:]
         return message

@@ -8,7 +8,7 @@ the posted pages: from the worker, or computed in place by the same code.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import Configure, WorkerConfig
 from sglang_scout.worker.ring import EVENT_DTYPE, split_of
-from sglang_scout.worker.supervisor import ProcessStatus, Supervisor
+from sglang_scout.worker.supervisor import Supervisor, WorkerStatus
 
 ATTENDANT_POLL_US = 50
 
@@ -39,26 +39,8 @@ class Reply(NamedTuple):
 class ThreadEvents(NamedTuple):
     thread: int  # its number, from 0
     cpu: int  # that it is pinned to
-    # EVENT_DTYPE [n] in chronological order, across restarts. Validated, as the worker's memory is untrusted: only
-    # `step` may be any number.
+    # EVENT_DTYPE [n] in chronological order. Validated, as the worker's memory is untrusted: only `step` may be any.
     events: np.ndarray
-
-
-@dataclass(kw_only=True)
-class WorkerStatus(ProcessStatus):
-    """A snapshot of the worker's status. Totals continue across restarts."""
-
-    cpus: tuple[int, ...]  # of the threads
-    cpu_nodes: tuple[int, ...]  # the arena's node of each, from 0
-    items: int  # (sequence, part) items computed by workers
-    pages: int  # that workers attended to
-    remote_pages: int  # of these, on another node than the thread's
-    refused: int  # records that a worker refused for a field, and answers that the caller did for inf or NaN
-    busy_us: int  # compute time summed over worker threads
-    stale: int  # records of another epoch that a worker skipped
-    fallback_pages: int  # that the caller computed instead
-    local_tickets: int  # posts that never went to a worker: none was ready, or the slot was busy
-    late_tickets: int  # waits that hit wait_timeout_s
 
 
 class WorkerClient:
@@ -83,13 +65,12 @@ class WorkerClient:
         nodes: Sequence[Sequence[int]] | None = None,
         config: WorkerConfig | None = None,
     ) -> None:
-        self._config, self._cpus = config or WorkerConfig(), tuple(cpus)
-        self._spec = arena.spec
+        self._config, self._cpus = config or WorkerConfig(), list(cpus)
         self._mapping = arena.k_pages(0)  # keeps the mapping alive as long as this object
         node_of = {cpu: node for node, of_node in enumerate(nodes or [cpus]) for cpu in of_node}
-        self._cpu_nodes = tuple(node_of[cpu] for cpu in cpus)
-        node_cpus = max(1, min(map(self._cpu_nodes.count, range(self._spec.num_nodes))))
-        self.split = split_of(self._spec, node_cpus)
+        cpu_nodes = [node_of[cpu] for cpu in cpus]
+        node_cpus = max(1, min(map(cpu_nodes.count, range(arena.spec.num_nodes))))
+        self.split = split_of(arena.spec, node_cpus)
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
         self._producer.set_split(*self.split)
         self._attendant: _native.RingAttendant | None = None
@@ -97,16 +78,17 @@ class WorkerClient:
         self._next_event = [0] * len(self._cpus)
         self._event_buffer = np.zeros(arena.layout.event_entries, EVENT_DTYPE)
         configure = Configure(
-            cpus=list(self._cpus),
+            arena_bytes=arena.nbytes,
+            cpus=self._cpus,
             background_cpus=list(background_cpus),
-            cpu_nodes=list(self._cpu_nodes),
+            cpu_nodes=cpu_nodes,
             max_threads=self.split.most,
             config=self._config,
         )
         self._supervisor = Supervisor(self._producer, arena, configure)
 
     def start(self) -> None:
-        """Starts the worker and returns when it is ready. Raises WorkerError, and leaves nothing running."""
+        """Returns when the worker is ready. Raises WorkerError, and leaves nothing running."""
         self._supervisor.start()
 
     def stop(self) -> None:
@@ -154,8 +136,8 @@ class WorkerClient:
             ValueError: a shape, count or page id is wrong; nothing was posted.
             TypeError: a dtype, or not contiguous.
         """
-        splits = 0  # by the rule
-        return Ticket(layer, step, self._producer.post(layer, step, q, pages, n_pages, splits))
+        by_rule = 0  # runs of a sequence
+        return Ticket(layer, step, self._producer.post(layer, step, q, pages, n_pages, by_rule))
 
     def wait(self, ticket: Ticket, out: np.ndarray, lse: np.ndarray) -> Reply:
         """Fills ``out`` and ``lse`` with the attention over the ticket's pages.
@@ -188,21 +170,20 @@ class WorkerClient:
 
     def take_events(self) -> tuple[list[ThreadEvents], int]:
         """Events of each thread since the last call, and how many were lost: overwritten, or corrupted. A thread keeps
-        its newest ``event_entries``: call this once per step, from the thread of ``post``."""
-        taken, lost_total = [], 0
+        its newest ``event_entries``: call it once per step, from the thread of ``post``."""
+        taken, lost_total, buffer = [], 0, self._event_buffer
         for thread, cpu in enumerate(self._cpus):
-            read = thread, self._next_event[thread], self._event_buffer.view(np.uint8)
+            read = thread, self._next_event[thread], buffer.view(np.uint8)
             self._next_event[thread], count, lost = self._producer.read_events(*read)
             lost_total += lost
             if count:
-                taken.append(ThreadEvents(thread, cpu, self._event_buffer[:count].copy()))
+                taken.append(ThreadEvents(thread, cpu, buffer[:count].copy()))
         return taken, lost_total
 
     def snapshot(self) -> WorkerStatus:
         """The worker's state and the totals over all workers; thread-safe."""
-        process = {f.name: getattr(self._supervisor, f.name) for f in fields(ProcessStatus)}
         totals = self._producer.totals()
         del totals["records"]
         if self._attendant is not None:
             totals["fallback_pages"] += self._attendant.pages()
-        return WorkerStatus(cpus=self._cpus, cpu_nodes=self._cpu_nodes, **process, **totals)
+        return replace(self._supervisor.status, **totals)

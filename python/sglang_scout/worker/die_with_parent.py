@@ -15,12 +15,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process, even a stopped one, when the thread that started it ends.
-
-    Raises:
-        OSError: prctl failed.
-        SystemExit: the parent has ended already.
-    """
+    """Have the kernel kill this process, even a stopped one, when the thread that started it ends. Raises SystemExit if
+    the parent has ended already, OSError if prctl fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         error = ctypes.get_errno()

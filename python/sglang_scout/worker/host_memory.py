@@ -1,4 +1,5 @@
-"""Host memory: how much an arena can have; populating it before the first access, binding it to NUMA nodes.
+"""Host memory: how much an arena can have of the machine, of NUMA nodes and of the hugetlb pool; populating it before
+the first access, binding it to nodes.
 
 A virtual machine may start small and get the rest of its memory as it uses it: such growth counts as available, and
 what relies on it is touched first. Where a first write would raise SIGBUS, as with an exhausted hugetlb pool,
@@ -14,30 +15,33 @@ import logging
 import mmap
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_scout.core import numa
 from sglang_scout.core.errors import ArenaError, ConfigError
 
+if TYPE_CHECKING:
+    from sglang_scout.worker.ring import ArenaSpec
+
 logger = logging.getLogger(__name__)
 
 OVERRIDE = "SGLANG_SCOUT_HOST_MEMORY_GB"
+# Ends every refusal for want of host memory.
 LAST_RESORT = f"as a last resort set {OVERRIDE}=N if you know that N GiB are available"
-"""Ends every refusal for want of host memory."""
 STEP_BYTES = 2 * 2**30  # of growth that is touched at once
 KEPT_BYTES = 2**29  # left to everything else meanwhile
 GROWTH_WAIT_S = 10.0
 HUGE_PAGE_BYTES = 2 * 2**20
 MAX_THREADS = 16  # enough to saturate memory bandwidth
 PIECE_BYTES = 32 * 2**20
-SMALL_PIECE_BYTES = 256 * 2**10  # other threads may block on the mmap lock meanwhile
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # since Linux 5.14, not in the mmap module
-_MBIND, _SET_MEMPOLICY = 237, 238  # of x86-64
-_MPOL_DEFAULT, _MPOL_BIND = 0, 2
+_MBIND, _MPOL_BIND = 237, 2  # of x86-64
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _PROC, _SYS_MM = Path("/proc"), Path("/sys/kernel/mm")
 SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
@@ -53,8 +57,8 @@ for _call in (_libc.madvise, _libc.mprotect):
 
 
 def available_bytes(node: int | None = None) -> int:
-    """Memory that a new arena can have outside of the hugetlb pool, on the machine or on a NUMA node: what ``OVERRIDE``
-    promises, or else :func:`bytes_now` and what there is room to grow by."""
+    """Memory for a new arena outside of the hugetlb pool, on the machine or on a NUMA node: what ``OVERRIDE`` promises,
+    or else :func:`bytes_now` and what there is room to grow by."""
     return promised_bytes() or bytes_now(node, grown=True)
 
 
@@ -75,9 +79,8 @@ def bytes_now(node: int | None = None, grown: bool = False) -> int:
     """Of the machine MemAvailable, capped by the limits of this process's cgroup and its ancestors, and by the commit
     limit with ``vm.overcommit_memory=2``, beyond which a first write raises SIGBUS. Of a node what is free or cache.
 
-    Args:
-        grown: as if the machine had grown to its ``present`` pages beyond MemTotal, less a share for what the kernel
-            keeps to itself (page structs alone are 1/64).
+    ``grown``: as if the machine had grown to its ``present`` pages beyond MemTotal, less a share for what the kernel
+    keeps to itself (page structs alone are 1/64).
     """
     memory = {} if node is None else numa.read_meminfo(numa.folder(node) / "meminfo")
     # Also of a node of which the kernel does not tell.
@@ -130,15 +133,79 @@ def pool_folder(node: int | None = None) -> Path:
 
 def pool_pages(node: int | None = None) -> tuple[int, int]:
     """Pages in the hugetlb pool: (free and unreserved, all). Of a node's some may be reserved."""
-    free, reserved, total = (
-        int(numa.read(pool_folder(node) / f"{name}_hugepages") or 0)
-        for name in ("free", "resv", "nr")
-    )
+    files = (pool_folder(node) / f"{name}_hugepages" for name in ("free", "resv", "nr"))
+    free, reserved, total = (int(numa.read(file) or 0) for file in files)
     return free - reserved, total
 
 
-def free_pool_bytes(node: int | None = None) -> int:
-    return pool_pages(node)[0] * HUGE_PAGE_BYTES
+def free_pool_bytes() -> int:
+    return pool_pages()[0] * HUGE_PAGE_BYTES
+
+
+def pool_lacks(spec: ArenaSpec, nodes: Sequence[int] = (), arenas: int = 1) -> str:
+    """What the hugetlb pool lacks for ``arenas`` such arenas, on each of these nodes too; "" if it has all pages.
+    Raises ArenaError if it has half of them: a pool that large was reserved for the arena."""
+    node, needed, free = _shortest_pool(spec, nodes, arenas)
+    if free >= needed:
+        return ""
+    short = (
+        f"{spec.describe()}{f' on each of {arenas} ranks' if arenas > 1 else ''} needs {needed} huge pages of 2 MiB"
+        f"{'' if node is None else f' on NUMA node {node}'}, and {free} are free in the pool"
+    )
+    if 2 * free < needed:
+        return short
+    wanted = pool_pages(node)[1] + needed - free
+    fix = f"run sysctl vm.nr_hugepages={wanted}"
+    if node is not None:
+        fix = f"write {wanted} to {pool_folder(node)}/nr_hugepages"
+    pages = max(max_pages_in_pool(spec, nodes, arenas) - 1, 0)
+    kv_bytes = arenas * pages * 2 * spec.num_layers * spec.page_bytes
+    raise ArenaError(f"{short}; {fix}, or set --kv-offload-host-gb {flag_gib(kv_bytes)}")
+
+
+def max_pages_in_pool(spec: ArenaSpec, nodes: Sequence[int] = (), arenas: int = 1) -> int:
+    """The most host pages, fewer than in ``spec``, with which such arenas fit into the pool; 0 if none do."""
+
+    def too_many(pages: int) -> bool:
+        # A share of the pages, rounded by whoever chose it.
+        context = spec.context_pages * pages // spec.num_pages + spec.num_kv_heads
+        smaller = replace(spec, num_pages=pages, context_pages=min(context, spec.context_pages))
+        _, needed, free = _shortest_pool(smaller, nodes, arenas)
+        return needed > free
+
+    return bisect_left(range(1, spec.num_pages), True, key=too_many)
+
+
+def _shortest_pool(
+    spec: ArenaSpec, nodes: Sequence[int], arenas: int
+) -> tuple[int | None, int, int]:
+    """Where the pool has the least of what is needed: (node, or None for the machine; pages needed; pages free)."""
+    found = [
+        (node, arenas * -(-nbytes // HUGE_PAGE_BYTES), pool_pages(node)[0])
+        for node, nbytes in spec.bytes_by_node(nodes, HUGE_PAGE_BYTES).items()
+    ]
+    return min(found, key=lambda of_node: of_node[2] / of_node[1])
+
+
+def take(address: int, spec: ArenaSpec, nodes: Sequence[int]) -> None:
+    """Makes sure that a new arena outside of the pool will get its memory, on first write. A node must have its share,
+    as what is bound to it cannot be elsewhere; what a machine gets only as it is used is allocated at once. Whether the
+    machine has enough is what a server asks before. Raises ArenaError."""
+    needed = spec.bytes_by_node(nodes, mmap.PAGESIZE)
+    nbytes = needed.pop(None)
+    for node, of_node in needed.items():
+        if of_node > (free := available_bytes(node)):
+            raise ArenaError(
+                f"{spec.describe()} is bound to NUMA nodes {list(nodes)}: node {node} would hold {gib(of_node)} and "
+                f"has {gib(free)}; lower --kv-offload-host-gb, or name no CPUs of that node in --kv-offload-cpus; "
+                f"{LAST_RESORT}"
+            )
+
+    def now() -> int:
+        return min([bytes_now(), *(len(needed) * bytes_now(node) for node in needed)])
+
+    if not promised_bytes() and nbytes > now():
+        take_in_steps(address, nbytes, now)
 
 
 def shmem_mode() -> str:
@@ -154,8 +221,8 @@ def protect(address: int, nbytes: int) -> None:
 
 
 def populate(address: int, nbytes: int, *, write: bool = True) -> int:
-    """Allocates and maps all pages of a range. Returns 0 or an errno: EINVAL before Linux 5.14, EFAULT where an access
-    would raise SIGBUS."""
+    """Allocates and maps a range. Returns 0 or an errno: EINVAL before Linux 5.14, EFAULT where an access would raise
+    SIGBUS."""
     advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
     return ctypes.get_errno() if _libc.madvise(address, nbytes, advice) else 0
 
@@ -174,10 +241,10 @@ def populate_together(address: int, nbytes: int) -> int:
     return errors[0] if errors else 0
 
 
-def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now) -> None:
-    """Allocates a range of memory that the machine gets only as it is used, each step once ``now()`` says that there is
-    room. Near the end of that steps become smaller: some machines grow only when little is left. Raises ArenaError with
-    how far it got if the machine does not grow in time."""
+def take_in_steps(address: int, nbytes: int, now: Callable[[], int]) -> None:
+    """Allocates memory that the machine gets only as it is used, each step once ``now()`` says that there is room. Near
+    the end of that steps become smaller: some machines grow only when little is left. Raises ArenaError with how far it
+    got if the machine does not grow in time."""
     done, asked_s = 0, time.monotonic()
     fix = f"lower --kv-offload-host-gb, or free memory; {LAST_RESORT}"
     while done < nbytes:
@@ -202,54 +269,11 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int] = bytes_now)
             logger.info("arena: %s of %s are allocated", gib(done), gib(nbytes))
 
 
-class PopulateThread:
-    """A thread that maps a range of memory, for reading, at the lowest priority of its class, on ``cpus`` if there are
-    any: on those of polling threads it gets hardly any time.
-
-    The first access to each 4 KiB of a mapping faults, which for a host page of one layer can cost more than attending
-    to it. With a CUDA device host pages are pinned, so allocated anyway, and the attention process walks them once.
-    """
-
-    def __init__(self, address: int, nbytes: int, cpus: Collection[int] = ()) -> None:
-        self._begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-        self._nbytes, self._cpus = address + nbytes - self._begin, cpus
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="scout-populate", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stops the thread; the memory may be unmapped afterwards. Idempotent."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        thread, begin_s = threading.get_native_id(), time.monotonic()
-        os.setpriority(os.PRIO_PROCESS, thread, 19)
-        if self._cpus:
-            os.sched_setaffinity(thread, self._cpus)
-        for done in range(0, self._nbytes, SMALL_PIECE_BYTES):
-            if self._stopping.is_set():
-                return
-            size = min(SMALL_PIECE_BYTES, self._nbytes - done)
-            if error := populate(self._begin + done, size, write=False):
-                what = "mapped %s of %s of the arena; the rest will be mapped at first use: madvise: %s"
-                logger.warning(what, gib(done), gib(self._nbytes), os.strerror(error))
-                return
-        spent_s = time.monotonic() - begin_s
-        logger.info("mapped the %s of the arena in %.1f s", gib(self._nbytes), spent_s)
-
-
 def bind_memory(address: int, spans: Sequence[tuple[int, int, int]]) -> None:
-    """Binds spans (offset, bytes, node) of a mapping, not yet touched, to the nodes to allocate their pages from.
-
-    For shared memory the policy belongs to the file, so it also applies to other processes' faults. Only logs what it
-    finds with one node, or with a kernel or sandbox without mbind. Raises ArenaError for a node that does not exist.
-    """
+    """Binds spans (offset, bytes, node) of a mapping, not yet touched, to the nodes to allocate their pages from. The
+    policy belongs to the file, so it also applies to other processes' faults. Only logs if the kernel or a sandbox
+    refuses. Raises ArenaError for a node that does not exist."""
     asked, known = sorted({node for _, _, node in spans}), numa.nodes()
-    if len(known) <= 1:
-        what = "arena: machine has no second NUMA node, memory is not bound to %s"
-        logger.info(what, asked)
-        return
     if not set(asked) <= set(known):
         raise ArenaError(f"numa_nodes={asked}; this machine has {known}")
     for offset, nbytes, node in spans:
@@ -260,14 +284,7 @@ def bind_memory(address: int, spans: Sequence[tuple[int, int, int]]) -> None:
     logger.info("arena: memory is bound to NUMA nodes %s", asked)
 
 
-def use_own_node() -> None:
-    """Resets the memory policy of this thread, and of those that it starts, to the local node: a process inherits its
-    parent's, and SGLang starts a scheduler with ``numactl --membind``."""
-    _libc.syscall(*map(ctypes.c_long, (_SET_MEMPOLICY, _MPOL_DEFAULT, 0, 0)))
-
-
 def _mbind(address: int, nbytes: int, node: int) -> int:
-    """The system call; 0 or an errno."""
     mask = (ctypes.c_ulong * (node // _BITS + 1))()
     mask[node // _BITS] = 1 << (node % _BITS)
     words = _MBIND, address, nbytes, _MPOL_BIND, ctypes.addressof(mask), len(mask) * _BITS + 1, 0

@@ -1,19 +1,22 @@
 """The CPU attention process: ``python -m sglang_scout.worker.main --arena-fd N --epoch N --parent PID``.
 
-This file is the control plane: it answers Hello, starts the C++ threads that serve the ring, sends heartbeats and
+This file is the control plane: it starts the C++ threads that serve the ring, sends heartbeats and
 otherwise sleeps. It never imports torch or sglang. It exits when told to; the kernel kills it when its server dies.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import logging
+import mmap
 import os
 import signal
 import sys
+import threading
 import time
-from typing import NoReturn, TypeVar
+from collections.abc import Collection
 
 import zmq
 
@@ -24,87 +27,61 @@ from sglang_scout.worker import channel as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.channel import Channel
 from sglang_scout.worker.die_with_parent import die_with_parent
-from sglang_scout.worker.host_memory import PopulateThread, use_own_node
+from sglang_scout.worker.host_memory import gib, populate
 
 logger = logging.getLogger("sglang_scout.worker")
 
 _CONFIGURE_TIMEOUT_S = 60.0
 _DRAIN_POLL_S = 0.001
-Expected = TypeVar("Expected", m.Hello, m.Register, m.Configure)
+PIECE_BYTES = 256 * 2**10  # other threads may block on the mmap lock meanwhile
+_SET_MEMPOLICY, _MPOL_DEFAULT = 238, 0  # of x86-64
 
 
-class Stopped(Exception):
-    """The server has said Stop."""
-
-
-class Worker:
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._received: list[m.Message] = []
-
-    def run(self, arena_fd: int, epoch: int) -> int:
-        """Serves until told to stop. Returns the exit code."""
-        try:
-            self._expect(m.Hello)
-            self._channel.send(m.Hello())
-            arena_bytes = self._expect(m.Register).arena_bytes
-            with Arena.attach(arena_fd) as arena:
-                os.close(arena_fd)
-                if arena.nbytes != arena_bytes:
-                    raise WorkerError(f"arena has {arena.nbytes} bytes, expected {arena_bytes}")
-                self._serve(arena, epoch, self._expect(m.Configure))
-        except Stopped:
-            return 0
-        except ScoutError as e:
-            logger.error("%s", e)
-            self._channel.send(m.Failed(error=str(e)[: m.MAX_TEXT_CHARS]))
-            time.sleep(1.0)  # an exit could overtake the message; the server kills at once
-            return 1
-
-    def _serve(self, arena: Arena, epoch: int, configure: m.Configure) -> NoReturn:
+def serve(channel: Channel, arena_fd: int, epoch: int) -> None:
+    """Serves until told to stop. Raises ScoutError."""
+    if (configure := _configured(channel)) is None:
+        return
+    with contextlib.ExitStack() as stack:
+        arena = stack.enter_context(Arena.attach(arena_fd))
+        os.close(arena_fd)
+        if arena.nbytes != configure.arena_bytes:
+            raise WorkerError(f"arena has {arena.nbytes} bytes, expected {configure.arena_bytes}")
         others = configure.background_cpus or os.sched_getaffinity(0).difference(configure.cpus)
-        with contextlib.ExitStack() as stack:
-            runtime = start_runtime(arena, epoch, configure)
-            stack.callback(runtime.stop)
-            if configure.config.populate:
-                ring_bytes = arena.layout.kv_offset
-                pages = arena.address + ring_bytes, arena.nbytes - ring_bytes
-                stack.callback(PopulateThread(*pages, others).stop)
-            self._channel.send(m.Ready(isa=_native.isa()))
-            self._beat(runtime, configure.config.heartbeat_interval_s)
-
-    def _beat(self, runtime: _native.RingRuntime, interval_s: float) -> NoReturn:
-        due_s, draining = time.monotonic(), False
+        runtime = start_runtime(arena, epoch, configure)
+        stack.callback(runtime.stop)
+        if configure.config.populate:
+            stopping = threading.Event()
+            args = arena, others, stopping
+            mapping = threading.Thread(
+                target=map_pages, args=args, name="scout-populate", daemon=True
+            )
+            mapping.start()
+            stack.callback(mapping.join)
+            stack.callback(stopping.set)  # called before it
+        channel.send(m.Ready(isa=_native.isa()))
+        due_s, is_told = time.monotonic(), False
         while True:
-            now_s = time.monotonic()
             pending, items = runtime.progress()
-            if now_s >= due_s:
-                refused = self._channel.refused
-                beat = m.Heartbeat(items=items, pending=pending, refused_messages=refused)
-                self._channel.send(beat)
-                due_s = now_s + interval_s
-            if draining and not pending:
-                self._channel.send(m.Drained())
-                draining = False
-            self._channel.wait(_DRAIN_POLL_S if draining else due_s - now_s)
-            draining |= any(isinstance(message, m.Drain) for message in self._receive())
+            if is_told and not pending:
+                return
+            if (now_s := time.monotonic()) >= due_s:
+                refused = channel.refused
+                channel.send(m.Heartbeat(items=items, pending=pending, refused_messages=refused))
+                due_s = now_s + configure.config.heartbeat_interval_s
+            received, _ = channel.receive(_DRAIN_POLL_S if is_told else due_s - now_s)
+            is_told |= any(isinstance(message, m.Stop) for message in received)
 
-    def _expect(self, kind: type[Expected]) -> Expected:
-        """The next message of this kind; others are skipped."""
-        deadline_s = time.monotonic() + _CONFIGURE_TIMEOUT_S
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            while self._received:
-                if isinstance(message := self._received.pop(0), kind):
-                    return message
-            self._channel.wait(left_s)
-            self._received += self._receive()
-        raise WorkerError(f"no {kind.__name__} within {_CONFIGURE_TIMEOUT_S:.0f} s")
 
-    def _receive(self) -> list[m.Message]:
-        received = self._channel.receive()
+def _configured(channel: Channel) -> m.Configure | None:
+    """What the server begins with; None if it is to stop already."""
+    deadline_s = time.monotonic() + _CONFIGURE_TIMEOUT_S
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        received, _ = channel.receive(left_s)
         if any(isinstance(message, m.Stop) for message in received):
-            raise Stopped
-        return received
+            return None
+        if found := [message for message in received if isinstance(message, m.Configure)]:
+            return found[0]
+    raise WorkerError(f"the server did not configure it within {_CONFIGURE_TIMEOUT_S:.0f} s")
 
 
 def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.RingRuntime:
@@ -122,19 +99,50 @@ def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.R
         ) from e
 
 
+def map_pages(arena: Arena, cpus: Collection[int], stopping: threading.Event) -> None:
+    """Maps an arena's pages, for reading, at the lowest priority of this thread's class, on ``cpus`` if there are any:
+    on those of polling threads it gets hardly any time.
+
+    The first access to each 4 KiB of a mapping faults, which for a host page of one layer can cost more than attending
+    to it. With a CUDA device host pages are pinned, so allocated anyway, and this walks them once.
+    """
+    thread, begin_s = threading.get_native_id(), time.monotonic()
+    os.setpriority(os.PRIO_PROCESS, thread, 19)
+    if cpus:
+        os.sched_setaffinity(thread, cpus)
+    offset = arena.layout.kv_offset // mmap.PAGESIZE * mmap.PAGESIZE
+    for done in range(offset, arena.nbytes, PIECE_BYTES):
+        if stopping.is_set():
+            return
+        size = min(PIECE_BYTES, arena.nbytes - done)
+        if error := populate(arena.address + done, size, write=False):
+            what = "mapped %s of %s of the arena; the rest will be mapped at first use: madvise: %s"
+            logger.warning(what, gib(done), gib(arena.nbytes), os.strerror(error))
+            return
+    logger.info("mapped %s of the arena in %.1f s", gib(arena.nbytes), time.monotonic() - begin_s)
+
+
 def main() -> int:
-    """Runs a process, as supervisor.py starts it. Returns the exit code."""
     arena_fd, epoch, server_pid = map(int, sys.argv[2::2])  # of --arena-fd, --epoch and --parent
     logging.basicConfig(
         level=logging.INFO, format=f"[scout-cpu-attention {os.getpid()}] %(levelname)s %(message)s"
     )
     faulthandler.enable()
     die_with_parent(server_pid)
-    use_own_node()  # before there are other threads
+    # SGLang starts a scheduler with numactl --membind, and a process inherits its parent's memory policy: back to the
+    # local node, before there are other threads.
+    ctypes.CDLL(None).syscall(*map(ctypes.c_long, (_SET_MEMPOLICY, _MPOL_DEFAULT, 0, 0)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the decode server
     with zmq.Context() as context:
         with contextlib.closing(Channel.bind(context, server_pid)) as channel:
-            return Worker(channel).run(arena_fd, epoch)
+            try:
+                serve(channel, arena_fd, epoch)
+                return 0
+            except ScoutError as e:
+                logger.error("%s", e)
+                channel.send(m.Failed(error=str(e)[: m.MAX_TEXT_CHARS]))
+                time.sleep(1.0)  # an exit could overtake the message; the server kills at once
+                return 1
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sglang_scout import _native
 from sglang_scout.core.errors import ArenaError
+from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, gib
 
 HEADER_DTYPE = np.dtype(_native.RING_STRUCTS["Header"])
 BELL_DTYPE = np.dtype(_native.RING_STRUCTS["Bell"])
@@ -26,71 +27,42 @@ QUERY_DTYPES = KV_DTYPES[:2]
 MAX_BATCH = 1 << 16
 MAX_NODES = _native.RING_MAX_NODES
 MAX_THREADS_PER_GROUP = 8  # of a NUMA node that may share a sequence
-_HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _STORAGE = dict(zip(KV_DTYPES, (np.float32, np.uint16, np.uint16, np.uint8, np.uint8), strict=True))
-_LIMITS = {
-    "num_layers": 1 << 16,
-    "num_pages": (1 << 31) - 1,
-    "page_size": 2048,
-    "num_kv_heads": 1024,
-    "num_q_heads": 1 << 14,
-    "head_dim": 512,
-    "max_batch": MAX_BATCH,
-    "max_pages": 1 << 20,
-    "num_nodes": MAX_NODES,
-    "lists": 1024,
-    "context_pages": (1 << 31) - 1,
-}
+
+
+def _size(most: int, **default: int) -> Any:
+    return field(metadata={"most": most}, **default)
 
 
 @dataclass(frozen=True)
 class ArenaSpec:
-    """Sizes of an arena.
+    """Sizes of an arena. Raises ArenaError if one is out of range. What does not fit together, such as the numbers of
+    heads, is refused where the ring is opened."""
 
-    Args:
-        num_layers: L.
-        num_pages: P, host pages per layer (with SGLang's padding page 0).
-        page_size: S, tokens per page.
-        num_kv_heads: H.
-        num_q_heads: HQ, a multiple of H.
-        head_dim: D, a multiple of 16 up to 512.
-        kv_dtype: one of ``KV_DTYPES``.
-        scale: softmax scale, a factor on q·k.
-        max_batch: rows of a record, a multiple of ``lists``.
-        max_pages: k, pages per row of a record.
-        num_nodes: NUMA nodes that the pages are striped over by index; see ``stripe_pages``.
-        lists: page lists (rows of a record) per request: 1, or H, one for each KV head.
-        context_pages: C, pages of one KV head in each layer, after the host pages; on the last node.
-        q_dtype: of the queries in a record and the output in its reply, one of ``QUERY_DTYPES``: ``"bfloat16"`` for a
-            model in bf16. Log-sum-exp is fp32 always.
-        checksums: whether there is a checksum for each page and layer, see :class:`PageChecksums`.
-
-    Raises:
-        ArenaError: a size is out of range. What does not fit together, such as the numbers of heads, is refused where
-            the ring is opened.
-    """
-
-    num_layers: int
-    num_pages: int
-    page_size: int
-    num_kv_heads: int
-    num_q_heads: int
-    head_dim: int
-    kv_dtype: str
-    scale: float
-    max_batch: int
-    max_pages: int
-    num_nodes: int = 1
-    lists: int = 1
-    context_pages: int = 0
+    num_layers: int = _size(1 << 16)  # L
+    num_pages: int = _size((1 << 31) - 1)  # P, host pages per layer, with SGLang's padding page 0
+    page_size: int = _size(2048)  # S, tokens per page
+    num_kv_heads: int = _size(1024)  # H
+    num_q_heads: int = _size(1 << 14)  # HQ, a multiple of H
+    head_dim: int = _size(512)  # D, a multiple of 16
+    kv_dtype: str  # one of KV_DTYPES
+    scale: float  # softmax scale, a factor on q·k
+    max_batch: int = _size(MAX_BATCH)  # rows of a record, a multiple of `lists`
+    max_pages: int = _size(1 << 20)  # k, pages per row of a record
+    num_nodes: int = _size(MAX_NODES, default=1)  # that the pages are on, see `stripe_pages`
+    lists: int = _size(1024, default=1)  # page lists (rows) per request: 1, or H
+    # C, pages of one KV head in each layer, after the host pages; on the last node.
+    context_pages: int = _size((1 << 31) - 1, default=0)
+    # Of the queries in a record and the output in its reply, one of QUERY_DTYPES: bfloat16 for a model in bf16.
+    # Log-sum-exp is fp32 always.
     q_dtype: str = "float32"
-    checksums: bool = False
+    checksums: bool = False  # of each page and layer, see PageChecksums
 
     def __post_init__(self) -> None:
-        for name, limit in _LIMITS.items():
-            value, least = getattr(self, name), 0 if name == "context_pages" else 1
-            if not least <= value <= limit:
-                raise ArenaError(f"{name}={value} is outside {least}..{limit}")
+        for size in (x for x in fields(self) if x.metadata):
+            value, least = getattr(self, size.name), int(size.default != 0)
+            if not least <= value <= size.metadata["most"]:
+                raise ArenaError(f"{size.name}={value} is outside {least}..{size.metadata['most']}")
         if self.num_pages + self.context_pages * self.page_size >= 1 << 31:
             raise ArenaError(
                 f"context_pages={self.context_pages}: with {self.page_size} tokens each, their token ids exceed 31 bits"
@@ -108,7 +80,6 @@ class ArenaSpec:
 
     @property
     def row_heads(self) -> int:
-        """Query heads per row of a record."""
         return self.num_q_heads // self.lists
 
     @property
@@ -119,7 +90,7 @@ class ArenaSpec:
         whole huge pages if that costs no node more than an eighth of its share.
         """
         share = -(-self.num_pages // self.num_nodes)
-        whole = _HUGE_PAGE_BYTES // math.gcd(self.page_bytes, _HUGE_PAGE_BYTES)
+        whole = HUGE_PAGE_BYTES // math.gcd(self.page_bytes, HUGE_PAGE_BYTES)
         if self.num_nodes == 1 or 8 * whole * (self.num_nodes - 1) > share:
             return share
         return -(-share // whole) * whole
@@ -130,15 +101,27 @@ class ArenaSpec:
         context_bytes = self.context_pages * (self.page_bytes // self.num_kv_heads)
         return 2 * self.num_layers * (self.num_pages * self.page_bytes + context_bytes)
 
+    def bytes_by_node(self, numa_nodes: Sequence[int], align_bytes: int) -> dict[int | None, int]:
+        """Bytes of the arena, under None, and of them on each node; arguments as of :func:`node_spans`."""
+        found: dict[int | None, int] = {None: layout_of(self).total_bytes}
+        for _, nbytes, node in node_spans(self, numa_nodes, align_bytes):
+            found[node] = found.get(node, 0) + nbytes
+        return found
 
+    def describe(self) -> str:
+        layout = layout_of(self)
+        return (
+            f"an arena of {gib(layout.total_bytes)} (KV {gib(self.kv_bytes)}: {self.num_layers} layers x "
+            f"{self.num_pages} pages x 2 x {self.page_bytes} bytes; ring {gib(layout.kv_offset)})"
+        )
+
+
+# The fields of ring.h's Header as numbers: the sizes, and offsets and strides in bytes.
+Layout = SimpleNamespace
 _SIZES = [x.name for x in fields(ArenaSpec) if x.name not in ("kv_dtype", "q_dtype", "checksums")]
 
 
-class Layout(SimpleNamespace):
-    """The fields of ring.h's Header as numbers: the sizes, and offsets and strides in bytes."""
-
-
-def _header_of(spec: ArenaSpec) -> np.ndarray:
+def header_of(spec: ArenaSpec) -> np.ndarray:
     header = np.zeros(1, HEADER_DTYPE)
     for name in _SIZES:
         header[name] = getattr(spec, name)
@@ -151,13 +134,8 @@ def _header_of(spec: ArenaSpec) -> np.ndarray:
 
 
 def layout_of(spec: ArenaSpec) -> Layout:
-    """Offsets of all parts of an arena of these sizes."""
-    header = _header_of(spec)[0]
+    header = header_of(spec)[0]
     return Layout(**{name: header[name].item() for name in HEADER_DTYPE.names or ()})
-
-
-def write_header(memory: np.ndarray, spec: ArenaSpec) -> None:
-    memory[: HEADER_DTYPE.itemsize].view(HEADER_DTYPE)[:] = _header_of(spec)
 
 
 def read_header(memory: np.ndarray) -> ArenaSpec:
@@ -174,14 +152,17 @@ def read_header(memory: np.ndarray) -> ArenaSpec:
 
 
 def node_spans(
-    spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int], align_bytes: int
+    spec: ArenaSpec, numa_nodes: Sequence[int], align_bytes: int
 ) -> list[tuple[int, int, int]]:
     """Memory spans by node: (offset, bytes, node), in order, without gaps. The ring is on the first node.
 
     Args:
-        numa_nodes: the system's ids of the nodes of the spec, in order.
+        numa_nodes: the system's ids of the nodes of the spec, in order; none: nothing is bound.
         align_bytes: size of the system's pages. One that has host pages of two nodes is bound to the second.
     """
+    if not numa_nodes:
+        return []
+    layout = layout_of(spec)
     if spec.num_nodes == 1:
         return [(0, layout.total_bytes, numa_nodes[0])]
     starts = [(0, numa_nodes[0])]
@@ -193,16 +174,6 @@ def node_spans(
     ends = [start for start, _ in starts[1:]] + [layout.total_bytes]
     spans = zip(starts, ends, strict=True)
     return [(start, end - start, node) for (start, node), end in spans if end > start]
-
-
-class WorkerMemory(NamedTuple):
-    """Host memory that a worker needs in addition to the pages: (what, count, bytes)."""
-
-    rows: list[tuple[str, int, int]]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(nbytes for _, _, nbytes in self.rows)
 
 
 class Split(NamedTuple):
@@ -221,8 +192,11 @@ def split_of(spec: ArenaSpec, node_cpus: int) -> Split:
     return Split(node_cpus, min(node_cpus, MAX_THREADS_PER_GROUP), min_pages)
 
 
-def worker_memory(spec: ArenaSpec, node_cpus: Sequence[int]) -> WorkerMemory:
-    """For an arena of these sizes, whatever its number of pages; ``node_cpus``: the worker's on each NUMA node."""
+def worker_memory(spec: ArenaSpec, node_cpus: Sequence[int]) -> list[tuple[str, int, int]]:
+    """Host memory that a worker needs in addition to the pages, however many they are: (what, count, bytes).
+
+    ``node_cpus``: the worker's on each NUMA node.
+    """
     nodes, threads = spec.num_nodes, split_of(spec, min(node_cpus)).most
     # The arena without pages: requests, replies, events.
     rows = [("ring", spec.max_batch // spec.lists, layout_of(spec).kv_offset)]
@@ -233,4 +207,4 @@ def worker_memory(spec: ArenaSpec, node_cpus: Sequence[int]) -> WorkerMemory:
     shared = max_runs if threads > 1 else 0
     if results := nodes * max(shared, spec.max_batch if nodes > 1 else 0):
         rows.append(("partial results", threads, results * result_bytes))
-    return WorkerMemory(rows)
+    return rows

@@ -30,21 +30,20 @@ logger = logging.getLogger(__name__)
 
 _KILL_LOG_S = 5.0
 # It computes in its own threads; numpy's BLAS must not start any.
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_ENVIRONMENT = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class WorkerProcess:
-    """A started process, its pidfd and the channel to it; ``end`` releases everything.
+    """A started process, its pidfd and the channel to it; ``epoch`` counts them. Raises WorkerError.
 
     Owned by one thread, which must outlive it: the kernel kills the process when that thread ends. The ZMQ context is
     one for all processes of a server: its threads must not have to be started again when a process is replaced because
-    the machine is short of something. ``epoch`` counts the processes. Raises WorkerError.
+    the machine is short of something.
     """
 
     def __init__(self, context: ZmqContext, epoch: int, arena_fd: int) -> None:
         self.epoch = epoch
-        # Cleanup in reverse order: here if construction fails, otherwise in end().
-        with contextlib.ExitStack() as made:
+        with contextlib.ExitStack() as made:  # undone here if this fails, otherwise in end()
             try:
                 self.channel = Channel.connect(context, epoch)
                 made.callback(self.channel.close)
@@ -53,23 +52,17 @@ class WorkerProcess:
                 self.channel.peer_pid = self.pid = self._process.pid
                 self._pidfd = os.pidfd_open(self.pid)
                 made.callback(os.close, self._pidfd)
-                self.channel.send(m.Hello())
             except (OSError, zmq.ZMQError) as e:
                 raise WorkerError(f"cannot start the CPU attention process: {e}") from e
             self._made = made.pop_all()
 
-    def wait(self, timeout_s: float, *wake_fds: int) -> tuple[list[m.Message], bool]:
-        """Blocks until something happens, one of ``wake_fds`` is readable, or on timeout. Returns the process's valid
-        messages, and whether it has exited."""
-        ready = self.channel.wait(timeout_s, (self._pidfd, *wake_fds))
-        return self.channel.receive(), self._pidfd in ready
+    def wait(self, timeout_s: float) -> tuple[list[m.Message], bool]:
+        """Blocks until it speaks or ends, or on timeout. Returns its valid messages, and whether it has ended."""
+        return self.channel.receive(timeout_s, self._pidfd)
 
     def wants_cpu(self) -> bool:
-        """Whether a thread that takes part in heartbeats is runnable, i.e. waiting for a CPU or running.
-
-        A silent process that is runnable is starved: a replacement would be as well. Compute threads do not count; they
-        may be busy while the process is hung.
-        """
+        """Whether a thread that takes part in heartbeats is runnable: a silent process is then starved, as another
+        would be. Compute threads do not count; they may be busy while the process is hung."""
         with contextlib.suppress(OSError):  # a thread, or all of them, may have exited
             for stat in Path(f"/proc/{self.pid}/task").glob("*/stat"):
                 name, _, rest = stat.read_text().rpartition(")")
@@ -79,7 +72,6 @@ class WorkerProcess:
         return False
 
     def exit_text(self) -> str:
-        """How the process ended, human-readable. Call after it has exited."""
         code = self._process.wait()
         how = f"ended with exit code {code}"
         with contextlib.suppress(ValueError):  # no signal, or a real-time signal
@@ -98,26 +90,28 @@ class WorkerProcess:
                 return
             except subprocess.TimeoutExpired:
                 # It is stuck in the kernel; no other may be started before it is gone.
-                what = "CPU attention process %d does not die after SIGKILL, waiting"
-                logger.error(what, self.pid)
+                logger.error("CPU attention process %d survives SIGKILL, waiting", self.pid)
 
 
 def _spawn(channel: Channel, epoch: int, arena_fd: int) -> subprocess.Popen[bytes]:
-    # -P: the working directory must not shadow modules. In a process group of its own: the server handles terminal
-    # signals.
+    # -P: the working directory must not shadow modules.
     command = [sys.executable, "-P", "-m", "sglang_scout.worker.main"]
     command += ["--arena-fd", str(arena_fd), "--epoch", str(epoch), "--parent", str(os.getpid())]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         pass_fds=(arena_fd,),
-        process_group=0,
+        process_group=0,  # the server handles terminal signals
         env=os.environ | _ENVIRONMENT | channel.environment(),
     )
 
 
 @dataclass
-class ProcessStatus:
+class WorkerStatus:
+    """A snapshot of the worker's status. Totals continue across restarts."""
+
+    cpus: tuple[int, ...]  # of the threads
+    cpu_nodes: tuple[int, ...]  # the arena's node of each, from 0
     state: str = "stopped"  # or "starting", "ready", "restarting", "failed"
     pid: int | None = None  # of the running process
     endpoint: str = ""  # of its control channel; "" before the first start
@@ -125,120 +119,123 @@ class ProcessStatus:
     restarts: int = 0  # processes after the first
     refused_messages: int = 0  # control messages dropped for sender, token, contents or version
     last_error: str = ""  # why the last process exited, or ""
+    items: int = 0  # (sequence, part) items computed by workers
+    pages: int = 0  # that workers attended to
+    remote_pages: int = 0  # of these, on another node than the thread's
+    refused: int = 0  # records that a worker refused for a field, and answers that the caller did for inf or NaN
+    busy_us: int = 0  # compute time summed over worker threads
+    stale: int = 0  # records of another epoch that a worker skipped
+    fallback_pages: int = 0  # that the caller computed instead
+    local_tickets: int = (
+        0  # posts that never went to a worker: none was ready, or the slot was busy
+    )
+    late_tickets: int = 0  # waits that hit wait_timeout_s
 
 
-class Supervisor(ProcessStatus):
-    """Keeps a worker process running until stopped. Its status is readable from any thread."""
+class Supervisor:
+    """Keeps a worker process running until stopped. ``status``, without the posting side's totals, may be read from any
+    thread."""
 
     def __init__(
         self, producer: _native.RingProducer, arena: Arena, configure: m.Configure
     ) -> None:
-        super().__init__()
+        self.status = WorkerStatus(tuple(configure.cpus), tuple(configure.cpu_nodes))
         self._producer, self._arena = producer, arena
         self._configure, self._config = configure, configure.config
         self._lock = threading.Lock()  # of a start's beginning, and a stop
         self._context: ZmqContext
         self._thread: threading.Thread | None = None
         self._first_outcome, self._stopping = threading.Event(), threading.Event()
-        self._wake_fd = -1  # readable when stopping
         self._ready_s: float | None = None  # when the running worker became ready
 
     def start(self) -> None:
-        """Starts the thread and the first worker, and waits until that is ready. Raises WorkerError with its own reason
-        if it is not; nothing is left running."""
+        """Starts the thread and the first worker, and returns when it is ready. Raises WorkerError with its reason, and
+        leaves nothing running."""
         with self._lock:
             self._context = open_context()
-            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
             self._stopping.clear()
             self._first_outcome.clear()
-            self.state, self.last_error = "starting", ""
+            self.status.state, self.status.last_error = "starting", ""
             self._thread = threading.Thread(target=self._run, name="scout-supervisor", daemon=True)
             self._thread.start()
         self._first_outcome.wait()  # bounded by the ready deadline in the thread
-        if self.state != "ready":
-            error = self.last_error or "stopped while it started"
+        if self.status.state != "ready":
+            error = self.status.last_error or "stopped while it started"
             self.stop()
-            self.state = "failed"
+            self.status.state = "failed"
             raise WorkerError(error)
 
     def stop(self) -> None:
-        """Stops the worker and the thread; idempotent."""
         with self._lock:
             if self._thread is None:
                 return
             self._stopping.set()
-            os.eventfd_write(self._wake_fd, 1)
             self._thread.join()
             self._context.term()
-            os.close(self._wake_fd)
-            self._thread, self.state = None, "stopped"
+            self._thread, self.status.state = None, "stopped"
 
     def _run(self) -> None:
         try:
             self._keep_running()
         except Exception as e:  # a bug here must not leave a caller waiting for a worker
             logger.exception("supervisor of the CPU attention process")
-            self.state, self.last_error = "failed", f"supervisor: {e!r}"
+            self.status.state, self.status.last_error = "failed", f"supervisor: {e!r}"
         finally:
             self._producer.set_live_epoch(0)
             self._first_outcome.set()
 
     def _keep_running(self) -> None:
-        config = self._config
-        backoff_s, failures = config.backoff_min_s, 0
+        config, failures = self._config, 0
+        backoff_s = config.backoff_min_s
         while True:
             served_s = self._run_process()
-            if self._stopping.is_set():
+            if self._stopping.is_set() or not self._first_outcome.is_set():
                 return
-            if not self._first_outcome.is_set():
-                self.state = "failed"
-                return
-            failures = failures + 1 if served_s is None else 0
-            if served_s is not None and served_s >= config.backoff_max_s:
+            failures = 0 if served_s else failures + 1
+            if served_s >= config.backoff_max_s:
                 backoff_s = config.backoff_min_s
             failed = failures >= config.max_start_failures
             pause_s = config.retry_s if failed else backoff_s
-            self.state = "failed" if failed else "restarting"
-            logger.warning("%s; next start in %.1f s", self.last_error, pause_s)
+            self.status.state = "failed" if failed else "restarting"
+            logger.warning("%s; next start in %.1f s", self.status.last_error, pause_s)
             if self._stopping.wait(pause_s):
                 return
             backoff_s = min(2 * backoff_s, config.backoff_max_s)
-            self.restarts += 1
+            self.status.restarts += 1
 
-    def _run_process(self) -> float | None:
-        """Runs one worker from start to exit. Returns for how many s it was ready, None if it never was."""
+    def _run_process(self) -> float:
+        """Runs one worker from start to exit. Returns for how many s it was ready."""
         epoch = self._producer.next_epoch()
         self._arena.restore_header()
         self._ready_s = None
         try:
             process = WorkerProcess(self._context, epoch, self._arena.fd)
         except WorkerError as e:
-            self.last_error = str(e)
-            return None
-        self.pid, self.endpoint = process.pid, process.channel.endpoint
+            self.status.last_error = str(e)
+            return 0.0
+        self.status.pid, self.status.endpoint = process.pid, process.channel.endpoint
         try:
+            process.channel.send(self._configure)
             reason = self._watch(process)
         finally:
             # In this order: first waiting callers fall back to computing, then the process is killed.
             self._producer.set_live_epoch(0)
-            self.pid = None
-            if self.state == "ready":
-                self.state = "restarting"
+            self.status.pid = None
+            if self.status.state == "ready":
+                self.status.state = "restarting"
             process.end()
-        if reason:
-            self.last_error = reason
-        return None if self._ready_s is None else time.monotonic() - self._ready_s
+        self.status.last_error = reason or self.status.last_error
+        return 0.0 if self._ready_s is None else time.monotonic() - self._ready_s
 
     def _watch(self, process: WorkerProcess) -> str:
         """Monitors a worker until it fails or is to be stopped. Returns the reason, "" if it was told to."""
-        config = self._config
-        tick_s = config.heartbeat_interval_s / 2
+        config, tick_s = self._config, self._config.heartbeat_interval_s / 2
         quiet_s = 0.0  # since the last message
         beat_s = stalled_s = 0.0  # since the last heartbeat; of heartbeats without progress
         last, last_s = m.Heartbeat(), time.monotonic()
-        refused_before, who = self.refused_messages, f"CPU attention process {process.pid}"
+        refused_before, who = self.status.refused_messages, f"CPU attention process {process.pid}"
         while not self._stopping.is_set():
-            received, ended = process.wait(tick_s, self._wake_fd)
+            received, ended = process.wait(tick_s)
             now_s = time.monotonic()
             # If this thread itself was not scheduled, the worker was not silent: a gap is capped at two ticks.
             gap_s, last_s = min(now_s - last_s, 2 * tick_s), now_s
@@ -254,47 +251,32 @@ class Supervisor(ProcessStatus):
                     beat_s, last = 0.0, message
                 elif isinstance(message, m.Failed):
                     return f"{who} failed: {message.error}"
-                else:
-                    self._answer(process, message)
+                elif isinstance(message, m.Ready):
+                    self._announce(process, message)
             refused = process.channel.refused + last.refused_messages
-            self.refused_messages = refused_before + refused
+            self.status.refused_messages = refused_before + refused
             if ended:
                 return process.exit_text()
             if self._ready_s is None:
                 if quiet_s > config.ready_timeout_s:
                     return f"{who} was not ready within {config.ready_timeout_s} s"
-                continue
-            if quiet_s > config.heartbeat_timeout_s and not (
+            elif quiet_s > config.heartbeat_timeout_s and not (
                 quiet_s <= config.stall_timeout_s and process.wants_cpu()
             ):
                 return f"{who} was silent for {quiet_s:.2f} s"
             if stalled_s > config.stall_timeout_s:
                 return f"{who} had work for {stalled_s:.1f} s and finished nothing"
-        self._stop_gently(process)
+        # What is posted is finished first, if that takes no longer than a stop may.
+        process.channel.send(m.Stop())
+        deadline_s = time.monotonic() + config.stop_timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0 and not process.wait(left_s)[1]:
+            pass
         return ""
 
-    def _answer(self, process: WorkerProcess, message: m.Message) -> None:
-        if isinstance(message, m.Hello):
-            process.channel.send(m.Register(arena_bytes=self._arena.nbytes))
-            process.channel.send(self._configure)
-        elif isinstance(message, m.Ready):
-            self.isa, self._ready_s = message.isa, time.monotonic()
-            self._producer.set_live_epoch(process.epoch)
-            self.state = "ready"
-            self._first_outcome.set()
-            what = "CPU attention process %d ready: %d threads, %s, control socket %s"
-            threads = len(self._configure.cpus)
-            logger.info(what, process.pid, threads, message.isa, process.channel.endpoint)
-
-    def _stop_gently(self, process: WorkerProcess) -> None:
-        """What is posted is finished first, if that takes no longer than a stop may."""
-        if self._ready_s is not None:
-            process.channel.send(m.Drain())
-        deadline_s = time.monotonic() + self._config.stop_timeout_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            received, ended = process.wait(left_s)
-            if ended:
-                return
-            if any(isinstance(message, m.Hello | m.Ready | m.Drained) for message in received):
-                self._producer.set_live_epoch(0)
-                process.channel.send(m.Stop())
+    def _announce(self, process: WorkerProcess, ready: m.Ready) -> None:
+        self._ready_s = time.monotonic()
+        self._producer.set_live_epoch(process.epoch)
+        self.status.isa, self.status.state = ready.isa, "ready"
+        self._first_outcome.set()
+        about = process.pid, len(self._configure.cpus), ready.isa, self.status.endpoint
+        logger.info("CPU attention process %d ready: %d threads, %s, control socket %s", *about)

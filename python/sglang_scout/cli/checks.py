@@ -1,26 +1,41 @@
-"""``doctor``'s checks of the machine: CPUs, GPU, environment and memory."""
+"""``doctor``'s checks of the machine: CPUs, GPU, environment, memory, and CPU attention by a real process."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import resource
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_scout.cli.table import columns, gib
+from sglang_scout.cli import columns, gib
 from sglang_scout.core import numa
 from sglang_scout.core.flags import check_socket_folder
 from sglang_scout.core.numa import plan_cpus, ranges
 from sglang_scout.worker import host_memory
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from sglang_scout.worker.arena import Arena
+    from sglang_scout.worker.client import WorkerClient
+
+    Floats, Bits = npt.NDArray[np.float32], npt.NDArray[np.uint16]
+
 OK, WARNING, FAILED = "ok", "warning", "failed"
 SMALL_MEMORY_BYTES = 4 * 2**30
 TIMEOUT_S = 120
+ROUNDS = 30
+TOLERANCE = 1e-4
+"""Absolute, of CPU attention, for values of order one: fp32 sums over 512 tokens in different orders."""
 COUNT_DEVICES = (
     "import torch, sys; torch.version.cuda or sys.exit('torch is built without CUDA'); "
     "print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
@@ -29,8 +44,6 @@ COUNT_DEVICES = (
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report."""
-
     found: str
     fix: str = ""  # what to do; empty if ok
     values: dict[str, Any] = field(default_factory=dict)  # the same as numbers, for --json
@@ -118,8 +131,11 @@ def check_gpu() -> Check:
     done, hidden = python("-c", COUNT_DEVICES), os.environ.get("CUDA_VISIBLE_DEVICES")
     count = values["cuda_devices"] = 0 if done.returncode else int(done.stdout.split()[-1])
     if not count:
-        is_hidden = hidden in ("", "-1")
-        why = f"CUDA_VISIBLE_DEVICES={hidden!r}" if is_hidden else "no driver or no device"
+        why = (
+            "no driver or no device"
+            if hidden not in ("", "-1")
+            else f"CUDA_VISIBLE_DEVICES={hidden!r}"
+        )
         why = reason(done) if done.returncode else why
         fix = "install NVIDIA's driver and, in a container, give access to the GPU; or start servers with --device cpu"
         return Check(f"{found}, but torch sees no CUDA device ({why})", fix, values)
@@ -134,13 +150,12 @@ def check_environment() -> Check:
     if not numa.has_rdma():
         wanted["MOONCAKE_PROTOCOL"] = "tcp"
     missing = {name: value for name, value in wanted.items() if not os.environ.get(name)}
-    found, fix = "the variables that servers need are set", ""
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        found = f"{' and '.join(missing)} {verb} not set; servers that you start by hand need this"
-        exports = " ".join(f"{name}={value}" for name, value in missing.items())
-        fix = f"source scripts/cpu_env.sh, or export {exports}"
-    return Check(found, fix, {"missing": missing})
+    if not missing:
+        return Check("the variables that servers need are set", values={"missing": {}})
+    verb = "is" if len(missing) == 1 else "are"
+    found = f"{' and '.join(missing)} {verb} not set; servers that you start by hand need this"
+    exports = " ".join(f"{name}={value}" for name, value in missing.items())
+    return Check(found, f"source scripts/cpu_env.sh, or export {exports}", {"missing": missing})
 
 
 def check_memory() -> Check:
@@ -167,18 +182,96 @@ def check_locked_memory() -> Check:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Check("unlimited", values={"limit_bytes": None})
-    needs = {}
+    values, needs = {"limit_bytes": limit}, {}
     if numa.nvidia_gpus():
         needs["--device cpu"] = "a decode server with --device cuda page-locks all KV pages"
     if numa.has_rdma():
         needs["MOONCAKE_PROTOCOL=tcp"] = "RDMA transfer registers all KV pages"
-    found, fix = f"{gib(limit)}; more is not needed without a GPU or an RDMA device", ""
-    if needs:
-        found, fix = (
-            gib(limit),
-            (
-                f"{', and '.join(needs.values())}: set ulimit -l unlimited (LimitMEMLOCK=infinity of a service), "
-                f"or use {' and '.join(needs)}"
-            ),
+    if not needs:
+        found = f"{gib(limit)}; more is not needed without a GPU or an RDMA device"
+        return Check(found, values=values)
+    fix = (
+        f"{', and '.join(needs.values())}: set ulimit -l unlimited (LimitMEMLOCK=infinity of a service), or use "
+        f"{' and '.join(needs)}"
+    )
+    return Check(gib(limit), fix, values)
+
+
+def check_worker(cpus: Collection[int] | None) -> Check:
+    """Starts an attention process on ``cpus`` or all, compares its result with a reference, and times it. Raises
+    ScoutError."""
+    from sglang_scout.worker.arena import Arena, ArenaSpec  # loads numpy
+    from sglang_scout.worker.client import WorkerClient, WorkerConfig
+
+    # One layer with the heads of Qwen3-14B; 8 MiB of pages.
+    heads = {"num_kv_heads": 8, "num_q_heads": 40, "head_dim": 128, "scale": 128**-0.5}
+    sizes = {"num_layers": 1, "num_pages": 65, "page_size": 32, "max_batch": 4, "max_pages": 16}
+    spec, config = ArenaSpec(kv_dtype="bfloat16", **sizes, **heads), WorkerConfig(wait_timeout_s=5)
+    logging.disable(logging.WARNING)  # the result says what was wrong
+    cpus, begin_s = sorted(cpus or os.sched_getaffinity(0)), time.monotonic()
+    try:
+        with Arena.create(spec) as arena, WorkerClient(arena, cpus, config=config) as client:
+            ready_s = time.monotonic() - begin_s
+            found, status = attend_and_time(client, arena), client.snapshot()
+    finally:
+        logging.disable(logging.NOTSET)
+    error, problem = found["max_error"], ""
+    if not error <= TOLERANCE:  # also true for NaN
+        problem = f"the error of {error:.2e} exceeds the tolerance of {TOLERANCE:.0e}"
+    elif status.fallback_pages or status.restarts:
+        problem = (
+            f"the CPU attention process was replaced {status.restarts} times, and {status.fallback_pages} pages were "
+            f"computed without it: {status.last_error}"
         )
-    return Check(found, fix, {"limit_bytes": limit})
+    text = (
+        f"ready in {ready_s * 1e3:.0f} ms, control socket {status.endpoint}; {found['rows']} sequences x "
+        f"{found['pages']} pages: largest error {error:.1e}, round trip {found['batch_us']:.0f} us; one page: "
+        f"{found['page_us']:.0f} us{problem and f': {problem}'}"
+    )
+    values = {"right": not problem, "problem": problem, "ready_s": ready_s} | found
+    values |= {"isa": status.isa, "endpoint": status.endpoint}
+    return Check(text, problem and "please report it", values, failed=bool(problem))
+
+
+def attend_and_time(client: WorkerClient, arena: Arena) -> dict[str, Any]:
+    """The largest error of what a started client's process computes, and median times in us of the whole and of one
+    page."""
+    import numpy as np
+
+    spec, rng = arena.spec, np.random.default_rng(0)
+    rows, of_each = spec.max_batch, spec.max_pages
+    for plane in (arena.k_pages(0), arena.v_pages(0)):
+        values = rng.standard_normal(plane.shape, dtype=np.float32)
+        plane[:] = (values.view(np.uint32) >> 16).astype(np.uint16)  # bf16, rounded towards zero
+    q = rng.standard_normal((rows, spec.num_q_heads, spec.head_dim), dtype=np.float32)
+    order = rng.permutation(np.arange(1, spec.num_pages, dtype=np.int32))
+    pages = order[: rows * of_each].reshape(rows, of_each).copy()
+    out, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, np.float32)
+
+    def time_us(rows: int, of_each: int) -> float:
+        times, counts = [], np.full(rows, of_each, np.int32)
+        for step in range(ROUNDS):
+            begin_ns = time.perf_counter_ns()
+            ticket = client.post(0, step, q[:rows], pages[:rows], counts)
+            client.wait(ticket, out[:rows], lse[:rows])
+            times.append((time.perf_counter_ns() - begin_ns) / 1e3)
+        return statistics.median(times)
+
+    page_us, batch_us = time_us(1, 1), time_us(rows, of_each)
+    want = attend_plainly(q, arena.k_pages(0)[pages], arena.v_pages(0)[pages], spec.scale)
+    # numpy's max: Python's ignores a NaN.
+    error = np.max([np.abs(x - y).max() for x, y in zip((out, lse), want, strict=True)])
+    times = {"batch_us": batch_us, "page_us": page_us, "max_error": float(error)}
+    return {"rows": rows, "pages": of_each} | times
+
+
+def attend_plainly(q: Floats, k: Bits, v: Bits, scale: float) -> tuple[Floats, Floats]:
+    """Softmax attention of ``q`` ``[B, HQ, D]`` over the bits of bf16 ``[B, n, S, H, D]``: out and log-sum-exp."""
+    import numpy as np
+
+    pool = (np.stack([k, v]).astype(np.uint32) << 16).view(np.float32)
+    group = q.shape[1] // k.shape[3]
+    keys, values = pool.reshape(2, len(q), -1, *k.shape[3:]).repeat(group, axis=3)
+    scores = np.einsum("bhd,bthd->bht", q, keys) * scale
+    lse = np.logaddexp.reduce(scores, axis=2)
+    return np.einsum("bht,bthd->bhd", np.exp(scores - lse[..., None]), values), lse
