@@ -63,15 +63,6 @@ def test_writes_that_token_and_no_other(impl, dtypes, sizes, D, with_mirror, dat
         assert torch.equal(got.v.float(), want_v.float())
 
 
-@APPENDS
-def test_rounds_to_the_nearest_even(impl):
-    k = torch.tensor([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-16]).repeat(4).view(1, 1, 16)
-    to = pool(torch.Generator(), [0], 1, 1, 1, 16, torch.bfloat16)
-    impl(k, -k, torch.tensor([1], dtype=torch.int32), to)
-    assert to.k.flatten()[:4].tolist() == [1.0, 1.0, 1 + 2**-6, 1 + 2**-7]
-    assert torch.equal(to.v, -to.k)
-
-
 def every_16_bits(of):
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(of)
 
@@ -85,14 +76,15 @@ def many_32_bits():
 
 
 @APPENDS
-@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, *FP8))
 @pytest.mark.parametrize("of", DTYPES)
-def test_rounds_every_value_to_fp8_as_torch_does(impl, dtype, of):
-    """Including values out of range and NaN, bit for bit."""
+def test_rounds_every_value_as_torch_does(impl, dtype, of):
+    """Including values out of range and NaN."""
     k = (many_32_bits() if of == torch.float32 else every_16_bits(of)).view(8, 64, 128)
     to = pool(torch.Generator(), list(range(8)), 8, 1, 64, 128, dtype)
     impl(k, k, torch.ones(8, dtype=torch.int32), to)
-    assert torch.equal(to.k[:, 0].view(torch.uint8), k.to(dtype).view(torch.uint8))
+    got, wanted = (x.float() for x in (to.k[:, 0], k.to(dtype)))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @implementations(ops.append_tokens, only=("triton",))

@@ -168,34 +168,6 @@ def test_two_pages_of_equal_use_do_not_change_places_and_a_clearly_more_frequent
     assert step < 110
 
 
-def test_what_a_step_selected_is_not_taken_in_it():
-    made = table_of(slots=2, resident=(2,))
-    touch(made, ids(2, 2, 2), 0)
-    taken = made.reserve(0, ids(3))
-    touch(made, ids(3), 1)
-    made.commit(taken, 0)
-    for _ in range(9):
-        touch(made, ids(7), 1)
-    made.commit(made.exchange(0, ids(7), 1), 1)
-    assert resident(made) == [3, 7], "3 is the least frequent, landed late, and is in use"
-    assert made.touch_all_layers(ids(3, -1, 8), 4) == 3, "8 in both layers, 3 in one"
-    assert made.evict(0, 9, 4) == 1
-    assert resident(made) == [3]
-
-
-def test_pinned_pages_stay_though_the_last_step_selected_others():
-    made = table_of(slots=4, resident=(1, 2, 3))
-    touch(made, ids(1, 1, 1, 2, 2), 1)
-    touch(made, ids(8, 9, 9), 5)
-    made.pin_share, made.held_back = 0.5, 1
-    assert len(made.reserve(0, ids(9), is_forced=False).pages) == 0, "the free slot is held back"
-    taken = made.exchange(0, ids(8, 9), 5)
-    assert taken.pages.tolist() == [9] and resident(made) == [1, 2], "3 alone may go"
-    touch(made, np.full((99, 1), 7), 6)
-    assert not len(made.exchange(0, ids(7), 7).pages) and made.evict(0, 3, 7, is_forced=False) == 0
-    assert made.evict(0, 3, 7) == 2, "what must be resident takes any slot"
-
-
 def test_a_newcomer_s_pages_count_as_selected_for_long():
     made = table_of(slots=2, resident=(1, 2))
     for step in range(1, 40):

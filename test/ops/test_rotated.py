@@ -8,23 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from implementations import implementations
-from score_cases import (
-    DIMS,
-    DTYPES,
-    inputs,
-    literal,
-    masses,
-    rotated_digests,
-    scores,
-)
+from score_cases import DIMS, DTYPES, inputs, literal, masses, rotated_digests, scores
 from sglang_scout.ops import rotated
 from sglang_scout.ops.pages import LARGEST
-from sglang_scout.ops.rotated import (
-    mass_change_rotated,
-    mass_change_rotated_reference,
-    rotate,
-    score_rotated,
-)
+from sglang_scout.ops.rotated import mass_change_rotated, rotate, score_rotated
 
 pytestmark = pytest.mark.usefixtures("isa")
 BUILDS = implementations(rotated.build_layer_rotated)
@@ -120,40 +107,31 @@ def test_keys_are_decoded_as_well_as_their_bits_allow(impl):
 @given(
     sizes=st.tuples(*(st.integers(1, n) for n in (3, 70, 12, 2, 4))),
     D=st.sampled_from(DIMS),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    per_head=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_the_change_of_a_mass_equals_the_formula(agree, impl, sizes, D, seed):
-    q, digests, table, n_full = inputs("rotated-2", seed, *sizes, D)
-    q_ahead = q + 0.3 * torch.randn(q.shape, generator=torch.Generator().manual_seed(seed))
-    expected = torch.zeros(q.shape[:2], dtype=torch.float64)
-    for b, row in enumerate(table):
-        pages = row[: n_full[b]][row[: n_full[b]] >= 0].long()
-        if len(pages):
-            of_row = (masses("rotated-2", x[b].double(), digests, pages)[0] for x in (q, q_ahead))
-            real, ahead = (u.logsumexp(1) for u in of_row)
-            expected[b] = real - ahead
-    got = impl(q, q_ahead, *digests, table, n_full, D**-0.5)
+def test_the_change_of_a_mass_equals_the_formula(agree, impl, sizes, D, dtype, per_head, seed):
+    """With a list per KV head, of its own pages."""
+    B, N, P, H, G = sizes
+    lists = H if per_head else 1
+    q, digests, pages, n_pages = inputs("rotated-2", seed, B * lists, N, P, H, G, D)
+    q = q[:B].to(dtype)
+    q_ahead = q + 0.3 * torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )
+    expected = torch.zeros(B, lists, H * G // lists, dtype=torch.float64)
+    for row, ids in enumerate(pages):
+        ids = ids[: n_pages[row]][ids[: n_pages[row]] >= 0].long()
+        b, head = divmod(row, lists)
+        if len(ids):
+            of_row = (masses("rotated-2", x[b].double(), digests, ids)[0] for x in (q, q_ahead))
+            real, ahead = (u.logsumexp(1).view(lists, -1)[head] for u in of_row)
+            expected[b, head] = real - ahead
+    expected = expected.flatten(1)
+    got = impl(q, q_ahead, *digests, pages, n_pages, D**-0.5)
     assert (got[expected == 0] == 0).all()
     agree(mass_change_rotated, got, expected, times=2.0)
-
-
-@CHANGES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_mass_changes_by_each_head_s_own_pages(agree, impl, dtype):
-    """A list for a KV head gives the same as if that were the only head."""
-    q, (planes, stats), *_ = inputs("rotated-2", 4, B=3, P=20, H=2, G=3)
-    q, q_ahead = q.to(dtype), (q + 0.3 * torch.randn(q.shape)).to(dtype)
-    pages = torch.randint(0, 20, (6, 37), dtype=torch.int32)
-    n_pages = torch.tensor([37, 3, 0, 1, 20, 16], dtype=torch.int32)
-    got = impl(q, q_ahead, planes, stats, pages, n_pages, 0.125)
-    for head in range(2):
-        heads, of = slice(3 * head, 3 * head + 3), slice(head, None, 2)
-        one = [x[:, heads].contiguous() for x in (q, q_ahead)]
-        one += [x[:, head : head + 1].contiguous() for x in (planes, stats)]
-        one += [x[of].contiguous() for x in (pages, n_pages)]
-        expected = mass_change_rotated_reference(*one, 0.125)
-        agree(mass_change_rotated, got[:, heads], expected, times=2.0)
-    assert (got[1, :3] == 0).all()
 
 
 @SCORES
