@@ -39,6 +39,7 @@ class PDCluster(Servers):
         servers: flags of "prefill", "decode" and, by any other name, of further decode servers of the same prefill
             server; :meth:`ask_pair` sends a request to one. The first two are always there.
         router_args: flags of the router; None: only the servers run.
+        options: see Servers.
     """
 
     def __init__(
@@ -48,10 +49,7 @@ class PDCluster(Servers):
         *,
         server_args: Sequence[str] = (),
         router_args: Sequence[str] | None = (),
-        one_by_one: bool = False,
-        env: Mapping[str, str] | None = None,
-        log_dir: str | Path | None = None,
-        ready_timeout_s: float = 600.0,
+        **options: Any,
     ) -> None:
         self.bootstrap_port, port, prometheus_port = free_ports(3)
         common = flags(
@@ -65,10 +63,7 @@ class PDCluster(Servers):
             model_dir,
             {x: [*flags(disaggregation_mode=modes[x]), *more] for x, more in every.items()},
             server_args=[*common, *server_args],
-            one_by_one=one_by_one,
-            env=env,
-            log_dir=log_dir,
-            ready_timeout_s=ready_timeout_s,
+            **options,
         )
         # Of the router and of clients, which would ask a proxy for the servers; the router reads NO_PROXY first.
         self._variables |= {"NO_PROXY": HOST, "no_proxy": HOST}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.error
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -64,19 +64,12 @@ class ServerProcess:
     """A command in its own process group, with stdout and stderr in ``log_path``.
 
     Args:
-        name: for messages ("prefill").
-        command: argument vector.
         env: the whole environment of the process; must hold SCOUT_CLUSTER_ID.
         log_path: created or truncated by ``start``.
     """
 
-    def __init__(
-        self, name: str, command: Sequence[str], env: Mapping[str, str], log_path: Path
-    ) -> None:
-        self.name = name
-        self.command = list(command)
-        self.env = dict(env)
-        self.log_path = Path(log_path)
+    def __init__(self, name: str, command: list[str], env: dict[str, str], log_path: Path) -> None:
+        self.name, self.command, self.env, self.log_path = name, command, env, log_path
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -85,14 +78,8 @@ class ServerProcess:
             raise RuntimeError(f"{self.name} was already started")
         tied = [sys.executable, "-SP", die_with_parent.__file__, str(os.getpid()), *self.command]
         with open(self.log_path, "wb") as log:
-            self._process = subprocess.Popen(
-                tied,
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            self._process = subprocess.Popen(tied, env=self.env, start_new_session=True, **streams)
 
     def restart(self) -> None:
         """Restart it after it and its children have ended. The log is truncated.
@@ -114,8 +101,8 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        if self._process is None:
-            raise RuntimeError(f"{self.name} was not started")
+        """Once it was started."""
+        assert self._process is not None
         return self._process.pid
 
     @property
