@@ -178,43 +178,38 @@ def test_a_newcomer_s_pages_count_as_selected_for_long():
 
 
 def test_what_is_out_of_range_is_refused_before_anything_is_written():
-    with pytest.raises(ValueError, match="num_slots=0"):
-        ResidencyTable(1, 1, 0)
     table = ResidencyTable(2, 9, 4)
     uses, metadata, rows = table.uses, table.metadata, np.zeros(1, bool)
-    for layers, page in (([2], 1), ([-1], 1), ([0], 9), ([0], -2), ([0], 2**31 - 1)):
-        missed = np.array([[[3, page]]], np.int32)
-        with pytest.raises(ValueError, match="out of range"):
-            uses.touch(np.array(layers), missed, 1, rows)
-        with pytest.raises(ValueError, match="out of range"):
-            uses.most_frequent(np.array(layers), missed, ~rows[None], rows, np.array([1]))
+    one, two = (np.zeros((1, n, 1), np.int32) for n in (1, 2))
+    refused = [
+        ("num_slots=0", ResidencyTable, 1, 1, 0),
+        (r"touch: layers is \[2\], expected \[1\]", uses.touch, np.arange(2), one, 1, rows),
+        (r"touch: weights is \[1\], expected \[2\]", uses.touch, np.arange(1), two, 1, rows),
+        ("limits", uses.most_frequent, np.arange(1), one, ~rows[None], rows, np.arange(2)),
+        ("free slots", metadata.reserve, ids(0, 9, 10, 11, 12, 13)),
+        ("expected", metadata.land, ids(0), ids(1), ids(0), ids(0, 0), 1),
+        ("expected", metadata.vacate, ids(0, 1), ids(0)),
+        ("no page", metadata.vacate, ids(0), ids(0)),
+    ]
+    for layer, page in ((2, 1), (-1, 1), (0, 9), (0, -2), (0, 2**31 - 1)):
+        layers, missed = ids(layer), np.array([[[3, page]]], np.int32)
+        refused.append(("out of range", uses.touch, layers, missed, 1, rows))
+        most = layers, missed, ~rows[None], rows, ids(1)
+        refused.append(("out of range", uses.most_frequent, *most))
+    for bad in (-1, 18):
+        message = f"has {bad}, expected"
+        refused.append((f"keys {message}", metadata.absent, ids(3, bad)))
+        refused.append((f"keys {message}", metadata.reserve, ids(3, bad)))
+        refused.append((f"pages {message}", metadata.protect, ids(3, bad), 1))
+    for second in ((2, 1, 0), (0, 9, 1), (1, 1, 4), (-1, 1, 0)):  # layer, page, slot
+        entries = [ids(*x) for x in zip((0, 1, 0), second, strict=True)]
+        message = r"land: \w+ has -?\d, expected values in"
+        refused.append((message, metadata.land, *entries, ids(0, 0), 1))
+    for message, call, *arguments in refused:
+        with pytest.raises(ValueError, match=message):
+            call(*arguments)
     with pytest.raises(TypeError):  # would be another page
         uses.touch(np.arange(1), np.full((1, 1, 1), 2**32 + 5), 1, rows)
-    one = np.zeros((1, 1, 1), np.int32)
-    with pytest.raises(ValueError, match=r"touch: layers is \[2\], expected \[1\]"):
-        uses.touch(np.arange(2), one, 1, rows)
-    with pytest.raises(ValueError, match=r"touch: weights is \[1\], expected \[2\]"):
-        uses.touch(np.arange(1), np.zeros((1, 2, 1), np.int32), 1, rows)
-    with pytest.raises(ValueError, match="limits"):
-        uses.most_frequent(np.arange(1), one, ~rows[None], rows, np.arange(2))
-    for bad in (-1, 18):
-        for method in (metadata.absent, metadata.reserve):
-            with pytest.raises(ValueError, match=f"keys has {bad}, expected"):
-                method(ids(3, bad))
-        with pytest.raises(ValueError, match=f"pages has {bad}, expected"):
-            metadata.protect(ids(3, bad), 1)
-    for layers, pages, slots in (([0, 2], [1, 1], [0, 0]), ([0, 0], [1, 9], [0, 1]),
-                                 ([0, 1], [1, 1], [0, 4]), ([0, -1], [1, 1], [0, 0])):  # fmt: skip
-        with pytest.raises(ValueError, match=r"land: \w+ has -?\d, expected values in"):
-            metadata.land(ids(*layers), ids(*pages), ids(*slots), ids(0, 0), 1)
-    for call, message in (
-        (lambda: metadata.reserve(ids(0, 9, 10, 11, 12, 13)), "free slots"),
-        (lambda: metadata.land(ids(0), ids(1), ids(0), ids(0, 0), 1), "expected"),
-        (lambda: metadata.vacate(ids(0, 1), ids(0)), "expected"),
-        (lambda: metadata.vacate(ids(0), ids(0)), "no page"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
     assert (uses.frequency == 0).all() and (uses.stamp == -1).all()
     assert (table.slot_of == -1).all() and (metadata.num_free == 4).all()
 
