@@ -92,7 +92,7 @@ def connects(paths: list[str]) -> Attempts:
 
 def arena_of(pid: int) -> list[tuple[int, str]]:
     """Descriptors and mappings of the arena in a process, in pairs."""
-    fds = [int(fd) for fd in os.listdir(f"/proc/{pid}/fd") if _is_arena(f"/proc/{pid}/fd/{fd}")]
+    fds = descriptors(pid, "/memfd:sglang-scout")
     rows = [row.split() for row in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     mappings = [row[0] for row in rows if "memfd:sglang-scout" in row[-2]]
     return list(zip(fds, mappings, strict=False))
@@ -105,10 +105,6 @@ def sockets_of(pid: int) -> list[tuple[str, bool]]:
     # Num RefCount Protocol Flags Type St Inode Path
     rows = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return [("".join(r[7:]), bool(int(r[3], 16) & 0x10000)) for r in rows if r[6] in inodes]
-
-
-def _is_arena(link: str) -> bool:
-    return os.path.lexists(link) and "memfd:sglang-scout" in os.readlink(link)
 
 
 def _seize(pid: int) -> None:

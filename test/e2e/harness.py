@@ -147,11 +147,8 @@ class Holdings:
 
     def beyond(self, before: Holdings, open_files: int = 4) -> list[str]:
         """Growth since ``before`` beyond what allocators and pools may take, a line each."""
-        rows = (
-            ("processes", self.processes, before.processes),
-            ("shared objects", self.shared_objects, before.shared_objects),
-            ("open files", self.open_files, before.open_files + open_files),
-            ("threads", self.threads, before.threads + 8),
-            ("MiB", self.mib, before.mib + 200),
-        )
-        return [f"{what}: {n}, at most {most}" for what, n, most in rows if n > most]
+        slack = {"open_files": open_files, "threads": 8, "mib": 200}
+        rows = [
+            (name, n, getattr(before, name) + slack.get(name, 0)) for name, n in vars(self).items()
+        ]
+        return [f"{name}: {n}, at most {most}" for name, n, most in rows if n > most]

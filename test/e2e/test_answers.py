@@ -55,6 +55,7 @@ SAME = {
     "logprobs of its end": native(**LOGPROBS, logprob_start_len=17),
     "logprobs, one token": native({"max_new_tokens": 1}, **LOGPROBS, logprob_start_len=0),
     "frequency_penalty": native({"frequency_penalty": 1.5}, **LOGPROBS),
+    "repetition_penalty": native({"repetition_penalty": 1.5}, **LOGPROBS),
     "presence_penalty": native({"presence_penalty": 1.5}, **LOGPROBS),
     "stop": native({"stop": ["e"], "max_new_tokens": 40}),
     "stop, stream": native({"stop": "e", "max_new_tokens": 40}, stream=True),
@@ -92,9 +93,6 @@ GRAMMARS = {
 }
 if OLD:
     GRAMMARS.clear()
-SLOW = {
-    "repetition_penalty": native({"repetition_penalty": 1.5}, **LOGPROBS)
-}  # compiled on each server: 14 s
 # SGLang's router does not pass these fields of /generate on. What the pair answers when it is asked directly.
 CONST = {"type": "structural_tag", "format": {"type": "const_string", "value": "yes"}}
 DROPPED = {
@@ -148,11 +146,9 @@ def differences(expected, actual, where="answer") -> Iterator[str]:
 
 
 @pytest.mark.slow  # starts one more server; test_identity.py compares tokens in every run
-@pytest.mark.parametrize("feature", [*SAME, *GRAMMARS, *SLOW])
+@pytest.mark.parametrize("feature", SAME | GRAMMARS)
 def test_the_answer_is_that_of_one_server(servers, stock, feature):
-    expected, actual = (
-        answer(url, *(SAME | GRAMMARS | SLOW)[feature]) for url in (stock, servers.url)
-    )
+    expected, actual = (answer(url, *(SAME | GRAMMARS)[feature]) for url in (stock, servers.url))
     assert not list(differences(expected, actual))
 
 

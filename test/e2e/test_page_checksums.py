@@ -2,19 +2,16 @@
 
 import contextlib
 import json
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from control_channel import descriptors, duplicate
 from harness import RANKS_ENV, PDCluster, assert_same_tokens, random_prompts, wait_idle, wait_until
-from ring_view import writable
 from servers.group import flags
 from servers.sglang_http import RequestFailed, generate_payload, sse_events
-from sglang_scout.worker.arena import MEMFD_NAME
+from worker_faults import arena_of
 
 # Without recalls a missing page stays with the CPU, with the real query, so that tokens do not depend on residency.
 CONFIG = {"page_checksums": True, "recall": "off", "precompute": False, "resident_tokens": 49152}
@@ -50,11 +47,7 @@ def last_rank(servers):
 
 @pytest.fixture
 def arena(servers):
-    """The arena, writable, by the worker's descriptor."""
-    pid = last_rank(servers)["worker"]["pid"]
-    fd = duplicate(pid, descriptors(pid, f"/memfd:{MEMFD_NAME}")[0])
-    with contextlib.closing(writable(fd)) as attached:
-        os.close(fd)
+    with contextlib.closing(arena_of(last_rank(servers)["worker"]["pid"])) as attached:
         yield attached
 
 

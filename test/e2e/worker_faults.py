@@ -21,10 +21,19 @@ import psutil
 from control_channel import descriptors, duplicate
 from harness import PDCluster, scheduler_pid, wait_for_worker, wait_until
 from ring_view import CLOSED_ITEM, RingView, writable
-from sglang_scout.worker.arena import MEMFD_NAME
+from sglang_scout.worker.arena import MEMFD_NAME, Arena
 
 _POST_BITS, _EPOCH_SHIFT = (1 << 40) - 1, 40
 _PAUSE_S = 0.3  # of a slow worker; 0.8 s without a heartbeat kills it
+
+
+def arena_of(pid: int) -> Arena:
+    """The arena of a process, writable, by its descriptor."""
+    own = duplicate(pid, descriptors(pid, f"/memfd:{MEMFD_NAME}")[0])
+    try:
+        return writable(own)
+    finally:
+        os.close(own)
 
 
 class Victim:
@@ -32,10 +41,7 @@ class Victim:
 
     def __init__(self, servers: PDCluster) -> None:
         self._servers = servers
-        pid = scheduler_pid(servers)
-        own = duplicate(pid, descriptors(pid, f"/memfd:{MEMFD_NAME}")[0])
-        self.arena = writable(own)
-        os.close(own)
+        self.arena = arena_of(scheduler_pid(servers))
         self.ring = RingView(self.arena)
 
     def __enter__(self) -> Self:
