@@ -200,9 +200,5 @@ def test_prometheus_takes_its_file(tmp_path):
     subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], check=True)
 
 
-def test_the_job_is_a_shell_script():
-    subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True)
-
-
 if __name__ == "__main__":
     main()

@@ -141,19 +141,6 @@ def test_prefilled_tokens_attend_to_everything(decoder):
     assert ((log_probs - full)[10:].abs().amax(-1) > 0.01).all()
 
 
-def test_predictions(decoder):
-    model, text, tokens = decoder
-    tokens = tokens[START : START + 40]
-
-    def log_probs(**more):
-        return decode_window(model, text, START, tokens, Setting(96, "keys", **more)).log_probs
-
-    real, predicted = log_probs(), log_probs(query="predicted")
-    assert (real - predicted).abs().max() > 0.01
-    window = decode_window(model, text, START, tokens, Setting(96, query="predicted"))
-    assert (0 < window.mass).all() and (window.mass < 1).all()
-
-
 H, G, W = 2, 3, 5
 
 

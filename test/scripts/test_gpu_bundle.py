@@ -111,16 +111,11 @@ def test_a_native_module_that_does_not_load_is_said(bundle):
     assert status == 0 and "no native module" in said and "of another Python" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "needed"), [("python", "3.99"), ("torch", "1.13"), ("no_such_package", "3.6")]
-)
-def test_another_python_or_torch_is_refused(bundle, name, needed):
-    bundle.needs(**{"python": platform.python_version(), "torch": "2.11", name: needed})
-    status, said = bundle.run()
-    assert status == 2 and f"needs {name} {needed}, found " in said
-    assert said.count("needs ") == 1 and not bundle.works()
-
-
-def test_without_a_device_nothing_stays(bundle):
+def test_another_python_or_torch_and_no_device_are_refused(bundle):
     status, said = bundle.run(device=False)
     assert status == 2 and "sees no CUDA device" in said and not bundle.works()
+    for name, needed in {"python": "3.99", "torch": "1.13", "no_such_package": "3.6"}.items():
+        bundle.needs(**{"python": platform.python_version(), "torch": "2.11", name: needed})
+        status, said = bundle.run()
+        assert status == 2 and f"needs {name} {needed}, found " in said
+        assert said.count("needs ") == 1 and not bundle.works()
