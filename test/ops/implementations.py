@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 import op_calls
 from sglang_scout.ops import triton
@@ -79,21 +80,13 @@ def usable(implementation: Callable) -> Callable:
                 return value
             return next((old for old, new in there.values() if new is value), value.cpu())
 
-        moved = {name: over(value, go) for name, value in kwargs.items()}
-        result = implementation(*over(args, go), **moved)
+        args, kwargs = tree_map(go, (args, kwargs))
+        result = implementation(*args, **kwargs)
         for old, new in there.values():
             old.copy_(new)
-        return over(result, come)
+        return tree_map(come, result)
 
     return run
-
-
-def over(value, move):
-    """``move`` applied to all that is in tuples."""
-    if not isinstance(value, tuple):
-        return move(value)
-    values = [over(x, move) for x in value]
-    return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
 
 
 def plane(values: torch.Tensor, shift: int = 0, **where) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """Invariants of every op: wrong tensors are refused, inputs are unchanged, shapes never depend on values."""
 
+import functools
 import inspect
 import sys
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from op_calls import of_policies
 from sglang_scout.ops import triton
@@ -84,13 +86,6 @@ def beside(op, name):
     return getattr(sys.modules[op.__module__], name.format(op.__name__), None)
 
 
-def tensors(arguments):
-    """(index, index within a tuple or None, tensor)."""
-    for at, value in enumerate(arguments):
-        parts = enumerate(value) if isinstance(value, tuple) else [(None, value)]
-        yield from ((at, part, x) for part, x in parts if isinstance(x, torch.Tensor))
-
-
 @pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
 @OPS
 def test_tensors_of_a_device_go_to_the_kernel(op):
@@ -126,20 +121,18 @@ def test_cpp_refuses_wrong_tensors(op):
         "last axis": lambda x: x.repeat_interleave(3, -1),
         "strides": lambda x: x.mT.contiguous().mT,
     }
-    for at, part, tensor in tensors(arguments):
-        for what, change in changes.items():
+    leaves, tree = pytree.tree_flatten_with_path(arguments)
+    values = [value for _, value in leaves]
+    for at, (path, tensor) in enumerate(leaves):
+        name = names[path[0].idx]
+        for what, change in changes.items() if isinstance(tensor, torch.Tensor) else ():
             short = tensor.dim() < 2 or 1 in tensor.shape[-2:]
-            if names[at] in TAKEN[what] or (what == "strides" and short):
+            if name in TAKEN[what] or (what == "strides" and short):
                 continue
-            wrong, changed = [*arguments], change(tensor)
-            if part is None:
-                wrong[at] = changed
-            else:
-                parts = [changed if i == part else x for i, x in enumerate(arguments[at])]
-                wrong[at] = type(arguments[at])(*parts)
+            wrong = pytree.tree_unflatten([*values[:at], change(tensor), *values[at + 1 :]], tree)
             with pytest.raises((TypeError, ValueError, RuntimeError)):
                 native(*wrong)
-                pytest.fail(f"{names[at]} with other {what}")
+                pytest.fail(f"{name} with other {what}")
 
 
 @OPS
@@ -150,17 +143,12 @@ def test_inputs_stay_as_they_are_and_no_value_is_needed_on_the_host(op):
     arguments = cases()[op]
     if op is select_pages:
         arguments = arguments[:-1]
-    given = [(x, x.clone()) for _, _, x in tensors(arguments)]
+    given = [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+    before = [x.clone() for x in given]
     results = op(*arguments)
-    assert all(torch.equal(x, before) for x, before in given)
-
-    def to_meta(value):
-        if isinstance(value, tuple):
-            values = [to_meta(v) for v in value]
-            return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
-        return value.to("meta") if isinstance(value, torch.Tensor) else value
-
+    assert all(map(torch.equal, given, before))
+    to_meta = functools.partial(pytree.tree_map_only, torch.Tensor, lambda x: x.to("meta"))
     of_meta = beside(op, "{}_reference")(*to_meta(arguments))
-    both = ((x,) if isinstance(x, torch.Tensor) else x for x in (results, of_meta))
+    both = map(pytree.tree_leaves, (results, of_meta))
     for result, without_data in zip(*both, strict=True):
         assert (result.shape, result.dtype) == (without_data.shape, without_data.dtype)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_scout.ops.triton import attend
+from sglang_scout.ops.triton.attend import programs_per_sm as attends
 from sglang_scout.ops.triton.rotated_scores import programs_per_sm
 from sglang_scout.ops.triton.score import PER_SM
 
@@ -53,16 +53,11 @@ def test_every_kernel_compiles_and_none_spills_more_than_some_words(ptx):
 @pytest.mark.parametrize(
     ("name", "case", "per_sm"),
     [
-        *(
-            ("attend_kernel", f"attend_pages, {case}", attend.programs_per_sm(dtype, D))
-            for case, dtype, D in (
-                ("Qwen3-14B", torch.bfloat16, 128),
-                ("Qwen3-14B, e4m3", torch.float8_e4m3fn, 128),
-                ("float16", torch.float16, 128),
-                ("float32", torch.float32, 128),
-                ("D=256", torch.bfloat16, 256),
-            )
-        ),
+        ("attend_kernel", "attend_pages, Qwen3-14B", attends(torch.bfloat16, 128)),
+        ("attend_kernel", "attend_pages, Qwen3-14B, e4m3", attends(torch.float8_e4m3fn, 128)),
+        ("attend_kernel", "attend_pages, float16", attends(torch.float16, 128)),
+        ("attend_kernel", "attend_pages, float32", attends(torch.float32, 128)),
+        ("attend_kernel", "attend_pages, D=256", attends(torch.bfloat16, 256)),
         ("bounds_kernel", "score_pages, Qwen3-14B", PER_SM),
         ("bounds_kernel", "score_pages, D=256", PER_SM),
         ("rotated_sums_kernel", "score_rotated, Qwen3-14B", programs_per_sm(128)),
