@@ -30,8 +30,7 @@ from servers.sglang_http import (
 
 CLIENTS_LEAVE_S = 120.0  # for a client's last request at the end
 
-Send = Callable[[dict[str, Any]], Any]
-"""Sends the body of ``/generate`` and returns the answer."""
+Send = Callable[[dict[str, Any]], Any]  # of the body of /generate, returns the answer
 
 
 @dataclass(frozen=True)
@@ -110,13 +109,8 @@ def begin_stream(url: str, prompt: Sequence[int], new_tokens: int) -> http.clien
 class Load:
     """Clients that send one streamed request after the other. ``with`` starts them; at its end they stop.
 
-    A client sends a known prompt, whose answer must be the known one, or a random one, which may be dropped midway and
-    must otherwise be answered to its full length.
-
-    Args:
-        known: prompts, and an undisturbed run's answers; a client starts with that of its number.
-        random_share: of requests with a random prompt.
-        seed: of the random choices.
+    A client sends a prompt of ``known``, whose answer must be the one of an undisturbed run beside it, or a random one,
+    which may be dropped midway and must otherwise be answered to its full length.
 
     Attributes:
         answered, dropped: requests.

@@ -134,14 +134,11 @@ def fields_of(file: str, name: str) -> list[str]:
     tree = ast.parse((SGLANG / file).read_text())
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
-    def fields(name: str) -> list[str]:
-        if name not in classes:
-            return []
-        bases = [field for base in classes[name].bases for field in fields(ast.unparse(base))]
-        own = [node.target.id for node in classes[name].body if isinstance(node, ast.AnnAssign)]
-        return [*dict.fromkeys(bases + [field for field in own if field[0] != "_"])]
-
-    return fields(name)
+    if name not in classes:
+        return []
+    bases = [field for base in classes[name].bases for field in fields_of(file, ast.unparse(base))]
+    own = [node.target.id for node in classes[name].body if isinstance(node, ast.AnnAssign)]
+    return [*dict.fromkeys(bases + [field for field in own if field[0] != "_"])]
 
 
 def fields_at(path: str) -> list[str]:
