@@ -61,20 +61,21 @@ def pods():
 
 
 def commands() -> dict[str, tuple[str, list[str]]]:
-    found = {}
-    lines = {}
+    compose = DEPLOY / "compose.yaml"
+    lines = {
+        DEPLOY / "slurm.sh": of_shell((DEPLOY / "slurm.sh").read_text()),
+        compose: of_compose(compose) + of_compose(compose, DEVICE="cuda"),
+        DEPLOY / "kubernetes.yaml": [pod["args"] for _, pod in pods()],
+    }
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", page.read_text(), re.DOTALL)
         lines[page] = of_shell("\n".join(blocks))
-    lines[DEPLOY / "slurm.sh"] = of_shell((DEPLOY / "slurm.sh").read_text())
-    compose = DEPLOY / "compose.yaml"
-    lines[compose] = of_compose(compose) + of_compose(compose, DEVICE="cuda")
-    lines[DEPLOY / "kubernetes.yaml"] = [pod["args"] for _, pod in pods()]
-    for path, all_words in lines.items():
-        for i, words in enumerate(all_words):
-            if one := program(words):
-                found[f"{path.relative_to(ROOT)}:{i}"] = one
-    return found
+    return {
+        f"{path.relative_to(ROOT)}:{i}": one
+        for path, all_words in lines.items()
+        for i, words in enumerate(all_words)
+        if (one := program(words))
+    }
 
 
 COMMANDS = commands()
@@ -147,11 +148,9 @@ def test_commands_are_found():
 
 
 def test_compose_files_are_taken():
-    command = ["docker", "compose"]
+    command = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
     if subprocess.run([*command, "version"], capture_output=True).returncode:
-        command = ["docker-compose"]
-        if shutil.which(*command) is None:
-            pytest.skip("no docker compose")
+        pytest.skip("no docker compose")
     for device, more in (("cpu", []), ("cuda", ["-f", DEPLOY / "compose.cuda.yaml"])):
         words = [*command, "-f", DEPLOY / "compose.yaml", *more, "config"]
         environment = os.environ | {"MODEL": "/m", "DEVICE": device}

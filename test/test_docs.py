@@ -64,11 +64,8 @@ def test_policies(policy):
     assert len([line for line in lines if line.startswith(f"| `{policy}` |")]) == 1
 
 
-def test_few_keys_are_for_everyone():
+def test_few_keys_are_for_users_and_no_others_are_in_their_documents():
     assert len(PUBLIC_KEYS) <= 12
-
-
-def test_keys_for_tests_are_not_in_documents_for_users():
     fields = state_fields("decode_state")
     hidden = [name for name, key in KEYS.items() if not key.is_public and name not in fields]
     for page in (ROOT / "README.md", *(DOCS / name for name in FOR_USERS)):

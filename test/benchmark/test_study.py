@@ -188,26 +188,6 @@ def test_digests_score_as_the_servers_op():
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=1e-4)
 
 
-@pytest.mark.rheo
-@pytest.mark.parametrize("kind", ["window", "pilot"])
-def test_embeddings_score_as_the_servers_op(kind):
-    from sglang_scout.policy.learned import half_means, pooled, score_embeddings
-
-    N, D = 7, 16
-    pages, by_page, _, q, table = made(6, N, D)
-    pilot = torch.randn(H, 8, 2 * D), torch.randn(H, 8, G * D)
-    got = Digest(kind, pages[:, :5], pilot).scores(q, 5, pages[:, 5:])
-    if kind == "window":  # one vector for all heads of a group
-        query, embeddings = q.unflatten(1, (W, G))[:, :, 0], half_means(by_page)
-    else:
-        query = torch.einsum("hrx,hmx->hmr", pilot[1], q.reshape(H, W, G * D))
-        embeddings = torch.einsum("hrx,nhx->nhr", pilot[0], pooled(by_page))[:, :, None]
-    rows, full = query.transpose(0, 1).flatten(0, 1).contiguous(), torch.full((W,), N).int()
-    expected = score_embeddings(rows, embeddings.contiguous(), table, full)
-    expected = expected.view(W, H, N).transpose(0, 1)
-    torch.testing.assert_close(got.unflatten(1, (W, G))[:, :, 0], expected, rtol=1e-4, atol=1e-4)
-
-
 def short_documents(model_path, numbers):
     """Questions about the retrieval model's texts, cut to whole pages: no network is needed."""
     for index in numbers:

@@ -111,10 +111,7 @@ class ServerProcess:
         return None if self._process is None else self._process.poll()
 
     def log(self) -> str:
-        try:
-            return self.log_path.read_text(errors="replace")
-        except OSError:
-            return ""
+        return self.log_path.read_text(errors="replace") if self.started else ""
 
     def tail(self, lines: int = 40) -> str:
         """The last lines of the log under a heading that names server and file."""
