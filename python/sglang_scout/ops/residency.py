@@ -173,10 +173,6 @@ class ResidencyTable:
         return (self.page_of >= 0).sum(1)
 
     @property
-    def copying_pages_by_layer(self) -> Ids:
-        return self.metadata.is_pending.sum(1)
-
-    @property
     def resident_pages(self) -> int:
         return int(self.resident_pages_by_layer.sum())
 

@@ -56,9 +56,7 @@ def select_pages(
     return run(scores, table, n_full, slot_of, k, sink_pages, recent_pages, out)
 
 
-def select_pages_reference(
-    scores, table, n_full, slot_of, k, sink_pages=1, recent_pages=1, out=None
-):
+def select_pages_reference(scores, table, n_full, slot_of, k, sink_pages, recent_pages, out=None):
     B, N = table.shape
     last = n_full[:, None] - 1  # column of the newest full page
     void = (torch.arange(N, dtype=torch.int32, device=table.device) > last) | (table < 0)

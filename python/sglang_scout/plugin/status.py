@@ -73,7 +73,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "host_pages_used": backend.allocator.used_pages,
         "resident_pages": table.resident_pages,
         "resident_pages_by_layer": table.resident_pages_by_layer.tolist(),
-        "copying_pages_by_layer": table.copying_pages_by_layer.tolist(),
+        "copying_pages_by_layer": table.metadata.is_pending.sum(1).tolist(),
         "resident_slots": pool.plan.num_slots * pool.shape.num_layers,
         "context_pages_total": context_total,
         "context_pages_used": context_used,

@@ -111,7 +111,7 @@ def select_kernel(
     tl.store(n_missing + b, count)
 
 
-def select_pages(scores, table, n_full, slot_of, k, sink_pages=1, recent_pages=1, out=None):
+def select_pages(scores, table, n_full, slot_of, k, sink_pages, recent_pages, out=None):
     B, N = table.shape
     pages, missing = out if out is not None else table.new_empty((2, B, k)).unbind()
     n_missing = table.new_empty(B)
