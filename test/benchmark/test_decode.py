@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,11 +19,8 @@ interpreted = pytest.mark.skipif(
 
 @interpreted
 def test_a_step_that_waits_fails_the_check(monkeypatch):
-
-    def step(harness):
-        raise RuntimeError("called a synchronizing CUDA operation")
-
-    monkeypatch.setattr(harness.Harness, "step", step)
+    error = RuntimeError("called a synchronizing CUDA operation")
+    monkeypatch.setattr(harness.Harness, "step", mock.Mock(side_effect=error))
     wrong = check.check("cpu")
     assert any("off: called a synchronizing CUDA operation" in line for line in wrong)
 

@@ -144,7 +144,6 @@ def test_an_output_of_another_model_or_kind_is_not_overwritten(tiny_model, tmp_p
 
 @pytest.mark.parametrize("rank", [4, 17])
 def test_a_rank_that_no_server_takes_is_refused_before_training(tiny_model, rank):
-    with pytest.raises(
-        ValueError, match=f"a rank of {rank}: expected one from 8 to the head size, 16"
-    ):
+    message = f"a rank of {rank}: expected one from 8 to the head size, 16"
+    with pytest.raises(ValueError, match=message):
         trainer(tiny_model("llama", **SIZES), "pilot", rank=rank)

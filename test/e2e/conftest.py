@@ -39,10 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.path.stem.removeprefix("test_")
         return FILES.index(name) if name in FILES else len(FILES)
 
-    mine = [i for i, item in enumerate(items) if item.path.parent.name == "e2e"]
-    ordered = sorted((items[i] for i in mine), key=place)
-    for i, item in zip(mine, ordered, strict=True):
-        items[i] = item
+    items.sort(key=lambda item: (item.path.parent.name == "e2e") * (1 + place(item)))
 
 
 @pytest.fixture(scope="session")

@@ -60,13 +60,8 @@ class Placement:
 
 
 def place(wanted: str) -> Placement:
-    """The servers' devices.
-
-    Args:
-        wanted: "cpu", "cuda", or "auto": cuda where a CUDA device can be used, unless the environment asks
-            for the CPU (SCOUT_FORCE_CPU=1, SGLANG_USE_CPU_ENGINE=1).
-    Raises:
-        ConfigError: "cuda", and torch sees no device.
+    """``wanted``: one of CHOICES; "auto" is cuda where a CUDA device can be used, unless the environment asks for the
+    CPU. Raises ConfigError for "cuda" if torch sees no device.
     """
     forced = "1" in (os.getenv("SCOUT_FORCE_CPU"), os.getenv("SGLANG_USE_CPU_ENGINE"))
     if wanted == CPU or (wanted == AUTO and (forced or not os.path.exists("/dev/nvidiactl"))):

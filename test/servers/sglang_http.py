@@ -27,10 +27,7 @@ NO_ANSWER = (RequestFailed, OSError, http.client.HTTPException)
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer of ``/generate``.
-
-    ``logprobs`` (natural log, one per output token) is empty unless asked for.
-    """
+    """One answer of ``/generate``; ``logprobs``, of each output token, is empty unless asked for."""
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -50,10 +47,7 @@ def _open(url: str, data: bytes | None, content_type: str, timeout_s: float) -> 
 def exchange(
     url: str, data: bytes | None = None, *, content_type: str = JSON, timeout_s: float = 600.0
 ) -> tuple[int, bytes]:
-    """GET, or POST of ``data``: status and body, whatever the status; of a stream what came within ``timeout_s``.
-
-    Raises OSError without an answer.
-    """
+    """GET, or POST of ``data``: status and body, whatever the status; of a stream what came within ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     body = b""
     with _open(url, data, content_type, timeout_s) as response:
@@ -135,11 +129,7 @@ def generate(
     logprobs: bool = False,
     concurrency: int | None = None,
 ) -> list[Generation]:
-    """Send all prompts, of token ids; answers in the order of the prompts.
-
-    ``send`` sends one prompt's request. ``concurrency`` of them at a time (default all). Raises the
-    first request's failure.
-    """
+    """Answers in the order of the prompts, ``concurrency`` at a time (default all). Raises the first failure."""
 
     def one(prompt: Sequence[int]) -> Generation:
         return parse_generation(send(generate_payload(prompt, max_new_tokens, logprobs=logprobs)))
