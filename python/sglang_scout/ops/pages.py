@@ -43,14 +43,11 @@ class LayerPages:
                 f"LayerPages: {len(k)} layers of K, {len(v)} of V; expected as many, 1 or more"
             )
         expected = f"{k[0].dtype}{list(k[0].shape)}, contiguous"
-        named = [
-            (f"{half}[{i}]", x)
-            for half, planes in zip("kv", (k, v), strict=True)
-            for i, x in enumerate(planes)
-        ]
-        for name, plane in named:
+        for i, plane in enumerate((*k, *v)):
             layout = "contiguous" if plane.is_contiguous() else f"strides {plane.stride()}"
             if (found := f"{plane.dtype}{list(plane.shape)}, {layout}") != expected:
+                half, layer = divmod(i, len(k))
+                name = f"{'kv'[half]}[{layer}]"
                 raise ValueError(f"LayerPages: {name} is {found}, expected {expected}")
         addresses = [[plane.data_ptr() for plane in planes] for planes in (k, v)]
         parts = [*addresses[0], *addresses[1], k[0][:1].nbytes, 16]

@@ -144,13 +144,13 @@ def stage_kernel(
         tl.store(dst + entry.to(tl.int64) * slot_words + at, value, mask=mask)
 
 
-def for_each_page(kernel, source, ids, rows, to, *constants, num_warps=4):
+def for_each_page(kernel, source, ids, rows, to, *constants):
     """Launch a kernel like `digest_kernel`, with ``constants`` of its own after D, for every page, head and layer."""
     R, S, H, D = source.k[0].shape
     if ids.numel():
         kernel[(ids.numel(), H, len(source.k))](
             source.addresses, ids, rows, *to, to[0].shape[1], R, S, H, D, *constants,
-            *stored_as(source.k[0].dtype), source.align_bytes, num_warps=num_warps,
+            *stored_as(source.k[0].dtype), source.align_bytes, num_warps=4,
         )
 
 

@@ -170,4 +170,4 @@ def build_rotated_kernel(
 def build_layer_rotated(source, ids, planes, stats, rows=None):
     dtypes = torch.int8, torch.bfloat16, torch.float32
     to = planes, *(stats.view(dtype) for dtype in dtypes)
-    for_each_page(build_rotated_kernel, source, ids, rows, to, num_warps=4)
+    for_each_page(build_rotated_kernel, source, ids, rows, to)
