@@ -49,7 +49,7 @@ def ask(send: Send, prompt: Sequence[int], new_tokens: int) -> Outcome:
 
 
 class InFlight:
-    """All ``prompts`` at once, each with its number of new tokens, until :meth:`outcomes`. ``send`` may be a URL."""
+    """All ``prompts`` at once, each with its number of new tokens. ``send`` may be a URL."""
 
     def __init__(
         self, send: Send | str, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]

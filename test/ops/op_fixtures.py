@@ -13,15 +13,13 @@ from sglang_scout.ops.pages import LayerPages
 # axis that is a constant of the kernel takes a second to compile.
 TRITON_SHARE = 0.25
 
-HAS_TRITON = triton.interpreted() or torch.cuda.is_available()
-
 
 def runs_triton(item):
     return hasattr(item, "callspec") and chosen(item.callspec.params) == "triton"
 
 
 def pytest_runtest_setup(item):
-    if runs_triton(item) and not HAS_TRITON:
+    if runs_triton(item) and not (triton.interpreted() or torch.cuda.is_available()):
         pytest.skip("no CUDA device, TRITON_INTERPRET is not set")
 
 

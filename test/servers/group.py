@@ -72,12 +72,9 @@ class Servers:
     Args:
         model: folder or name. A folder has all files, so nothing is looked up online.
         servers: name to flags, of which a later one wins. Without ``--device`` it runs on the CPU.
-        server_args: flags for all, before those.
-        one_by_one: start a server only when the previous one is ready. For servers that share a GPU: each takes a share
-            of the free memory.
-        env: environment variables of all, on top of those of :func:`server_environment`.
-        log_dir: for the log files. Default: a new temporary folder, whose path is reported after a failure, and
-            which is removed after a ``with`` block without one.
+        one_by_one: for servers that share a GPU, each of which takes a share of the memory that is free at its start.
+        env: on top of :func:`server_environment`.
+        log_dir: default: a new folder, which is removed after a ``with`` block without failure.
         ready_timeout_s: for all servers together.
 
     Attributes:

@@ -105,8 +105,7 @@ class PDCluster(Servers):
     def generate(
         self, prompts: Sequence[Sequence[int]], which: str = "router", **options: Any
     ) -> list[Generation]:
-        """Send all prompts at once, through the router or as :meth:`ask_pair` to the decode server
-        ``which``; see ``sglang_http.generate``."""
+        """`sglang_http.generate`, through the router or as :meth:`ask_pair`."""
         send = partial(self.ask_pair, which=which)
         if which == "router":
             send = partial(http_json, self.url + "/generate")
@@ -115,10 +114,7 @@ class PDCluster(Servers):
     def ask_pair(
         self, payload: Mapping[str, Any], which: str = "decode", path: str = "/generate"
     ) -> Any:
-        """One request to the prefill server and the decode server ``which``, as the router would.
-
-        Returns the decode server's answer. Raises RequestFailed or OSError.
-        """
+        """The decode server's answer to a request that both get, as from the router. Raises RequestFailed or OSError."""
         meeting = {
             "bootstrap_host": HOST,
             "bootstrap_port": self.bootstrap_port,

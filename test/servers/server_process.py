@@ -84,8 +84,7 @@ class ServerProcess:
     def restart(self) -> None:
         """Restart it after it and its children have ended. The log is truncated.
 
-        Raises:
-            ServerFailed: it, or a child, still runs after ``SETTLE_S``.
+        Raises ServerFailed if it, or a child, still runs after ``SETTLE_S``.
         """
         deadline = time.monotonic() + SETTLE_S
         while left := processes_of("", [self.pid]):
@@ -101,7 +100,6 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Once it was started."""
         assert self._process is not None
         return self._process.pid
 
@@ -140,13 +138,9 @@ class ServerProcess:
 def wait_healthy(
     server: ServerProcess, url: str, deadline: float, beside: Iterable[ServerProcess] = ()
 ) -> None:
-    """Return when ``url`` answers.
+    """Return when ``url`` answers. ``deadline``: of ``time.monotonic``; ``beside``: others that must keep running.
 
-    Args:
-        deadline: of ``time.monotonic``.
-        beside: others that must keep running.
-    Raises:
-        ServerFailed: with the end of its log, for one that ends, or for ``server`` if it does not answer.
+    Raises ServerFailed, with the end of its log, for one that ends, or for ``server`` if it does not answer.
     """
     begin, answer = time.monotonic(), "no answer yet"
     servers = (server, *beside)
