@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "sglang_scout"
 # "scout" also names the product.
 NAMES = "|".join(name for name in policies() if name != "scout")
+BY_NAME = r"\b(policy|preset)(_name)? (==|!=|in) |\.name (==|!=|in) ?[(\"']"
 PICKLES = r"\b(send_pyobj|recv_pyobj|send_serialized|recv_serialized|allow_pickle=True|torch\.(load|save))\b"
 
 
@@ -28,11 +29,7 @@ def test_the_contracts_of_imports_hold():
     ("what", "pattern", "folders"),
     [
         ("a policy's name", rf"(?i)\b({NAMES})\b", "core ops worker engine plugin cli"),
-        (
-            "a question whom it serves",
-            r"\b(policy|preset)(_name)? (==|!=|in) |\.name (==|!=|in) ?[(\"']",
-            "engine",
-        ),
+        ("a question whom it serves", BY_NAME, "engine"),
         ("the name of the default", r"[\"']scout[\"']", "engine"),
         ("a stream", r"\.(Stream|stream|current_stream|Event|CUDAGraph)\b", "policy"),
         ("a pickle", PICKLES, "core ops worker policy engine plugin cli"),

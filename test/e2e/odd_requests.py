@@ -33,16 +33,11 @@ TYPES = {
     "/encode": (REQUESTS, "EmbeddingReqInput"),
 }
 BOTH = ("prefill", "decode")
-MESSAGES = [{"role": "user", "content": "Hi."}]
+OPENAI = {"model": "any", "temperature": 0, "max_tokens": 4}
 BASE: dict[str, dict[str, Any]] = {
     "/generate": {"input_ids": IDS, "sampling_params": SAMPLING},
-    "/v1/completions": {"model": "any", "prompt": IDS, "temperature": 0, "max_tokens": 4},
-    "/v1/chat/completions": {
-        "model": "any",
-        "messages": MESSAGES,
-        "temperature": 0,
-        "max_tokens": 4,
-    },
+    "/v1/completions": OPENAI | {"prompt": IDS},
+    "/v1/chat/completions": OPENAI | {"messages": [{"role": "user", "content": "Hi."}]},
     "/encode": {"input_ids": IDS},
 }
 PROMPTS = {"text", "input_ids", "input_embeds"}

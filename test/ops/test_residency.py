@@ -120,10 +120,9 @@ def test_the_most_frequent_of_those_missed(seed, rows):
     assert counts.dtype == np.int64 and (counts == (missed >= 0).sum(2)).all()
 
 
-def table_of(slots=4, half_life_steps=8.0, resident=()):
-    made = ResidencyTable(2, 20, slots, half_life_steps)
-    if resident:
-        made.commit(made.reserve(0, ids(*resident)), 0)
+def table_of(slots, resident):
+    made = ResidencyTable(2, 20, slots)
+    made.commit(made.reserve(0, ids(*resident)), 0)
     return made
 
 
@@ -134,8 +133,8 @@ def touch(made, pages, step, fresh=None):
     made.uses.touch(np.array([0]), rows[None], step, fresh)
 
 
-def resident(made, layer=0):
-    return sorted(np.flatnonzero(made.slot_of[layer] >= 0).tolist())
+def resident(made):
+    return np.flatnonzero(made.slot_of[0] >= 0).tolist()
 
 
 def test_a_page_selected_once_does_not_push_out_one_that_is_selected_often():

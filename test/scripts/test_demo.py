@@ -47,9 +47,8 @@ def test_the_hidden_fact_must_be_found(monkeypatch, tmp_path, capsys, answer):
     cluster = SimpleNamespace(servers={"full": None}, ask_pair=lambda *_: words)
     if demo_requests.NUMBER in answer:
         demo_requests.converse(cluster, tmp_path)
-        assert capsys.readouterr().out.count("what full attention says") == len(
-            demo_requests.QUESTIONS
-        )
+        shown = capsys.readouterr().out.count("what full attention says")
+        assert shown == len(demo_requests.QUESTIONS)
     else:
         with pytest.raises(demo_requests.DemoFailed, match=demo_requests.NUMBER):
             demo_requests.converse(cluster, tmp_path)

@@ -114,7 +114,7 @@ class PDCluster(Servers):
     def ask_pair(
         self, payload: Mapping[str, Any], which: str = "decode", path: str = "/generate"
     ) -> Any:
-        """The decode server's answer to a request that both get, as from the router. Raises RequestFailed or OSError."""
+        """The decode server's answer to a request, which both get as from the router. Raises one of NO_ANSWER."""
         meeting = {
             "bootstrap_host": HOST,
             "bootstrap_port": self.bootstrap_port,
