@@ -13,6 +13,7 @@ import torch
 
 from sglang_scout.engine import device
 from sglang_scout.engine.device import ForkedStream, SideStream
+from sglang_scout.worker.host_memory import populate_together
 
 
 class Streams:
@@ -93,13 +94,13 @@ def test_what_a_stream_waited_for_copies_is_counted_once_it_is_known(make, monke
 
 
 class FakeRuntime:
-    """cudaHostRegister with a limit of ``limit`` bytes."""
+    """Locks three chunks."""
 
-    def __init__(self, limit):
-        self.limit, self.locked = limit, {}
+    def __init__(self):
+        self.locked = {}
 
     def cudaHostRegister(self, address, size, flags):
-        if sum(self.locked.values()) + size > self.limit:
+        if sum(self.locked.values()) + size > 3 * CHUNK:
             return 2
         self.locked[address] = size
         return 0
@@ -114,24 +115,40 @@ CHUNK = device.LOCK_CHUNK_BYTES
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """Locks three chunks; memory is populated immediately and has the same address on the device."""
-    made = FakeRuntime(3 * CHUNK)
+    """Memory is populated immediately and has the same address on the device."""
+    made = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(device, "populate_together", lambda address, size: 0)
     monkeypatch.setattr(device, "_device_address", lambda address: address)
     return made
 
 
-@pytest.mark.parametrize("populated", [0, errno.EINVAL])
-def test_memory_is_locked_in_chunks_with_progress_until_it_is_unlocked(
-    runtime, monkeypatch, populated
+@pytest.mark.usefixtures("populates")
+@pytest.mark.parametrize("can_populate", [True, False])
+def test_memory_is_taken_and_locked_in_chunks_with_progress_until_it_is_unlocked(
+    runtime, monkeypatch, can_populate
 ):
-    """Also by a kernel that cannot populate it, which leaves that to the lock."""
-    monkeypatch.setattr(device, "populate_together", lambda address, size: populated)
-    seen = []
-    unlock = device.lock_memory(4096, 2 * CHUNK + 5, seen.append)
-    assert seen == [CHUNK, 2 * CHUNK, 2 * CHUNK + 5]
-    assert runtime.locked == {4096: CHUNK, 4096 + CHUNK: CHUNK, 4096 + 2 * CHUNK: 5}
+    """A kernel that cannot populate it leaves that to the lock."""
+    chunk = 5 * mmap.PAGESIZE
+    nbytes = 2 * chunk + mmap.PAGESIZE
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, nbytes)
+    memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+    at, register, taken, seen = memory.ctypes.data, runtime.cudaHostRegister, [], []
+
+    def lock(*args):
+        taken.append(os.fstat(fd).st_blocks * 512)
+        return register(*args)
+
+    populate = populate_together if can_populate else lambda *_: errno.EINVAL
+    monkeypatch.setattr(device, "populate_together", populate)
+    monkeypatch.setattr(device, "LOCK_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(runtime, "cudaHostRegister", lock)
+    unlock = device.lock_memory(at, nbytes, seen.append)
+    os.close(fd)
+    assert seen == [chunk, 2 * chunk, nbytes]
+    assert taken == (seen if can_populate else [0] * 3)
+    assert runtime.locked == {at: chunk, at + chunk: chunk, at + 2 * chunk: mmap.PAGESIZE}
     unlock()
     assert not runtime.locked
 
@@ -156,26 +173,3 @@ def test_what_cannot_be_locked_is_refused_and_nothing_stays_locked(
     with pytest.raises(MemoryError, match=says):
         device.lock_memory(4096, 4 * CHUNK)
     assert not runtime.locked
-
-
-@pytest.mark.usefixtures("populates")
-def test_memory_is_taken_before_it_is_locked(monkeypatch):
-    chunk = 5 * mmap.PAGESIZE
-    nbytes = 2 * chunk + mmap.PAGESIZE
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, nbytes)
-    memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
-
-    class Runtime(FakeRuntime):
-        def cudaHostRegister(self, address, size, flags):
-            here = address - memory.ctypes.data + size
-            assert os.fstat(fd).st_blocks * 512 >= here, "taken up to here"
-            return super().cudaHostRegister(address, size, flags)
-
-    runtime = Runtime(nbytes)
-    monkeypatch.setattr(device, "LOCK_CHUNK_BYTES", chunk)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(device, "_device_address", lambda address: address)
-    device.lock_memory(memory.ctypes.data, nbytes)
-    assert len(runtime.locked) == 3
-    os.close(fd)

@@ -201,20 +201,12 @@ class NoCopies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def on_cuda():
+def test_nothing_between_steps_waits():
+    """The ring, and pages that change hands."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
-
-
-def test_the_ring_between_steps(on_cuda):
-    ring = ring_on("cuda")
-    with NoCopies():
-        ring.begin_step(5)
-
-
-def test_pages_that_change_hands(on_cuda):
-    part = torch.zeros(3, 9, 2, 32, dtype=torch.uint8, device="cuda")
-    ids = torch.zeros(5, dtype=torch.int64, device="cuda")
-    with NoCopies():
-        digests.unset((part, part), ids)
+        ring = ring_on("cuda")
+        part = torch.zeros(3, 9, 2, 32, dtype=torch.uint8, device="cuda")
+        ids = torch.zeros(5, dtype=torch.int64, device="cuda")
+        with NoCopies():
+            ring.begin_step(5)
+            digests.unset((part, part), ids)

@@ -22,10 +22,6 @@ LANDS_AFTER = 2
 class PlainLists(HereInstead):
     """Stands in for the worker, list by list: host pages for one head, or context pages of it."""
 
-    def post(self, layer, step, q, pages, n_pages):
-        self.asked.append((layer, pages.copy()))
-        return layer, torch.from_numpy(q.copy()), pages.copy(), n_pages.copy()
-
     def wait(self, ticket, out, lse):
         layer, q, pages, n_pages = ticket
         q, out, lse = (x.reshape(len(pages), -1, *x.shape[2:]) for x in (q, out, lse))
