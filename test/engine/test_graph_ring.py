@@ -204,7 +204,7 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     ("change", "message"),
     [
         ({"pages": torch.zeros(3, 6).int()}, r"pages is \[3, 6\], the ring has room for \[4, 5\]"),
-        ({"n_pages": torch.zeros(6).int()[::2]}, r"post: n_pages is \[3\] with strides \(2,\)"),
+        ({"n_pages": torch.zeros(6).int()[::2]}, r"n_pages is \[3\] with strides \(2,\)"),
     ],
 )
 def test_malformed_arguments_are_named(arena, change, message):

@@ -61,7 +61,7 @@ def test_launches_of_a_layer(make, policy, config, ahead, attends):
     assert before.names == ahead
     assert len(attention.names) == attends, attention.names
     if engine.has_dense_steps:  # as many as stock: append, attention, cast
-        engine.capture(is_dense=True)
+        engine.is_dense = True
         with Launches() as dense:
             engine.layer_input(0, x, residual, positions)
             engine.attend(0, *new)

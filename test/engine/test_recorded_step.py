@@ -41,7 +41,7 @@ class ReplayingWorker(GraphWorker):
         posted or attended to."""
         posted = int(self.ring.state[2])
         self.engine.pause()
-        self.engine.capture(is_dense)
+        self.engine.is_dense = is_dense
         for graph in (RecordedGraph(), RecordedGraph()):  # the first is the warm-up
             with (
                 graph.capture(),

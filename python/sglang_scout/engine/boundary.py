@@ -113,11 +113,8 @@ class StepBoundary:
         return batch
 
     def _take_in(self) -> LaunchedStep | None:
-        """Record the selections of the oldest step whose results have arrived.
-
-        Returns:
-            Its results, without pages that have changed owner since; missing: those that still are.
-        """
+        """Record the selections of the oldest step whose results have arrived. Returns them without pages that have
+        changed owner since; missing: those that still are."""
         done = self._results.take()
         if done is None:
             return None

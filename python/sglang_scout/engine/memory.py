@@ -17,7 +17,6 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.policy import Policy
 from sglang_scout.engine.requests import hint_bytes
 from sglang_scout.engine.stores import ModelShape, Sizes
-from sglang_scout.engine.transport import staging_bytes
 from sglang_scout.worker.arena import ArenaSpec
 from sglang_scout.worker.host_memory import LAST_RESORT, flag_gib
 from sglang_scout.worker.ring import layout_of, worker_memory
@@ -80,9 +79,7 @@ class ServerSize:
     shape: ModelShape
     max_batch: int
     context_tokens: int
-    node_cpus: Sequence[
-        int
-    ]  # CPUs of CPU attention, of each memory node that has a part of the pages
+    node_cpus: Sequence[int]  # of CPU attention, of each memory node with a part of the pages
 
     @property
     def page_bytes(self) -> int:
@@ -113,7 +110,7 @@ class ServerSize:
         shape, sizes = self.shape, self.step_sizes
         held = self.policy.device_bytes(self)
         if self.policy.route == "fetch":
-            held += staging_bytes(shape, self.max_batch, self.budget_pages)
+            held += 4 * self.max_batch * self.budget_pages * shape.page_bytes  # K and V, two layers
         if sizes.lists > 1:
             # Candidates, their digests and scores; selections and the missing ones of them.
             rows = self.max_batch * sizes.lists

@@ -119,12 +119,8 @@ class Pages:
     def load_forced(
         self, table: Ints, full: Ids, tail_page: Ints, tail_len: Ids, joining: list[PageIds]
     ) -> None:
-        """Make sink, newest and tail pages of every request resident, and the first pages of new ones.
-
-        Args:
-            table, full, tail_page, tail_len: ``[B, N]`` host page ids, ``[B]`` full pages of each row, the page being
-                filled and the tokens in it.
-            joining: ``[L, n]`` pages of each request that joins with this step.
+        """Make sink, newest and tail pages of every request resident, and the first pages ``joining`` ``[L, n]`` of each
+        new one. ``table`` ``[B, N]`` has ``full`` ``[B]`` pages of each row, then the one being filled.
         """
         rule = self._policy.rule
         sinks, newest = np.arange(rule.sink_pages), np.arange(1, rule.recent_pages + 1)
@@ -137,8 +133,8 @@ class Pages:
         if not absent and not joining:
             return
         empty = tail_page[tail_len == 1]  # its first token comes with this step
-        mapped = self._recall.map_without_copy(*self._with_slots(empty, self.step), self.step)
-        if mapped == absent and not joining:
+        taken = self._table.reserve(*self._with_slots(empty, self.step))
+        if self._table.commit(taken, self.step) == absent and not joining:
             return  # the common case: no other page was absent
         # Forced pages may evict any other page, those of joining requests only pages not just in use.
         self._load(forced, self.step)

@@ -118,9 +118,7 @@ def choose_hint(
 class Request:
     """A request, from its arrival to its end."""
 
-    first_pages: PageIds | None = (
-        None  # [L, n] to load first, -1 padded; None: resumes after a retraction
-    )
+    first_pages: PageIds | None = None  # [L, n] to load, -1 padded; None: after a retraction
     generations: PageIds | None = None  # [L, n] of them, on arrival
     is_covered: bool = False  # these are all its pages: it needs them in its first step
     is_started: bool = False  # their copies have started, before it joined
@@ -174,11 +172,8 @@ class Requests:
         self._waiting[name] = Request(first, self._pages.generations(first), is_covered)
 
     def queue(self, names: Iterable[Hashable], room: int) -> set[Hashable]:
-        """All that wait to join, in order of arrival; ``room``: how many may join.
-
-        Returns:
-            Those whose copies have not started.
-        """
+        """All that wait to join, in order of arrival; ``room``: how many may join. Returns those whose copies have not
+        started."""
         # The others were aborted, or ended with their first token.
         self._waiting = {name: self._waiting[name] for name in names if name in self._waiting}
         self._room = room

@@ -61,8 +61,6 @@ class Tracer:
     """Writes slices; a no-op without a file.
 
     Args:
-        path: output file, or None.
-        max_steps: steps to record.
         worker: polled for its events at every step, or None.
         facts: metadata of the server, for example its policy; JSON values.
     """
@@ -194,7 +192,7 @@ class Tracer:
         self._free_at[row] = s.end_ns
         # Relative to the start of the trace: a double then holds every nanosecond.
         times = {"ts": (s.start_ns - self._start_ns) / 1e3, "dur": (s.end_ns - s.start_ns) / 1e3}
-        event = _event(*row, s.name, "X", s.args) | times
+        event = {"name": s.name, "ph": "X", "pid": row[0], "tid": row[1], "args": s.args} | times
         kind = "answer" if s.pid >= _WORKER_PID else s.name.partition(" ")[0]
         if kind in _ARROWS:
             event["bind_id"] = hex(s.args["step"] << 16 | s.args["layer"])
@@ -202,12 +200,8 @@ class Tracer:
         yield event
 
 
-def _event(pid: int, tid: int, name: str, phase: str, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": phase, "pid": pid, "tid": tid, "args": args}
-
-
 def _metadata(pid: int, tid: int, kind: str, **args: Any) -> dict[str, Any]:
-    return _event(pid, tid, kind, "M", args)
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
 
 
 Cut = tuple[str, str, int, int, dict[str, Any]]

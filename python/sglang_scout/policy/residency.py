@@ -168,10 +168,9 @@ class RecallController(ImportantPages):
             if self._calm_steps > _CALM_STEPS and self.limit_pages < self.step_pages:
                 # Well above the amount that was too much: the link has changed.
                 is_near = _NEAR <= self.limit_pages / self._ceiling <= 1 / _NEAR
-                growth = (
-                    self._ceiling * _SLOW_GROWTH if is_near else self.limit_pages * _FAST_GROWTH
-                )
-                self.limit_pages = min(self.limit_pages + max(growth, 0.25), self.step_pages)
+                slow, fast = self._ceiling * _SLOW_GROWTH, self.limit_pages * _FAST_GROWTH
+                growth = max(slow if is_near else fast, 0.25)
+                self.limit_pages = min(self.limit_pages + growth, self.step_pages)
             return
         self._calm_steps = 0
         if started:  # once per overload, however many steps it takes to drain

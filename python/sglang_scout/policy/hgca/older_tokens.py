@@ -92,7 +92,6 @@ class OlderTokens(Selector):
 
     @property
     def context_pages(self) -> tuple[int, int]:
-        """Used and total, over all layers."""
         return self._cache.used_pages, self._cache.num_pages
 
     def pause(self) -> None:
@@ -103,13 +102,7 @@ class OlderTokens(Selector):
             older.row = None
 
     def begin(self, batch: Batch) -> Batch:
-        """Step boundary: bring the lists up to date.
-
-        Args:
-            batch: with all pages of each request.
-        Returns:
-            The batch with the pages that the device attends to.
-        """
+        """Step boundary: bring the lists up to date. Returns the batch with the pages that the device attends to."""
         self._cache.begin_step()
         self._forget(batch.requests)
         [found] = self._bits.wait()
