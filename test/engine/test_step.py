@@ -71,15 +71,6 @@ def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
     assert ours > 20 and none == 0 and counters.recalled_pages > 0
 
 
-def test_recall_lowers_the_cpu_share(make):
-    ratios = []
-    for keys in ('{"recall": "off"}', '{"recall": "fixed", "recall_interval": 2}'):
-        worker = make(budget_tokens=160, max_batch=1, pages=120, drift=0.05, seed=3, config=keys)
-        worker.run(40, 96 * SIZE)
-        ratios.append(worker.engine.parts.counters.cpu_compute_ratio)
-    assert ratios[1] < 0.6 * ratios[0]
-
-
 def test_shared_prefix_pages_are_resident_once_and_digested_once(make):
     worker = make(budget_tokens=128)
     first = worker.admit(256)
@@ -160,7 +151,7 @@ def test_missing_pages_weigh_as_the_real_query_says(make):
     shape, host, gaps = worker.shape, worker.host, {False: 0.0, True: 0.0}
     for _ in range(6):
         worker.step()
-        batch = worker.engine._results.running.batch
+        batch = worker.engine._results.launched[-1].batch
         for layer in (1, 2):
             chosen, missing = (x[0][x[0] >= 0].long() for x in worker.engine._results.of(layer, 1))
             assert len(missing)

@@ -121,7 +121,7 @@ class Selector:
         raise NotImplementedError
 
     def attended(self, layer: int, query: Tensor, lse: Tensor, *window: Tensor) -> None:
-        """The device attended with ``lse`` ``[B, HQ]`` to the layer's resident pages; ``window``: K of the slots, pages,
+        """The device attended to resident pages, with ``lse`` ``[B, HQ]``; ``window``: K of the slots, pages,
         ``slot_of``, tail slots and tail lengths."""
 
     def close(self) -> None:

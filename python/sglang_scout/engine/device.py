@@ -204,8 +204,7 @@ class Staging:
 
     def send(self, words: int) -> None:
         """Copy the first ``words`` to the device, in current-stream order."""
-        source = self._host[self._turn][:words]
-        self.device[:words].copy_(source, non_blocking=self._on_cuda)
+        self.device[:words].copy_(self._host[self._turn][:words], non_blocking=self._on_cuda)
         if self._on_cuda:
             self._sent[self._turn] = torch.cuda.Event()
             self._sent[self._turn].record()

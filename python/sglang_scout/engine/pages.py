@@ -119,9 +119,8 @@ class Pages:
     def load_forced(
         self, table: Ints, full: Ids, tail_page: Ints, tail_len: Ids, joining: list[PageIds]
     ) -> None:
-        """Make sink, newest and tail pages of every request resident, and the first pages ``joining`` ``[L, n]`` of each
-        new one. ``table`` ``[B, N]`` has ``full`` ``[B]`` pages of each row, then the one being filled.
-        """
+        """Make sink, newest and tail pages of every request resident, and the first pages ``joining`` of new ones, each
+        ``[L, n]``. ``table`` ``[B, N]`` has ``full`` ``[B]`` pages of each row, then the one being filled."""
         rule = self._policy.rule
         sinks, newest = np.arange(rule.sink_pages), np.arange(1, rule.recent_pages + 1)
         columns = np.concatenate(
@@ -158,8 +157,7 @@ class Pages:
         # The last prompt token selected them.
         chosen, is_new = np.ascontiguousarray(pages[:, None], np.int32), np.ones(1, bool)
         self._table.uses.touch(self._every, chosen, self.step, is_new)
-        missing = self._with_slots(pages, self.step - 1, is_forced=False)
-        self._recall.prefetch(*missing, "arrival")
+        self._recall.prefetch(*self._with_slots(pages, self.step - 1, is_forced=False), "arrival")
 
     def _with_slots(
         self, pages: PageIds, before_step: int, is_forced: bool = True

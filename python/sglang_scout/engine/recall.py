@@ -74,8 +74,7 @@ class Recall:
 
     def _submit(self, taken: Reservation, why: str) -> None:
         if len(taken.pages):
-            done = self._side.submit(self._copy, taken, why)
-            self._in_flight.append(Copies(taken, done, why))
+            self._in_flight.append(Copies(taken, self._side.submit(self._copy, taken, why), why))
 
     def commit(self, step: int, patience_us: float | None = None) -> None:
         """Step boundary: map what was copied during the last step.

@@ -22,7 +22,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -78,8 +77,7 @@ class PageHints:
 
 def hint_bytes(config: OffloadConfig, num_layers: int) -> int:
     """Bytes per page, on either server; 0 unless pages are selected for a whole layer, as in hints."""
-    has_hints = config.grain == "layer" and config.digest != "none"
-    return 2 * HINT_PAGES * num_layers * has_hints
+    return 2 * HINT_PAGES * num_layers * (config.grain == "layer" and config.digest != "none")
 
 
 def has_hint(address: int, row_bytes: int, page: int) -> bool:
@@ -139,11 +137,6 @@ class Batch:
     tail_page: Ints  # [B] host page id of it
     ages: Ids  # [B] steps of each request here before this one
     is_dense: bool = False  # all pages are resident, and attended to
-
-    @property
-    def fresh(self) -> npt.NDArray[np.bool_]:
-        """``[B]`` requests in their first step here."""
-        return self.ages == 0
 
 
 class Requests:

@@ -186,7 +186,7 @@ class StepEngine:
             out = self.transport.merge(layer, ahead.ticket, query, here, change)
         if self._verifier is not None:
             with self.parts.tracer.slice("attention", "verify", layer=layer):
-                batch = self._results.running.batch
+                batch = self._results.launched[-1].batch
                 self._verifier.check(layer, out, query, ahead, slot_of, batch, change)
         return out
 

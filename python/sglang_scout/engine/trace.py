@@ -130,7 +130,6 @@ class Tracer:
             logger.info(what, steps, self._path, self._events_lost)
 
     def _append(self) -> None:
-        """Append new slices to the file."""
         with self._writing:
             slices = [self._slices.popleft() for _ in range(len(self._slices))]
             slices += self._worker_slices()
@@ -222,7 +221,7 @@ class DeviceClock:
         self._tracer = tracer
         self.stamps = torch.zeros(layers * STAMPS_PER_LAYER, dtype=torch.int64, device=device)
         self.cuts: list[Cut] = []
-        self._used, self._is_recording = 0, False
+        self._used = len(self.stamps)  # nothing is recorded
         # By how much the device's clock is ahead of the host's, from the fastest of several tries.
         _, self._ahead_ns = min(self._compare() for _ in range(_CALIBRATIONS))
 
@@ -236,8 +235,8 @@ class DeviceClock:
 
     def begin_layers(self, is_dense: bool) -> None:
         """The first layer of a step, or of a capture, follows; those of dense steps are not recorded."""
-        self._used, self._is_recording = 0, not is_dense
-        if self._is_recording:
+        self._used = len(self.stamps) if is_dense else 0
+        if not is_dense:
             self.cuts = []
 
     @contextlib.contextmanager
@@ -250,7 +249,7 @@ class DeviceClock:
 
     def _stamp(self) -> int | None:
         """The index of a new stamp; None where nothing is recorded."""
-        if not self._is_recording or self._used >= len(self.stamps):
+        if self._used >= len(self.stamps):
             return None
         write_stamp(self.stamps, self._used)
         self._used += 1

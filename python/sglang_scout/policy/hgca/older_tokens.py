@@ -215,8 +215,8 @@ class OlderTokens(Selector):
     def _ask_of_leaving(self, batch: Batch) -> None:
         """Request the kept tokens of pages that leave with the next step. A first step's statistics are too few."""
         full, tail_len, requests = batch.n_full, batch.tail_len, batch.requests
-        knows = ~batch.fresh
-        rows = np.flatnonzero((tail_len == self._shape.page_size) & (full >= self._recent) & knows)
+        is_last = tail_len == self._shape.page_size
+        rows = np.flatnonzero(is_last & (full >= self._recent) & (batch.ages > 0))
         states = [self._older[requests[row]].state for row in rows]
         places = (full[rows] - self._recent) % (self._recent + 1)
         asked = [upload(np.array(x, np.int32), self._device) for x in (states, places)]
