@@ -114,12 +114,10 @@ def test_counters(make):
         worker.missing.asked.clear()
         worker.step()
         asked.append(sum((pages >= 0).sum() for _, pages in worker.missing.asked))
-    counters = worker.engine.parts.counters
-    assert counters.cpu_pages == sum(asked[:-RESULT_DELAY_STEPS])
-    assert counters.cpu_pages == counters.cpu_pages_by_layer.sum()
-    assert counters.selected_pages == (5 - RESULT_DELAY_STEPS) * 3 * 2 * 4
-    assert counters.budget_pages == counters.selected_pages
-    assert counters.steps == 5
+    counters, selected = worker.engine.parts.counters, (5 - RESULT_DELAY_STEPS) * 3 * 2 * 4
+    cpu_pages = sum(asked[:-RESULT_DELAY_STEPS])
+    assert counters.cpu_pages == counters.cpu_pages_by_layer.sum() == cpu_pages
+    assert counters.selected_pages == counters.budget_pages == selected and counters.steps == 5
 
 
 def test_a_batch_beyond_the_buffers_is_refused(make):

@@ -23,27 +23,24 @@ def make(settings, num_layers=3, profile=None):
     return make_policy(Context(settings, num_layers, PAGE_BYTES, profile))
 
 
-def targets_of(policy, layers):
-    return [policy.query.targets(layer, layers) for layer in range(layers)]
+@pytest.mark.parametrize(
+    ("keys", "targets", "eager"),
+    [
+        ("{}", [(0, 1), (2,), (3,), (4,), (5,), ()], [0]),
+        ('{"precompute": false}', [()] * 6, []),  # no layer has a lead
+        ('{"exact_layers": [3, 1, 1]}', [(0,), (2,), (), (4,), (5,), ()], [0, 1, 3]),
+    ],
+)
+def test_layers_are_predicted_one_ahead_but_for_exact_ones(keys, targets, eager):
+    """Those that are not recall all that they miss, if others are."""
+    policy = make(config(config=keys), 6)
+    assert [policy.query.targets(layer, 6) for layer in range(6)] == targets
+    assert np.flatnonzero(policy.residency._target == 0.0).tolist() == eager
 
 
-def test_every_layer_is_predicted_exactly_once_and_one_layer_ahead():
-    assert targets_of(make(config(), 5), 5) == [(0, 1), (2,), (3,), (4,), ()]
-    assert targets_of(make(config(config='{"precompute": false}'), 5), 5) == [()] * 5
-
-
-def test_exact_layers_are_not_predicted_and_have_no_lead():
-    exact = config(config='{"exact_layers": [3, 1, 1]}')
-    policy = make(exact, 6)
-    assert targets_of(policy, 6) == [(0,), (2,), (), (4,), (5,), ()]
-    aims = policy.residency._target
-    assert np.flatnonzero(aims == 0.0).tolist() == [0, 1, 3], "all misses are recalled"
-    without = make(config(config='{"precompute": false}')).residency._target
-    assert without.tolist() == [0.12] * 3, "no layer has a lead"
-    with pytest.raises(
-        ConfigError, match=r"exact_layers = \[3, 1, 1\]: the model has layers 0 to 2"
-    ):
-        make(exact, 3)
+def test_exact_layers_must_exist():
+    with pytest.raises(ConfigError, match=r"exact_layers = \[3\]: the model has layers 0 to 2"):
+        make(config(config='{"exact_layers": [3]}'), 3)
 
 
 def due_in(residency, steps):
