@@ -32,7 +32,7 @@ _ON_DEVICE = "digests", "input buffers", "resident slots", "step buffers"
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Counts and bytes of the three stores, and the additional memory of CPU attention."""
+    """Counts and bytes of the stores, and the additional memory of CPU attention."""
 
     num_pages: int  # P, host pages including the padding page
     num_slots: int  # of the device per layer: resident pages, tails, and room for in-flight recalls
@@ -45,7 +45,6 @@ class MemoryPlan:
 
     @property
     def device_rows(self) -> tuple[tuple[str, int, int], ...]:
-        """The rows of device memory."""
         return tuple(row for row in self.rows if row[0] in _ON_DEVICE)
 
     @property
@@ -259,8 +258,7 @@ def check_memory(
         return plan
     fitting = bisect_right(range(1, num_pages), available_bytes, key=needed)
     if fitting > MIN_PAGES:
-        of_pages = ranks * (fitting - 1) * size.page_bytes
-        fix = f"--kv-offload-host-gb {flag_gib(of_pages)} fits"
+        fix = f"--kv-offload-host-gb {flag_gib(ranks * (fitting - 1) * size.page_bytes)} fits"
     else:
         least = size.plan(MIN_PAGES + 1, device_bytes)
         what, _, nbytes = max(least.rows, key=lambda row: row[2])
