@@ -16,7 +16,17 @@ import triton
 import triton.language as tl
 
 import ring_cases
-from ring_cases import KINDS, LAYERS, request, ring_of, settle, state
+from ring_cases import (
+    DEVICE,
+    KINDS,
+    LAYERS,
+    exchange,
+    request,
+    ring_of,
+    settle,
+    shared_bytes,
+    state,
+)
 from ring_view import RingView
 from sglang_scout import _native
 from sglang_scout.ops.triton.doorbell import runs_of
@@ -66,16 +76,16 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena):
         producer.post(layer, step, q, pages, n, 0)
     ring = RingView(arena)
     assert int(ring.bell["count"]) == len(requests)
-    expected = [part.copy() for part in ring_cases.shared_bytes(arena)]
+    expected = [part.copy() for part in shared_bytes(arena)]
     ring.control["head"] = 0
-    for part in ring_cases.shared_bytes(arena)[1:]:
+    for part in shared_bytes(arena)[1:]:
         part[:] = 0
 
     device = ring_of(arena, epoch, split=SPLIT)
     for layer, step, (q, pages, n) in requests:
         device.begin_step(step)
         device.post(layer, q, pages, n)
-    for got, want in zip(ring_cases.shared_bytes(arena), expected, strict=True):
+    for got, want in zip(shared_bytes(arena), expected, strict=True):
         assert np.array_equal(got, want)
     assert len({int(ring.record(slot)["parts"]) for slot in (0, 3, 4, 5)}) > 1
     assert device.state.tolist() == [epoch, 9, len(requests), 0]
@@ -101,10 +111,8 @@ def test_the_rule_for_runs_in_a_kernel():
         batch = len(counts), int(counts.sum()), int(counts.max())
         cases.append([*batch, *split])
         expected.append(_native.split_runs(*split, *batch))
-    out = torch.zeros(len(cases), dtype=torch.int32, device=ring_cases.DEVICE)
-    rule_kernel[(len(cases),)](
-        torch.tensor(cases, dtype=torch.int32, device=ring_cases.DEVICE), out
-    )
+    out = torch.zeros(len(cases), dtype=torch.int32, device=DEVICE)
+    rule_kernel[(len(cases),)](torch.tensor(cases, dtype=torch.int32, device=DEVICE), out)
     assert out.tolist() == expected and len(set(expected)) == 16
 
 
@@ -121,9 +129,7 @@ def test_answers_are_merged(arena, attended, split, has_worker):
         producer.set_live_epoch(epoch)
     try:
         ring = ring_of(arena, epoch, split=split)
-        posted = sum(
-            ring_cases.exchange(arena, ring, step) for step in range(1, 4)
-        )  # slots are reused
+        posted = sum(exchange(arena, ring, step) for step in range(1, 4))  # slots are reused
         assert ring.state[2] == 3 * LAYERS
         assert attendant.pages() == (0 if has_worker else posted)
     finally:
@@ -133,7 +139,7 @@ def test_answers_are_merged(arena, attended, split, has_worker):
 
 def test_nothing_is_posted_without_pages_or_without_an_epoch(arena):
     ring = ring_of(arena, step=1, timeout_us=1)
-    before = [part.copy() for part in ring_cases.shared_bytes(arena)]
+    before = [part.copy() for part in shared_bytes(arena)]
     out, lse = state(0)
     q, pages, n_pages = request(0)
     ring.post(0, q, pages, n_pages)  # epoch 0: warm-up and capture
@@ -141,9 +147,7 @@ def test_nothing_is_posted_without_pages_or_without_an_epoch(arena):
     ring.set_epoch(1)
     ring.post(1, q, torch.full_like(pages, -1), torch.zeros_like(n_pages))
     assert torch.equal(ring.merge(1, None, out, (out, lse)), out)
-    assert all(
-        np.array_equal(a, b) for a, b in zip(before, ring_cases.shared_bytes(arena), strict=True)
-    )
+    assert all(map(np.array_equal, before, shared_bytes(arena)))
     assert ring.errors() == []
 
 
@@ -215,7 +219,7 @@ def test_malformed_arguments_are_named(arena, change, message):
 
 def test_ranks_see_each_other_s_faults(arena):
     """Those of a joint step; each rank clears only its own."""
-    faults = torch.zeros(3, dtype=torch.int64, pin_memory=ring_cases.DEVICE != "cpu")
+    faults = torch.zeros(3, dtype=torch.int64, pin_memory=DEVICE != "cpu")
     rings = [ring_of(arena, 1, 1, 2000, faults=faults, rank=rank) for rank in range(3)]
     ring = rings[1]
     ring.post(0, *request(0))
