@@ -91,8 +91,8 @@ class GraphTransport(Transport):
         self.state[1].fill_(step)
 
     def post(self, layer: int, query: Tensor, pages: Tensor, n_pages: Tensor) -> None:
-        """A no-op if no row has a page. ``pages`` are packed to the left, see `select_pages`. Raises ValueError if B * C
-        is above max_batch or k above max_pages, or a layout is wrong."""
+        """A no-op if no row has a page. ``pages`` are packed to the left, see `select_pages`. Raises ValueError if B *
+        C is above max_batch or k above max_pages, or a layout is wrong."""
         (rows, k), spec = pages.shape, self.arena.spec
         most = [spec.max_batch, spec.max_pages]
         if rows > most[0] or k > most[1] or rows % spec.lists:

@@ -150,8 +150,8 @@ class Requests:
         self._of_row: dict[int, Request] = {}
 
     def arrive(self, name: Hashable, full_pages: PageIds, hint: PageIds | None) -> None:
-        """The KV of a request has arrived, with ``full_pages`` ``[n]``; ``hint`` ``[L, k]``, if any, has positions among
-        them, best first, -1 padded."""
+        """The KV of a request has arrived, with ``full_pages`` ``[n]``; ``hint`` ``[L, k]``, if any, has positions
+        among them, best first, -1 padded."""
         self._pages.seal(full_pages)
         first = self._pages.first_pages(full_pages)
         is_covered = first.shape[1] == len(full_pages)
