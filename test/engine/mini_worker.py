@@ -71,13 +71,8 @@ class Settings:
 
 
 class MiniWorker:
-    """Drives :class:`StepEngine` with random keys, values and layer inputs.
-
-    Args:
-        settings: of :class:`Settings`.
-        around_missing: wraps the worker's stand-in.
-        tracer, ranks, verify, step_log: the engine's.
-    """
+    """Drives :class:`StepEngine` with random keys, values and layer inputs; ``around_missing`` wraps the worker's
+    stand-in, ``settings`` are those of :class:`Settings`."""
 
     def __init__(
         self,
@@ -229,7 +224,9 @@ class MiniWorker:
         self.check_digests()
         self.hidden = self.hidden + self.settings.drift * self._randn(*self.hidden.shape)
         self.queries, self.outputs = [], []
-        new = [self._new_kv(rows + extra_rows) for _ in range(self.shape.num_layers)]
+        padding = torch.ones(extra_rows, self.shape.num_kv_heads, self.shape.head_dim)
+        layers = range(self.shape.num_layers)
+        new = [[torch.cat([self._heads(rows), padding]) for _ in "kv"] for _ in layers]
         self._layers(self.hidden[:, : rows + extra_rows], new)
         self.engine.layer_output()
         for row, request in enumerate(self.requests):
@@ -238,12 +235,6 @@ class MiniWorker:
                 appended = stored[request.pages[page], offset].float()
                 assert torch.equal(appended, k[row].to(self.shape.kv_dtype).float())
         return self.outputs
-
-    def _new_kv(self, rows: int) -> list[torch.Tensor]:
-        """K and V of the step's tokens in one layer, ones in padding rows."""
-        count = len(self.requests)
-        half = [self._heads(count) for _ in range(2)]
-        return [torch.cat([x, torch.ones(rows - count, *x.shape[1:])]) for x in half]
 
     def _layers(self, hidden, new):
         for layer, (k, v) in enumerate(new):

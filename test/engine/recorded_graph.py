@@ -45,9 +45,6 @@ class RecordedGraph(TorchDispatchMode):
         self._calls = []  # part or None, call, results; a join is a set of parts, None, None
         self._part, self._open = None, []
 
-    def __len__(self):
-        return len(self._calls)
-
     @contextlib.contextmanager
     def capture(self):
         kernel_call = getattr(*_LAUNCH)

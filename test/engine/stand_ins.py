@@ -19,16 +19,15 @@ class HereInstead:
         self.queries: dict[int, torch.Tensor] = {}
 
     def post(self, layer, step, q, pages, n_pages):
-        assert (np.sum(pages >= 0, axis=1) == n_pages).all()
         self.asked.append((layer, pages.copy()))
         self.queries[layer] = torch.from_numpy(q.copy())
-        return layer, q.copy(), pages.copy()
+        return layer, self.queries[layer], pages.copy(), n_pages.copy()
 
     def wait(self, ticket, out, lse):
-        layer, *asked = ticket
-        q, pages = map(torch.from_numpy, asked)
-        kv = self.host.k[layer], self.host.v[layer]
-        got, got_lse = attend_pages_reference(q, *kv, pages, None, None, self.shape.scale)
+        layer, q, pages, n_pages = ticket
+        assert (np.sum(pages >= 0, axis=1) == n_pages).all()
+        of = self.host.k[layer], self.host.v[layer], torch.from_numpy(pages)
+        got, got_lse = attend_pages_reference(q, *of, None, None, self.shape.scale)
         out[:], lse[:] = got.numpy(), got_lse.numpy()
         return SimpleNamespace(waited_us=1.0, fallback_pages=0)
 

@@ -1,10 +1,11 @@
-"""Digest, grain, query, route and residency in any combination: each step attends to exactly its pages."""
+"""Digest, grain, query, route, residency and dtype in any combination: each step attends to exactly its pages."""
 
 import dataclasses
 import json
 from itertools import product
 from unittest import mock
 
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ CHOOSERS = [
     *product([kind for kind in KINDS if kind != "none"], ["head"], QUERIES),
     *(x for x in EMBEDDINGS if (x[0] == "mean16") == (x[2] == "forecast")),
 ]
+DTYPES = {}, {"dtype": torch.bfloat16}, {"fp8": torch.float8_e4m3fn}, {"fp8": torch.float8_e5m2}
 KEYS = st.fixed_dictionaries(
     {
         "recall": st.sampled_from(["off", "fixed", "adaptive"]),
@@ -44,6 +46,7 @@ KEYS = st.fixed_dictionaries(
     residency_of=st.sampled_from([p for p in ("scout", "infinigen", "rheo") if p in policies()]),
     route=st.sampled_from(["cpu", "fetch"]),
     chooser=st.sampled_from(CHOOSERS),
+    of=st.sampled_from(DTYPES),
     only_selected=st.booleans(),
     keys=KEYS,
     lengths=st.lists(st.integers(1, 14 * SIZE), min_size=1, max_size=3),
@@ -51,7 +54,7 @@ KEYS = st.fixed_dictionaries(
     seed=st.integers(0, 99),
 )
 def test_any_axes_attend_to_exactly_their_pages(
-    residency_of, route, chooser, only_selected, keys, lengths, resident, seed
+    residency_of, route, chooser, of, only_selected, keys, lengths, resident, seed
 ):
     digest, grain, query = chooser
     keys = keys | {"grain": grain, "digest": "minmax"}  # embeddings have no key
@@ -70,12 +73,13 @@ def test_any_axes_attend_to_exactly_their_pages(
             resident_tokens=resident,
             config=json.dumps(keys),
             seed=seed,
+            **of,
         )
     worker.run(5, *lengths)
     check_table(worker.table)
     counters = worker.engine.parts.counters
     assert counters.verify_checks == 5 * worker.shape.num_layers
-    assert counters.verify_max_rel_error < 2e-5
+    assert counters.verify_max_rel_error < (1e-2 if "dtype" in of else 2e-5)
     if route != "cpu":
         assert counters.cpu_pages == 0 and not worker.missing.asked
     worker.close()

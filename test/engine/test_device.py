@@ -1,11 +1,11 @@
 """What a step's streams wait for, and host memory that a device uses: locked in chunks, or refused with the reason."""
 
-import contextlib
 import errno
 import mmap
 import os
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,93 +13,53 @@ import torch
 
 from sglang_scout.engine import device
 from sglang_scout.engine.device import ForkedStream, SideStream
-
-
-class Streams:
-    """Mocks torch.cuda; ``seen`` are waits and launches in order, by stream name."""
-
-    def __init__(self):
-        self.seen, self.names = [], iter(("step", "beside"))
-        self.current = self.Stream()
-
-    def Stream(self, device=None):
-        name = next(self.names)
-        return SimpleNamespace(
-            name=name,
-            wait_stream=lambda other: self.seen.append(f"{name} waits for {other.name}"),
-            wait_event=lambda event: self.seen.append(f"{name} waits for {event.end_of}"),
-        )
-
-    def Event(self):
-        event = SimpleNamespace(end_of=None)
-        event.record = lambda: setattr(event, "end_of", self.seen[-1])
-        return event
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    def current_stream(self):
-        return self.current
-
-    def launch(self, what):
-        self.seen.append(f"{what} on {self.current.name}")
+from sglang_scout.worker.host_memory import populate_together
 
 
 def test_a_part_is_behind_what_came_before_and_before_what_joins_it(monkeypatch):
-    cuda, given = Streams(), torch.ones(1)
+    cuda, given = mock.MagicMock(), torch.ones(1)
     monkeypatch.setattr(torch, "cuda", cuda)
+    cuda.Event.side_effect = ends = [cuda.end_0, cuda.end_1]
     beside, alive = ForkedStream(torch.device("cuda")), weakref.ref(given)
-    cuda.launch("norm")
     for part in (0, 1):
         with beside.fork(part, given):
-            cuda.launch(f"part {part}")
+            cuda.launch(part)
     del given
-    cuda.launch("model")
     beside.join(0)
     beside.join(0)  # once is enough
     assert alive() is not None, "the other part still reads it"
     beside.join()
     assert alive() is None
-    assert cuda.seen == [
-        "norm on step",
-        "beside waits for step",
-        "part 0 on beside",
-        "beside waits for step",
-        "part 1 on beside",
-        "model on step",
-        "step waits for part 0 on beside",
-        "step waits for part 1 on beside",
-    ]
+    done = [call[0] for call in cuda.mock_calls]
+    stream = ["current_stream", "Stream().wait_stream", "stream", "stream().__enter__", "launch"]
+    parts = [[*stream, "Event", f"end_{i}.record", "stream().__exit__"] for i in range(2)]
+    wait = ["current_stream", "current_stream().wait_event"]
+    assert done == ["Stream", *parts[0], *parts[1], *wait, *wait]
+    cuda.Stream().wait_stream.assert_called_with(cuda.current_stream())
+    awaited = cuda.current_stream().wait_event.call_args_list
+    assert [call.args[0] for call in awaited] == ends
 
 
-def test_what_a_stream_waited_for_copies_is_counted_once_it_is_known(make, monkeypatch):
+def test_what_a_stream_waited_for_copies_is_counted_once_it_is_known(monkeypatch):
     def event(ms, known=True):
         return SimpleNamespace(ms=ms, query=lambda: known, elapsed_time=lambda other: other.ms - ms)
 
-    monkeypatch.setattr(torch, "cuda", Streams())
-    side, recall = SideStream(torch.device("cuda")), (engine := make().engine).recall
-    recall._side, copy_thread = side, recall._side
+    monkeypatch.setattr(torch, "cuda", mock.MagicMock())
+    side = SideStream(torch.device("cuda"))
     side._waits += [(event(5.0), event(5.25)), (event(6.0), event(6.5, known=False))]
-    recall.commit(1)
-    recall.commit(2)
-    assert engine.parts.counters.recall_wait_us == 250
+    assert [side.take_waited_ns() for _ in range(2)] == [250_000, 0]
     side._waits[0] = event(6.0), event(6.5)
-    recall.commit(3)
-    assert engine.parts.counters.recall_wait_us == 750
-    recall._side = copy_thread
+    assert side.take_waited_ns() == 500_000
 
 
 class FakeRuntime:
-    """cudaHostRegister with a limit of ``limit`` bytes."""
+    """Locks three chunks."""
 
-    def __init__(self, limit):
-        self.limit, self.locked = limit, {}
+    def __init__(self):
+        self.locked = {}
 
     def cudaHostRegister(self, address, size, flags):
-        if sum(self.locked.values()) + size > self.limit:
+        if sum(self.locked.values()) + size > 3 * CHUNK:
             return 2
         self.locked[address] = size
         return 0
@@ -114,24 +74,40 @@ CHUNK = device.LOCK_CHUNK_BYTES
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """Locks three chunks; memory is populated immediately and has the same address on the device."""
-    made = FakeRuntime(3 * CHUNK)
+    """Memory is populated immediately and has the same address on the device."""
+    made = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(device, "populate_together", lambda address, size: 0)
     monkeypatch.setattr(device, "_device_address", lambda address: address)
     return made
 
 
-@pytest.mark.parametrize("populated", [0, errno.EINVAL])
-def test_memory_is_locked_in_chunks_with_progress_until_it_is_unlocked(
-    runtime, monkeypatch, populated
+@pytest.mark.usefixtures("populates")
+@pytest.mark.parametrize("can_populate", [True, False])
+def test_memory_is_taken_and_locked_in_chunks_with_progress_until_it_is_unlocked(
+    runtime, monkeypatch, can_populate
 ):
-    """Also by a kernel that cannot populate it, which leaves that to the lock."""
-    monkeypatch.setattr(device, "populate_together", lambda address, size: populated)
-    seen = []
-    unlock = device.lock_memory(4096, 2 * CHUNK + 5, seen.append)
-    assert seen == [CHUNK, 2 * CHUNK, 2 * CHUNK + 5]
-    assert runtime.locked == {4096: CHUNK, 4096 + CHUNK: CHUNK, 4096 + 2 * CHUNK: 5}
+    """A kernel that cannot populate it leaves that to the lock."""
+    chunk = 5 * mmap.PAGESIZE
+    nbytes = 2 * chunk + mmap.PAGESIZE
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, nbytes)
+    memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+    at, register, taken, seen = memory.ctypes.data, runtime.cudaHostRegister, [], []
+
+    def lock(*args):
+        taken.append(os.fstat(fd).st_blocks * 512)
+        return register(*args)
+
+    populate = populate_together if can_populate else lambda *_: errno.EINVAL
+    monkeypatch.setattr(device, "populate_together", populate)
+    monkeypatch.setattr(device, "LOCK_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(runtime, "cudaHostRegister", lock)
+    unlock = device.lock_memory(at, nbytes, seen.append)
+    os.close(fd)
+    assert seen == [chunk, 2 * chunk, nbytes]
+    assert taken == (seen if can_populate else [0] * 3)
+    assert runtime.locked == {at: chunk, at + chunk: chunk, at + 2 * chunk: mmap.PAGESIZE}
     unlock()
     assert not runtime.locked
 
@@ -156,26 +132,3 @@ def test_what_cannot_be_locked_is_refused_and_nothing_stays_locked(
     with pytest.raises(MemoryError, match=says):
         device.lock_memory(4096, 4 * CHUNK)
     assert not runtime.locked
-
-
-@pytest.mark.usefixtures("populates")
-def test_memory_is_taken_before_it_is_locked(monkeypatch):
-    chunk = 5 * mmap.PAGESIZE
-    nbytes = 2 * chunk + mmap.PAGESIZE
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, nbytes)
-    memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
-
-    class Runtime(FakeRuntime):
-        def cudaHostRegister(self, address, size, flags):
-            here = address - memory.ctypes.data + size
-            assert os.fstat(fd).st_blocks * 512 >= here, "taken up to here"
-            return super().cudaHostRegister(address, size, flags)
-
-    runtime = Runtime(nbytes)
-    monkeypatch.setattr(device, "LOCK_CHUNK_BYTES", chunk)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(device, "_device_address", lambda address: address)
-    device.lock_memory(memory.ctypes.data, nbytes)
-    assert len(runtime.locked) == 3
-    os.close(fd)

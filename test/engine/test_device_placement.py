@@ -32,11 +32,6 @@ LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 
 META = torch.device("meta")
 
 
-def chosen(scores, table, n_full, slot_of, k, *_):
-    pages, missing = table.new_empty(2, len(table), k)
-    return Selection(pages, missing, table.new_empty(len(table)))
-
-
 def scored(q, first, second, table, *_):
     return torch.empty_like(table, dtype=torch.float32)
 
@@ -47,7 +42,9 @@ GIVEN = {
     "score_embeddings": lambda q, _, table, *more: q.new_empty(len(q), table.shape[1]).float(),
     "salient_bits": lambda maw, state, at, threshold: state.new_empty(LAYERS, len(state), KV_HEADS),
     "mass_change_rotated": lambda q, *_: q.new_empty(q.shape[:2]).float(),
-    "select_pages": chosen,
+    "select_pages": lambda _, table, n_full, slot_of, k, *more: Selection(
+        *table.new_empty(2, len(table), k), table.new_empty(len(table))
+    ),
     "attend_pages": lambda q, *_: (torch.empty_like(q).float(), q.new_empty(q.shape[:2]).float()),
     "merge_states": lambda out, lse, *_: (out, lse),
 }
@@ -201,20 +198,12 @@ class NoCopies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def on_cuda():
+def test_nothing_between_steps_waits():
+    """The ring, and pages that change hands."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
-
-
-def test_the_ring_between_steps(on_cuda):
-    ring = ring_on("cuda")
-    with NoCopies():
-        ring.begin_step(5)
-
-
-def test_pages_that_change_hands(on_cuda):
-    part = torch.zeros(3, 9, 2, 32, dtype=torch.uint8, device="cuda")
-    ids = torch.zeros(5, dtype=torch.int64, device="cuda")
-    with NoCopies():
-        digests.unset((part, part), ids)
+        ring = ring_on("cuda")
+        part = torch.zeros(3, 9, 2, 32, dtype=torch.uint8, device="cuda")
+        ids = torch.zeros(5, dtype=torch.int64, device="cuda")
+        with NoCopies():
+            ring.begin_step(5)
+            digests.unset((part, part), ids)

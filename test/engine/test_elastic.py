@@ -36,17 +36,6 @@ def test_a_late_copy_does_not_hold_the_step_and_its_pages_stay_with_the_cpu(make
     assert worker.engine.parts.counters.verify_max_rel_error <= FP32_TOLERANCE
 
 
-def test_fixed_recall_waits_for_its_copies(make):
-    worker = make(budget_tokens=128, config='{"recall": "fixed", "recall_interval": 1}')
-    link = with_slow_link(worker)
-    worker.admit(640)
-    for _ in range(5):
-        under_way = list(worker.engine.recall._in_flight)
-        worker.step()
-        assert all(copies.done.done() for copies in under_way)
-    assert link.forced > 0 and worker.engine.parts.counters.recalled_pages > 0
-
-
 def test_a_request_that_fits_is_resident_whole_and_exact_once_the_others_have_left(make):
     worker = make(budget_tokens=128, max_batch=4, pages=160)
     policy = worker.engine.parts.policy
@@ -186,10 +175,7 @@ class ElasticMachine(RuleBasedStateMachine):
         check_table(table)
         owned = {page for r in (*self.worker.requests, *self.coming) for page in r.pages}
         for layer in range(2):
-            reserved = sum(int((c.taken.layers == layer).sum()) for c in engine.recall._in_flight)
-            mapped = np.flatnonzero(table.slot_of[layer] >= 0)
-            assert table.num_free[layer] + len(mapped) + reserved == table.num_slots
-            assert set(mapped) <= owned
+            assert set(np.flatnonzero(table.slot_of[layer] >= 0)) <= owned
 
     def teardown(self):
         for request in [*self.worker.requests, *self.coming]:

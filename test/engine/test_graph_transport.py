@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from graph_worker import GraphWorker
-from mini_worker import HIDDEN, SIZE
+from mini_worker import SIZE
 from op_calls import replaced
-from ring_view import RingView
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -87,32 +86,3 @@ def test_what_boundaries_launch_is_compiled_before_the_first_request(make, diges
     assert worker.digests.computed == 15 and worker.engine.parts.counters.warmed_pages > 0
     of_boundaries = {op for op in ran if op.startswith(("build_", "copy_"))}
     assert len(of_boundaries) == 2 and of_boundaries <= before
-
-
-def test_layers_run_without_a_step_as_they_are_captured(make):
-    """With the rows of a graph; no step has begun, so they attend to nothing and post nothing."""
-    worker = make(verify=False, resident_tokens=128, config='{"recall": "off"}')
-    engine, shape, rows = worker.engine, worker.shape, 3
-    head = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
-
-    def capture():
-        engine.pause()
-        for layer in range(3):
-            engine.layer_input(layer, *torch.randn(2, rows, HIDDEN), torch.zeros(rows).long())
-            q, k, v = (torch.randn(rows, n, shape.head_dim) for n in head)
-            assert (engine.attend(layer, q, k, v) == 0).all()
-
-    capture()
-    assert not any(engine.selector._ahead)
-    assert int(RingView(worker.arena).control["head"]) == 0
-    worker.admit(900)
-    worker.step()
-    # Recapture with a request present, as after a weight update.
-    kept = [x.clone() for x in (*worker.host.k, *worker.host.v, engine.parts.resident.k)]
-    posted = int(RingView(worker.arena).control["head"])
-    capture()
-    now = (*worker.host.k, *worker.host.v, engine.parts.resident.k)
-    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
-    assert int(RingView(worker.arena).control["head"]) == posted
-    worker.step()
-    assert int(RingView(worker.arena).control["head"]) > posted

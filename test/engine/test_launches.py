@@ -3,6 +3,8 @@
 docs/gpu-design.md has the numbers. The launches of a quantised projection are in test/plugin/test_model.py.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -19,15 +21,6 @@ BOUNDS = [*PREDICTED, "bounds_kernel", "select_kernel", "post_kernel"]
 STAGED = ["stage_kernel", "lt", "masked_fill"]
 FETCHED = [*PREDICTED, *SCORED, *STAGED]
 FORECAST = [*PREDICTED, "embedding_scores_kernel", "select_kernel", *STAGED]
-
-
-def projector(shape, heads):
-    """A projector for unquantised weights: with a head norm and RoPE."""
-    size, dtype = shape.head_dim, shape.dtype
-    norm, head_norm = torch.ones(HIDDEN, dtype=dtype), torch.ones(size, dtype=dtype)
-    w_q, table = torch.ones(heads * size, HIDDEN, dtype=dtype), torch.ones(4, size)
-    of_heads = QueryHeads(heads, size, size, True, lambda: table, head_norm, 1e-6)
-    return QueryProjector(norm, 1e-6, of_heads, w_q)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +40,16 @@ def test_launches_of_a_layer(make, policy, config, ahead, attends):
     worker = make(GraphWorker, verify=False, **sizes, **settings)
     engine, shape = worker.engine, worker.shape
     heads = shape.num_q_heads if engine.parts.policy.query.attends else shape.num_kv_heads
-    engine.selector._projectors = [projector(shape, heads)] * LAYERS
+    size, ones = shape.head_dim, partial(torch.ones, dtype=shape.dtype)
+    table = torch.ones(4, size)
+    with_norm = QueryHeads(heads, size, size, True, lambda: table, ones(size), 1e-6)
+    projector = QueryProjector(ones(HIDDEN), 1e-6, with_norm, ones(heads * size, HIDDEN))
+    engine.selector._projectors = [projector] * LAYERS
     engine.pause()
-    x, residual = torch.ones(2, ROWS, HIDDEN, dtype=shape.dtype)
+    x, residual = ones(2, ROWS, HIDDEN)
     positions = torch.zeros(ROWS, dtype=torch.int64)
     counts = shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads
-    new = [torch.ones(ROWS, n, shape.head_dim, dtype=shape.dtype) for n in counts]
+    new = [ones(ROWS, n, size) for n in counts]
     for layer in range(LAYERS - 1):
         with Launches() as before:
             engine.layer_input(layer, x, residual, positions)
@@ -61,7 +58,7 @@ def test_launches_of_a_layer(make, policy, config, ahead, attends):
     assert before.names == ahead
     assert len(attention.names) == attends, attention.names
     if engine.has_dense_steps:  # as many as stock: append, attention, cast
-        engine.capture(is_dense=True)
+        engine.is_dense = True
         with Launches() as dense:
             engine.layer_input(0, x, residual, positions)
             engine.attend(0, *new)

@@ -148,16 +148,6 @@ def test_partial_results_are_of_the_threads_that_may_share_a_sequence(max_batch,
 # -- device memory ---------------------------------------------------------------------------------
 
 
-def test_a_device_gives_what_digests_leave_to_resident_pages():
-    digests = 4097 * (EACH - PAGE_BYTES)
-    made = size().plan(4097, digests + 700 * PAGE_BYTES + 5)
-    assert made.num_slots == 700
-    assert made.device_bytes <= digests + 700 * PAGE_BYTES
-    assert size().plan(4097, 1 << 45).num_slots == 4097, "a slot for every page"
-    asked = size(config({"resident_tokens": 3200}))
-    assert asked.plan(4097, 1 << 45).num_slots == 100 + 8 + 64
-
-
 @pytest.mark.parametrize("keys", [{}, {"resident_tokens": 65536}])
 def test_too_little_device_memory_is_refused_with_the_numbers(keys):
     with pytest.raises(ConfigError) as caught:

@@ -13,11 +13,8 @@ from mini_worker import SIZE
 @pytest.fixture
 def make(make):
     """No verifier: it reads host pages too, so it would accept a damaged page."""
-    return partial(make, GraphWorker, verify=False)
-
-
-def config(recall):
-    return f'{{"page_checksums": true, "recall": "{recall}", "recall_interval": 1}}'
+    config = '{"page_checksums": true, "recall": "off"}'
+    return partial(make, GraphWorker, verify=False, config=config)
 
 
 def is_sealed(worker, pages):
@@ -31,14 +28,8 @@ def flip(worker, layer, page):
     worker.arena.k_pages(layer)[page].reshape(-1).view(np.uint8)[77] ^= 16
 
 
-def missed(worker):
-    """[(layer, page)] that the last step left to the CPU."""
-    missing = worker.engine._results.missing[:, : len(worker.requests)].flatten(1).tolist()
-    return [(layer, page) for layer, row in enumerate(missing) for page in row if page >= 0]
-
-
 def test_a_page_is_sealed_when_the_step_that_filled_it_has_ended(make):
-    worker = make(config=config("off"))
+    worker = make()
     request = worker.admit(4 * SIZE + SIZE - 2)
     worker.step()
     worker.step()
@@ -55,7 +46,7 @@ def test_a_page_is_sealed_when_the_step_that_filled_it_has_ended(make):
 
 
 def test_pages_are_sealed_on_arrival_and_stay_so_until_they_are_freed(make):
-    worker = make(config=config("off"))
+    worker = make()
     request = worker.bring(3 * SIZE + 5)
     full = np.array(request.pages[:3])
     worker.engine.requests.arrive("r", full, None)
@@ -71,7 +62,7 @@ def test_pages_are_sealed_on_arrival_and_stay_so_until_they_are_freed(make):
 
 
 def test_a_page_that_was_freed_before_it_was_sealed_is_left_to_its_next_owner(make):
-    worker = make(config=config("off"))
+    worker = make()
     first, other = worker.admit(2 * SIZE - 1), worker.admit(40)
     worker.step()  # fills it
     worker.step()  # finds it full
@@ -85,21 +76,22 @@ def test_a_page_that_was_freed_before_it_was_sealed_is_left_to_its_next_owner(ma
 @pytest.mark.parametrize("threads", [True, False])
 def test_a_page_that_is_computed_on_the_cpu_is_compared(make, threads):
     """By worker threads, or the attendant if there are none."""
-    worker = make(config=config("off"), threads=threads)
+    worker = make(threads=threads)
     requests = worker.admit(700), worker.admit(500)
     worker.run(4)
     assert not worker.host.checksums.failures
     for page in {p for r in requests for p in r.pages[: (r.length - 1) // SIZE]}:
         flip(worker, 1, page)
     worker.step()
-    expected = sorted((layer, page) for layer, page in missed(worker) if layer == 1)
-    assert expected and worker.host.checksums.damaged().tolist() == list(map(list, expected))
+    missed = worker.engine._results.missing[1].flatten().tolist()
+    expected = [[1, page] for page in sorted(missed) if page >= 0]
+    assert expected and worker.host.checksums.damaged().tolist() == expected
     assert all(torch.isfinite(out).all() for out in worker.outputs), "for the sampler"
 
 
 def test_a_page_that_is_copied_is_compared_before_a_step_attends_to_it(make):
     """At a boundary, or during a step."""
-    worker = make(config=config("off"), resident_tokens=1024)
+    worker = make(resident_tokens=1024)
     request = worker.admit(700)
     worker.step()
     worker.step()

@@ -144,19 +144,11 @@ def test_a_rank_whose_copies_are_late_chooses_the_same_pages(run):
 
 
 def test_the_check_sees_selections_that_differ(make):
-    said = []
-
-    def combine(x, how):
-        said.append(x)
-        return torch.stack(said).amax(0)
-
-    parts = make().engine.parts
-    counters, parts.ranks = parts.counters, SimpleNamespace(combine=combine)
-    verifier = Verifier(parts)
-    pages = torch.arange(8)
+    said, pages, parts = [], torch.arange(8), make().engine.parts
+    parts.ranks = SimpleNamespace(combine=lambda x, _: said.append(x) or torch.stack(said).amax(0))
     for chosen, unequal in ((pages, 0), (pages.clone(), 0), (pages.flip(0), 1)):
-        verifier.check_selection(chosen)
-        assert counters.verify_unequal_selections == unequal
+        Verifier(parts).check_selection(chosen)
+        assert parts.counters.verify_unequal_selections == unequal
 
 
 @pytest.mark.rheo

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from mini_worker import SIZE
-from sglang_scout.engine import RESULT_DELAY_STEPS, step
+from sglang_scout.engine import RESULT_DELAY_STEPS
 from sglang_scout.engine.step_buffers import Candidates
 from sglang_scout.engine.verify import co_attention_reference
 
 FP32_TOLERANCE = 1e-5
 """Relative; two online softmaxes and a merge against one softmax, in fp32."""
-BF16_TOLERANCE = 1e-2
 
 
 def close(actual, expected):
@@ -44,26 +43,6 @@ def test_a_covering_budget_is_exact_full_attention(make, settings, layers):
     assert "resident_tokens" in settings or not worker.missing.asked
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dtype": torch.bfloat16},
-        {"fp8": torch.float8_e4m3fn},
-        {"fp8": torch.float8_e5m2, "config": '{"digest": "minmax"}'},
-    ],
-    ids=str,
-)
-def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, settings):
-    """In every dtype; test_axes.py has the policies' choices."""
-    worker = make(budget_tokens=128, **settings)
-    worker.run(12, 400, 37, 513, 320)
-    counters = worker.engine.parts.counters
-    assert counters.verify_checks == 12 * 3
-    tolerance = BF16_TOLERANCE if "dtype" in settings else FP32_TOLERANCE
-    assert counters.verify_max_rel_error <= tolerance
-    assert counters.cpu_pages > 0 and counters.recalled_pages > 0
-
-
 @pytest.mark.parametrize("policy", ["scout", "infinigen"])
 @pytest.mark.parametrize("digest", ["minmax", "rotated-2"])
 def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
@@ -90,15 +69,6 @@ def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
     pages = counters.cpu_pages, counters.fetched_pages
     ours, none = pages if policy == "scout" else pages[::-1]
     assert ours > 20 and none == 0 and counters.recalled_pages > 0
-
-
-def test_recall_lowers_the_cpu_share(make):
-    ratios = []
-    for keys in ('{"recall": "off"}', '{"recall": "fixed", "recall_interval": 2}'):
-        worker = make(budget_tokens=160, max_batch=1, pages=120, drift=0.05, seed=3, config=keys)
-        worker.run(40, 96 * SIZE)
-        ratios.append(worker.engine.parts.counters.cpu_compute_ratio)
-    assert ratios[1] < 0.6 * ratios[0]
 
 
 def test_shared_prefix_pages_are_resident_once_and_digested_once(make):
@@ -144,12 +114,10 @@ def test_counters(make):
         worker.missing.asked.clear()
         worker.step()
         asked.append(sum((pages >= 0).sum() for _, pages in worker.missing.asked))
-    counters = worker.engine.parts.counters
-    assert counters.cpu_pages == sum(asked[:-RESULT_DELAY_STEPS])
-    assert counters.cpu_pages == counters.cpu_pages_by_layer.sum()
-    assert counters.selected_pages == (5 - RESULT_DELAY_STEPS) * 3 * 2 * 4
-    assert counters.budget_pages == counters.selected_pages
-    assert counters.steps == 5
+    counters, selected = worker.engine.parts.counters, (5 - RESULT_DELAY_STEPS) * 3 * 2 * 4
+    cpu_pages = sum(asked[:-RESULT_DELAY_STEPS])
+    assert counters.cpu_pages == counters.cpu_pages_by_layer.sum() == cpu_pages
+    assert counters.selected_pages == counters.budget_pages == selected and counters.steps == 5
 
 
 def test_a_batch_beyond_the_buffers_is_refused(make):
@@ -181,7 +149,7 @@ def test_missing_pages_weigh_as_the_real_query_says(make):
     shape, host, gaps = worker.shape, worker.host, {False: 0.0, True: 0.0}
     for _ in range(6):
         worker.step()
-        batch = worker.engine._results.running.batch
+        batch = worker.engine._results.launched[-1].batch
         for layer in (1, 2):
             chosen, missing = (x[0][x[0] >= 0].long() for x in worker.engine._results.of(layer, 1))
             assert len(missing)
@@ -202,47 +170,22 @@ def test_missing_pages_weigh_as_the_real_query_says(make):
     assert gaps[True] < 0.7 * gaps[False]
 
 
-FITTING = (9 * SIZE + 3, 2 * SIZE, 5)
-
-
-def bytes_read(worker, monkeypatch):
-    """Of K and V by the device's attention, over those of full attention, and digest pages scored, in one more step."""
-    tokens, digests = [], []
-    attend, score = step.attend_pages, worker.digests.score
-
-    def attended(q, k, v, pages, tail_slot, tail_len, *args, slot_of, **kwargs):
-        on_device = ((pages >= 0) & (slot_of[pages.long()] >= 0)).sum()
-        tokens.append(on_device * SIZE + tail_len.sum())
-        return attend(q, k, v, pages, tail_slot, tail_len, *args, slot_of=slot_of, **kwargs)
-
-    def scored(layer, query, candidates, *args):
-        digests.append(candidates.n_scored[: len(query)].sum())
-        return score(layer, query, candidates, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(step, "attend_pages", attended)
-        patch.setattr(worker.digests, "score", scored)
-        worker.step()
-    stock = sum(r.length for r in worker.requests) * worker.shape.num_layers
-    return int(sum(tokens)) / stock, sum(digests)
-
-
 @pytest.mark.parametrize("digest", ["minmax", "rotated-2"])
-def test_what_the_budget_covers_reads_what_full_attention_reads(make, monkeypatch, digest):
-    """And no digest, though these hold garbage: every page is selected anyway."""
+def test_what_the_budget_covers_is_not_scored(make, digest):
+    """Every page is selected anyway: digests may hold garbage."""
     worker = make(budget_tokens=16 * SIZE, config=json.dumps({"digest": digest}))
-    worker.run(1, *FITTING)
+    worker.run(1, *(lengths := (9 * SIZE + 3, 2 * SIZE, 5)))
     full = [p for r in worker.requests for p in r.pages[: r.length // SIZE]]
     kept = [part.clone() for part in worker.digests.parts]
     for part in worker.digests.parts:
         part[:, full] = 255
     waited = worker.engine.transport.waited_ns.clone()
-    kv, digests = bytes_read(worker, monkeypatch)
+    worker.step()
     for part, before in zip(worker.digests.parts, kept, strict=True):
         part.copy_(before)
-    assert abs(kv - 1) < 0.01 and digests == 0
+    assert not worker.engine._inputs.candidates.n_scored.any()
     for layer in range(worker.shape.num_layers):
-        for row in range(len(FITTING)):
+        for row in range(len(lengths)):
             close(worker.outputs[layer][row], worker.dense(row, layer))
     assert not worker.missing.asked and torch.equal(worker.engine.transport.waited_ns, waited)
 

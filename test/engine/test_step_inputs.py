@@ -1,4 +1,4 @@
-"""A boundary's single transfer to the device."""
+"""Changes of the slot table in a boundary's transfer to the device; test_recorded_step.py has the rest."""
 
 from types import SimpleNamespace
 
@@ -10,65 +10,44 @@ from sglang_scout.engine.requests import Batch, Request
 from sglang_scout.engine.step_buffers import StepInputs
 from sglang_scout.engine.stores import Sizes
 
-LAYERS, ROWS, COLUMNS = 3, 5, 7
+LAYERS = 3
+ONE = np.ones(1, np.int32)
+BATCH = Batch(
+    [Request()], np.array([[4, 5]], np.int32), ONE, np.ones((LAYERS, 1), np.int32), ONE, ONE, ONE
+)
 
 
-class Changes:
+@pytest.fixture
+def residency():
     """Stands in for the residency table."""
+    slot_of, none = np.full((LAYERS, 3000), -1, np.int32), (ONE[:0].astype(np.int64), ONE[:0])
+    table = SimpleNamespace(num_layers=LAYERS, slot_of=slot_of, changes=none)
+    table.take_changes = lambda: table.changes
+    return table
 
-    num_layers = LAYERS
 
-    def __init__(self):
-        self.slot_of = np.full((LAYERS, 3000), -1, np.int32)
-        self.changes = np.zeros(0, np.int64), np.zeros(0, np.int32)
-
-    def take_changes(self):
-        return self.changes
+@pytest.fixture
+def inputs(residency):
+    sizes = Sizes(budget_pages=2, num_slots=9, max_batch=5, max_pages=7)
+    return StepInputs(residency, sizes, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("changes", [0, 5, 5000])
-def test_the_device_has_what_was_sent_and_nothing_of_before(changes):
-    """Few changes of the slot table travel with the step's inputs, many on their own."""
+def test_few_travel_with_the_step_and_many_on_their_own(residency, inputs, changes):
     rng = np.random.default_rng(3)
-    sizes = Sizes(budget_pages=2, num_slots=9, max_batch=ROWS, max_pages=COLUMNS)
-    residency = Changes()
-    inputs = StepInputs(residency, sizes, torch.device("cpu"))
-    for full in ([2, 6], [1], [0, 3, 5, 2, 6]):
-        n, n_full = len(full), np.array(full, np.int32)
-        table = rng.integers(1, 99, (n, max(full) + 1)).astype(np.int32)
-        table[np.arange(table.shape[1]) > n_full[:, None]] = -1
-        slots = rng.integers(0, 9, (LAYERS, n)).astype(np.int32)
-        tail = n_full + 1, table[np.arange(n), full]
-        sent = Batch([Request()] * n, table, n_full, slots, *tail, np.zeros(n))
+    for _ in range(3):
         keys = rng.permutation(residency.slot_of.size)[:changes]
-        now = rng.integers(-1, 9, changes).astype(np.int32)
-        residency.changes = keys, now
-        residency.slot_of.flat[keys] = now
-        inputs.send(sent)
+        residency.changes = keys, rng.integers(-1, 9, changes).astype(np.int32)
+        residency.slot_of.flat[keys] = residency.changes[1]
+        inputs.send(BATCH)
         assert np.array_equal(inputs.slot_of, residency.slot_of)
-        padding = ROWS - n
-        candidates = inputs.candidates
-        assert candidates.n_full.tolist() == [*full, *[0] * padding]
-        assert candidates.n_scored.tolist() == [*(x * (x > 2) for x in full), *[0] * padding]
-        assert inputs.tail_len.tolist() == [*tail[0], *[0] * padding]
-        assert inputs.tail_page.tolist() == [*tail[1], *[-1] * padding]
-        assert np.array_equal(inputs.tail_slot[:, :n], sent.tail_slot)
-        assert (inputs.tail_slot[:, n:] == -1).all()
-        for row, count in enumerate([*full, *[0] * padding]):
-            expected = sent.table[row, :count] if count else []
-            assert np.array_equal(candidates.table[row, :count], expected)
-            assert (candidates.table[row, count:] == -1).all(), "full pages alone"
 
 
-def test_a_change_keeps_its_64_bits_among_the_words_of_a_step():
+def test_a_change_keeps_its_64_bits(residency, inputs):
     """In a table of more than 2^32 entries, as 80 layers of a large host's pages have."""
-    heard, residency = [], Changes()
-    sizes = Sizes(budget_pages=2, num_slots=9, max_batch=ROWS, max_pages=COLUMNS)
-    inputs = StepInputs(residency, sizes, torch.device("cpu"))
+    heard = []
     flat = SimpleNamespace(index_copy_=lambda _, *change: heard.extend(x.tolist() for x in change))
     inputs.slot_of = SimpleNamespace(view=lambda _: flat)
     residency.changes = np.array([2**33 + 5]), np.array([3], np.int32)
-    one = np.ones(1, np.int32)
-    table, slots = np.array([[4, 5]], np.int32), np.ones((LAYERS, 1), np.int32)
-    inputs.send(Batch([Request()], table, one, slots, one, one, np.zeros(1)))
+    inputs.send(BATCH)
     assert heard == [[2**33 + 5], [3]]

@@ -23,27 +23,24 @@ def make(settings, num_layers=3, profile=None):
     return make_policy(Context(settings, num_layers, PAGE_BYTES, profile))
 
 
-def targets_of(policy, layers):
-    return [policy.query.targets(layer, layers) for layer in range(layers)]
+@pytest.mark.parametrize(
+    ("keys", "targets", "eager"),
+    [
+        ("{}", [(0, 1), (2,), (3,), (4,), (5,), ()], [0]),
+        ('{"precompute": false}', [()] * 6, []),  # no layer has a lead
+        ('{"exact_layers": [3, 1, 1]}', [(0,), (2,), (), (4,), (5,), ()], [0, 1, 3]),
+    ],
+)
+def test_layers_are_predicted_one_ahead_but_for_exact_ones(keys, targets, eager):
+    """Those that are not recall all that they miss, if others are."""
+    policy = make(config(config=keys), 6)
+    assert [policy.query.targets(layer, 6) for layer in range(6)] == targets
+    assert np.flatnonzero(policy.residency._target == 0.0).tolist() == eager
 
 
-def test_every_layer_is_predicted_exactly_once_and_one_layer_ahead():
-    assert targets_of(make(config(), 5), 5) == [(0, 1), (2,), (3,), (4,), ()]
-    assert targets_of(make(config(config='{"precompute": false}'), 5), 5) == [()] * 5
-
-
-def test_exact_layers_are_not_predicted_and_have_no_lead():
-    exact = config(config='{"exact_layers": [3, 1, 1]}')
-    policy = make(exact, 6)
-    assert targets_of(policy, 6) == [(0,), (2,), (), (4,), (5,), ()]
-    aims = policy.residency._target
-    assert np.flatnonzero(aims == 0.0).tolist() == [0, 1, 3], "all misses are recalled"
-    without = make(config(config='{"precompute": false}')).residency._target
-    assert without.tolist() == [0.12] * 3, "no layer has a lead"
-    with pytest.raises(
-        ConfigError, match=r"exact_layers = \[3, 1, 1\]: the model has layers 0 to 2"
-    ):
-        make(exact, 3)
+def test_exact_layers_must_exist():
+    with pytest.raises(ConfigError, match=r"exact_layers = \[3\]: the model has layers 0 to 2"):
+        make(config(config='{"exact_layers": [3]}'), 3)
 
 
 def due_in(residency, steps):
@@ -74,31 +71,27 @@ def test_recall_off():
 PROFILE = RecallProfile(1, "m", 32, 2048, 0.2, [2, 0, 30], 3)
 
 
-def described(profile=None, **keys):
+@pytest.mark.parametrize(
+    ("profile", "keys", "expected"),
+    [
+        (None, {}, {"intervals": [8, 8, 8], "threshold": 0.12, "step_pages": 2048}),
+        (None, {"recall_interval": 3}, {"intervals": [3, 3, 3]}),
+        (PROFILE, {}, {"intervals": [2, 0, 30], "threshold": 0.2}),
+        (PROFILE, {"recall_threshold": 0.05}, {"threshold": 0.05}),
+        (PROFILE, {"recall_threshold": 0}, {"threshold": 0}),
+        (PROFILE, {"recall": "fixed"}, {"intervals": [2, 0, 30]}),
+        (PROFILE, {"paper": True}, {"intervals": [2, 0, 30]}),
+        (None, {"recall": "fixed", "recall_interval": 4}, {"intervals": [4, 4, 4]}),
+        (None, {"recall_step_mib": 1}, {"step_pages": 8}),
+        (None, {"recall_step_mib": 0.01}, {"step_pages": 1}),  # never none: recall = off says that
+    ],
+    ids=str,
+)
+def test_recall_is_as_the_keys_and_the_profile_say(profile, keys, expected):
     settings = config(config=json.dumps(keys), recall_profile="p.json" if profile else None)
-    return make(settings, 3, profile).residency.describe()
-
-
-def test_adaptive_recall_is_the_default_and_starts_from_the_profile():
-    assert described()["intervals"] == [8, 8, 8] and described()["threshold"] == 0.12
-    assert described(recall_interval=3)["intervals"] == [3, 3, 3]
-    assert described(PROFILE)["intervals"] == [2, 0, 30]
-    assert described(PROFILE)["threshold"] == 0.2
-    assert described(PROFILE, recall_threshold=0.05)["threshold"] == 0.05
-    assert described(PROFILE, recall_threshold=0)["threshold"] == 0
-    assert described(PROFILE, recall="fixed")["intervals"] == [2, 0, 30]
-    assert described(PROFILE, paper=True)["intervals"] == [2, 0, 30], "as in the paper"
-    assert described(recall="fixed", recall_interval=4)["intervals"] == [4, 4, 4]
-
-
-def test_the_bytes_of_a_step_are_counted_in_pages():
-    assert PAGE_BYTES == 2**17
-    assert described()["step_pages"] == 2048
-    assert described(recall_step_mib=1)["step_pages"] == 8
-    assert described(recall_step_mib=0.01)["step_pages"] == 1, "never none: recall = off says that"
-
-
-@pytest.mark.parametrize(("mode", "waits"), [("off", True), ("fixed", True), ("adaptive", False)])
-def test_only_adaptive_recall_lets_a_step_begin_before_its_copies_have_ended(mode, waits):
-    residency = make(config(config=json.dumps({"recall": mode}))).residency
-    assert (residency.patience_us is None) == waits
+    residency = make(settings, 3, profile).residency
+    assert residency.describe() | expected == residency.describe()
+    is_adaptive = "threshold" in residency.describe()
+    assert is_adaptive == (keys.get("recall") != "fixed" and "paper" not in keys)
+    # Only then may a step begin before its copies have ended.
+    assert (residency.patience_us is None) != is_adaptive

@@ -162,17 +162,6 @@ def test_no_step_copies_more_than_its_pages(step_pages):
     assert np.sum(world.copies[-50:]) > 0.9 * 50 * step_pages, "it must have been short of pages"
 
 
-def test_scarce_pages_go_to_the_largest_excess_and_nobody_starves():
-    drift = [0.01, 0.02, 0.04, 0.08]
-    enough = sum(drift) * CAPACITY
-    world = World(controller(4, step_pages=int(0.7 * enough)), drift).run(300)
-    copies, last = np.sum(world.copies[-100:], axis=0), np.array(world.ratios[-1])
-    assert 0 < copies[0] < copies[1] < copies[2], "the faster a layer drifts, the more it gets"
-    assert copies[3] > 0.9 * copies[2], "both miss nearly all"
-    unlevelled = World(controller(4, step_pages=0), drift).run(5).ratios[-1]
-    assert np.ptp(last) < np.ptp(unlevelled), (last, "excess is levelled")
-
-
 def test_of_equal_excess_the_pages_that_are_used_come_first():
     world = World(controller(2, step_pages=30), [0.1, 0.1], worth=[1.0, 0.25]).run(200)
     useful, useless = np.sum(world.copies[-100:], axis=0)

@@ -85,9 +85,7 @@ class Ahead:
     """One layer's selection, from look-ahead to merge; B requests of C lists."""
 
     query: Tensor  # [B, HQ, D] attends to the missing pages: the predicted one, or the real one
-    pages: (
-        Tensor  # [B * C, N], or [B, N] for all lists: the device attends to those that are resident
-    )
+    pages: Tensor  # [B * C, N], or [B, N] for all lists; the device attends to resident ones
     n_pages: Tensor | None  # how many each row of these has; None: -1 padded
     missing: Tensor  # [B * C, k] selected pages that are not resident, for the CPU
     n_missing: Tensor  # [B * C] how many
@@ -123,24 +121,15 @@ class Selector:
         raise NotImplementedError
 
     def attended(self, layer: int, query: Tensor, lse: Tensor, *window: Tensor) -> None:
-        """The device attended to the layer's resident pages.
-
-        Args:
-            query, lse: ``[B, HQ, D]``, and ``[B, HQ]`` the log-sum-exp.
-            window: K of the slots, pages, ``slot_of``, tail slots and tail lengths.
-        """
+        """The device attended to resident pages, with ``lse`` ``[B, HQ]``; ``window``: K of the slots, pages,
+        ``slot_of``, tail slots and tail lengths."""
 
     def close(self) -> None:
         """No step follows."""
 
 
 class LookAhead(Selector):
-    """Selects pages by their digests, one layer ahead where the policy's query can be predicted.
-
-    Args:
-        verifier: compares the selections of ranks, if any.
-        clock: of the timeline.
-    """
+    """Selects pages by their digests, one layer ahead where the policy's query can be predicted."""
 
     def __init__(
         self,

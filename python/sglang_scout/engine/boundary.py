@@ -49,8 +49,8 @@ class StepBoundary:
         layers = parts.table.num_layers
         self._started = np.zeros(layers, np.int64)  # pages whose recall the last boundary started
         none = np.zeros((layers, 0), np.int64)
-        # Of the last step whose selections are known: ages [B], missed pages [L, B], those of them still absent.
-        self._last = np.zeros(0, np.int64), none, none
+        # Of the last step whose selections are known.
+        self._last: dict[str, Ids] = {"ages": none[0], "missed": none, "absent": none}
         parts.table.pin_share = parts.policy.residency.pin_share
 
     def begin(self, step: int, page_table: PageIds, request_slots: Ids, seq_lens: Ids) -> Batch:
@@ -81,14 +81,11 @@ class StepBoundary:
         joining = [pages for pages in joining if pages.size]
         self._pages.load_forced(table, full, tail_page, tail_len, joining)
         self._requests.start_copies()
-        last_ages, missed, absent = self._last
         residency.plan(
             StepReport(
                 step=step,
                 budget_pages=self._sizes.budget_pages * self._sizes.lists,
-                ages=last_ages,
-                missed=missed,
-                absent=absent,
+                **self._last,
                 started=self._started,
                 landed=landed,
                 used=used,
@@ -113,11 +110,8 @@ class StepBoundary:
         return batch
 
     def _take_in(self) -> LaunchedStep | None:
-        """Record the selections of the oldest step whose results have arrived.
-
-        Returns:
-            Its results, without pages that have changed owner since; missing: those that still are.
-        """
+        """Record the selections of the oldest step whose results have arrived. Returns them without pages that have
+        changed owner since; missing: those that still are."""
         done = self._results.take()
         if done is None:
             return None
@@ -131,10 +125,9 @@ class StepBoundary:
         of_step = selected, missed.sum(axis=1), budget, self._policy.route
         self._counters.count_step(*of_step, done.waited_ns // 1000)
         done.pages, missing = self._pages.still_held(done.step, done.pages, done.missing)
-        # Some have been recalled for the step after it.
-        done.missing = self._table.still_missing(missing)
-        self._last = batch.ages, missed, uses.count(done.missing)
-        uses.touch(np.arange(self._table.num_layers), done.pages, done.step, batch.fresh)
+        done.missing = self._table.still_missing(missing)  # some have been recalled since
+        self._last = {"ages": batch.ages, "missed": missed, "absent": uses.count(done.missing)}
+        uses.touch(np.arange(self._table.num_layers), done.pages, done.step, batch.ages == 0)
         # A boundary may come while the step before still runs.
         took_ns = done.end_ns - max(done.start_ns, self._end_ns)
         self._end_ns = done.end_ns
@@ -181,5 +174,4 @@ class StepBoundary:
         beyond = np.maximum(full - self._sizes.budget_pages, 0).sum()
         if dense_pages is None or beyond > dense_pages:
             return False
-        is_full = np.arange(table.shape[1]) < full[:, None]
-        return self._table.are_resident(table[is_full])
+        return self._table.are_resident(table[np.arange(table.shape[1]) < full[:, None]])

@@ -92,9 +92,7 @@ class ForkedStream:
 
     The caching allocator hands out memory per stream, in call order. So a part's inputs must live until it is joined,
     and its outputs are freed while no part is being launched: the next one starts after everything launched before.
-
-    Args:
-        device: of the streams; None: everything runs in order, as on the CPU device.
+    Without a ``device`` everything runs in order, as on the CPU device.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -182,10 +180,8 @@ class StreamCopy:
 class Staging:
     """A block of int32 words that the host fills for each step, and its copy on the device.
 
-    Double-buffered on the host, so that one buffer can be filled while the other is still read.
-
-    Attributes:
-        device: ``[words]`` int32 on the device; what was last sent.
+    Double-buffered on the host, so that one buffer can be filled while the other is still read. ``device`` ``[words]``
+    has what was last sent.
     """
 
     def __init__(self, words: int, device: torch.device) -> None:
@@ -208,8 +204,7 @@ class Staging:
 
     def send(self, words: int) -> None:
         """Copy the first ``words`` to the device, in current-stream order."""
-        source = self._host[self._turn][:words]
-        self.device[:words].copy_(source, non_blocking=self._on_cuda)
+        self.device[:words].copy_(self._host[self._turn][:words], non_blocking=self._on_cuda)
         if self._on_cuda:
             self._sent[self._turn] = torch.cuda.Event()
             self._sent[self._turn].record()

@@ -160,10 +160,8 @@ class DigestPool:
 
     Args:
         rule: its kind of digest, and this rank's part of its weights.
-        hints: of prompts, by their last pages; None: no hints.
 
     Attributes:
-        kind: name of the kind.
         score, mass_change: those of the kind (:class:`DigestKind`).
         parts: ``[L, P, H, bytes]`` uint8 each, on ``device``.
         valid: ``[P]`` bool on the host; this page's digests are valid in every layer.
@@ -179,7 +177,7 @@ class DigestPool:
     ) -> None:
         of_kind, weights = rule.digest, rule.weights
         self.kind, self.hints = of_kind.name, hints
-        arrays = weights.arrays if weights is not None else {}
+        arrays = weights.arrays if weights else {}
         trained = [torch.tensor(arrays[name], device=device) for name in of_kind.trained]
         size = shape.num_layers, num_pages, shape.num_kv_heads
         sizes = ((*size, nbytes) for nbytes in of_kind.part_bytes(shape, weights))

@@ -91,20 +91,15 @@ class GraphTransport(Transport):
         self.state[1].fill_(step)
 
     def post(self, layer: int, query: Tensor, pages: Tensor, n_pages: Tensor) -> None:
-        """If no row has a page, this is a no-op.
-
-        Args:
-            pages: packed to the left, see `select_pages`; B * C up to max_batch, k up to max_pages.
-        Raises:
-            ValueError: a size or layout is wrong.
-        """
+        """A no-op if no row has a page. ``pages`` are packed to the left, see `select_pages`. Raises ValueError if B *
+        C is above max_batch or k above max_pages, or a layout is wrong."""
         (rows, k), spec = pages.shape, self.arena.spec
         most = [spec.max_batch, spec.max_pages]
         if rows > most[0] or k > most[1] or rows % spec.lists:
             raise ValueError(f"post: pages is {list(pages.shape)}, the ring has room for {most}")
-        self._check("post", layer, "query", query, rows // spec.lists, *self._heads)
-        self._check("post", layer, "pages", pages, rows, k)
-        self._check("post", layer, "n_pages", n_pages, rows)
+        _check("query", query, rows // spec.lists, *self._heads)
+        _check("pages", pages, rows, k)
+        _check("n_pages", n_pages, rows)
         if rows:
             with self._slice("ahead", "post", layer):
                 kernels.doorbell.post(self, layer, query, pages, n_pages)
@@ -114,10 +109,10 @@ class GraphTransport(Transport):
     ) -> Tensor:
         """The device's part alone without a post, and without a valid answer, which `faults` reports."""
         (out, lse), (B, HQ) = here, here[1].shape
-        self._check("merge", layer, "out", out, B, *self._heads)
-        for name, x in (("lse", lse), ("change", change)):
-            if x is not None:
-                self._check("merge", layer, name, x, B, HQ)
+        _check("out", out, B, *self._heads)
+        _check("lse", lse, B, HQ)
+        if change is not None:
+            _check("change", change, B, HQ)
         if not B:
             return out.to(query.dtype)
         with self._slice("attention", "merge", layer):
@@ -140,9 +135,8 @@ class GraphTransport(Transport):
             bits |= word
         return texts(bits)
 
-    def _check(self, op: str, layer: int, name: str, x: Tensor, *shape: int) -> None:
-        if not 0 <= layer < len(self.waited_ns):
-            raise ValueError(f"{op}: layer is {layer}, expected 0..{len(self.waited_ns) - 1}")
-        if x.shape != shape or not x.is_contiguous():
-            found = f"{list(x.shape)} with strides {x.stride()}"
-            raise ValueError(f"{op}: {name} is {found}, expected {list(shape)}, contiguous")
+
+def _check(name: str, x: Tensor, *shape: int) -> None:
+    if x.shape != shape or not x.is_contiguous():
+        found = f"{list(x.shape)} with strides {x.stride()}"
+        raise ValueError(f"ring: {name} is {found}, expected {list(shape)}, contiguous")

@@ -17,7 +17,6 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.policy import Policy
 from sglang_scout.engine.requests import hint_bytes
 from sglang_scout.engine.stores import ModelShape, Sizes
-from sglang_scout.engine.transport import staging_bytes
 from sglang_scout.worker.arena import ArenaSpec
 from sglang_scout.worker.host_memory import LAST_RESORT, flag_gib
 from sglang_scout.worker.ring import layout_of, worker_memory
@@ -33,7 +32,7 @@ _ON_DEVICE = "digests", "input buffers", "resident slots", "step buffers"
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Counts and bytes of the three stores, and the additional memory of CPU attention."""
+    """Counts and bytes of the stores, and the additional memory of CPU attention."""
 
     num_pages: int  # P, host pages including the padding page
     num_slots: int  # of the device per layer: resident pages, tails, and room for in-flight recalls
@@ -46,7 +45,6 @@ class MemoryPlan:
 
     @property
     def device_rows(self) -> tuple[tuple[str, int, int], ...]:
-        """The rows of device memory."""
         return tuple(row for row in self.rows if row[0] in _ON_DEVICE)
 
     @property
@@ -80,9 +78,7 @@ class ServerSize:
     shape: ModelShape
     max_batch: int
     context_tokens: int
-    node_cpus: Sequence[
-        int
-    ]  # CPUs of CPU attention, of each memory node that has a part of the pages
+    node_cpus: Sequence[int]  # of CPU attention, of each memory node with a part of the pages
 
     @property
     def page_bytes(self) -> int:
@@ -113,7 +109,7 @@ class ServerSize:
         shape, sizes = self.shape, self.step_sizes
         held = self.policy.device_bytes(self)
         if self.policy.route == "fetch":
-            held += staging_bytes(shape, self.max_batch, self.budget_pages)
+            held += 4 * self.max_batch * self.budget_pages * shape.page_bytes  # K and V, two layers
         if sizes.lists > 1:
             # Candidates, their digests and scores; selections and the missing ones of them.
             rows = self.max_batch * sizes.lists
@@ -262,8 +258,7 @@ def check_memory(
         return plan
     fitting = bisect_right(range(1, num_pages), available_bytes, key=needed)
     if fitting > MIN_PAGES:
-        of_pages = ranks * (fitting - 1) * size.page_bytes
-        fix = f"--kv-offload-host-gb {flag_gib(of_pages)} fits"
+        fix = f"--kv-offload-host-gb {flag_gib(ranks * (fitting - 1) * size.page_bytes)} fits"
     else:
         least = size.plan(MIN_PAGES + 1, device_bytes)
         what, _, nbytes = max(least.rows, key=lambda row: row[2])

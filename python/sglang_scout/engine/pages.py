@@ -119,13 +119,8 @@ class Pages:
     def load_forced(
         self, table: Ints, full: Ids, tail_page: Ints, tail_len: Ids, joining: list[PageIds]
     ) -> None:
-        """Make sink, newest and tail pages of every request resident, and the first pages of new ones.
-
-        Args:
-            table, full, tail_page, tail_len: ``[B, N]`` host page ids, ``[B]`` full pages of each row, the page being
-                filled and the tokens in it.
-            joining: ``[L, n]`` pages of each request that joins with this step.
-        """
+        """Make sink, newest and tail pages of every request resident, and the first pages ``joining`` of new ones, each
+        ``[L, n]``. ``table`` ``[B, N]`` has ``full`` ``[B]`` pages of each row, then the one being filled."""
         rule = self._policy.rule
         sinks, newest = np.arange(rule.sink_pages), np.arange(1, rule.recent_pages + 1)
         columns = np.concatenate(
@@ -137,8 +132,8 @@ class Pages:
         if not absent and not joining:
             return
         empty = tail_page[tail_len == 1]  # its first token comes with this step
-        mapped = self._recall.map_without_copy(*self._with_slots(empty, self.step), self.step)
-        if mapped == absent and not joining:
+        taken = self._table.reserve(*self._with_slots(empty, self.step))
+        if self._table.commit(taken, self.step) == absent and not joining:
             return  # the common case: no other page was absent
         # Forced pages may evict any other page, those of joining requests only pages not just in use.
         self._load(forced, self.step)
@@ -162,8 +157,7 @@ class Pages:
         # The last prompt token selected them.
         chosen, is_new = np.ascontiguousarray(pages[:, None], np.int32), np.ones(1, bool)
         self._table.uses.touch(self._every, chosen, self.step, is_new)
-        missing = self._with_slots(pages, self.step - 1, is_forced=False)
-        self._recall.prefetch(*missing, "arrival")
+        self._recall.prefetch(*self._with_slots(pages, self.step - 1, is_forced=False), "arrival")
 
     def _with_slots(
         self, pages: PageIds, before_step: int, is_forced: bool = True

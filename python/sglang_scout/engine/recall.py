@@ -63,10 +63,7 @@ class Recall:
 
     def start_recall(self, layer: Layers, pages: PageIds, step: int) -> Ids:
         """Start copying ``pages`` to free slots and to those of less frequent pages that ``step`` did not select.
-
-        Returns:
-            ``[L]`` how many.
-        """
+        Returns ``[L]`` how many."""
         taken = self._table.exchange(layer, pages, step)
         self._submit(taken, "recall")
         return taken.per_layer(self._table.num_layers)
@@ -77,8 +74,7 @@ class Recall:
 
     def _submit(self, taken: Reservation, why: str) -> None:
         if len(taken.pages):
-            done = self._side.submit(self._copy, taken, why)
-            self._in_flight.append(Copies(taken, done, why))
+            self._in_flight.append(Copies(taken, self._side.submit(self._copy, taken, why), why))
 
     def commit(self, step: int, patience_us: float | None = None) -> None:
         """Step boundary: map what was copied during the last step.
@@ -137,10 +133,6 @@ class Recall:
             self._copy(taken, "load")
             self._table.commit(taken, step)
         self._counters.warmed_pages += len(taken.pages)
-
-    def map_without_copy(self, layer: Layers, pages: PageIds, step: int) -> int:
-        """Map still empty pages to free slots, without copying. Returns how many found one."""
-        return self._table.commit(self._table.reserve(layer, pages), step)
 
     def _copy(self, taken: Reservation, why: str) -> None:
         pages, layers, cache = len(taken.pages), taken.layers, self._parts.resident

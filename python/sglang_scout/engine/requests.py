@@ -22,7 +22,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -78,8 +77,7 @@ class PageHints:
 
 def hint_bytes(config: OffloadConfig, num_layers: int) -> int:
     """Bytes per page, on either server; 0 unless pages are selected for a whole layer, as in hints."""
-    has_hints = config.grain == "layer" and config.digest != "none"
-    return 2 * HINT_PAGES * num_layers * has_hints
+    return 2 * HINT_PAGES * num_layers * (config.grain == "layer" and config.digest != "none")
 
 
 def has_hint(address: int, row_bytes: int, page: int) -> bool:
@@ -118,9 +116,7 @@ def choose_hint(
 class Request:
     """A request, from its arrival to its end."""
 
-    first_pages: PageIds | None = (
-        None  # [L, n] to load first, -1 padded; None: resumes after a retraction
-    )
+    first_pages: PageIds | None = None  # [L, n] to load, -1 padded; None: after a retraction
     generations: PageIds | None = None  # [L, n] of them, on arrival
     is_covered: bool = False  # these are all its pages: it needs them in its first step
     is_started: bool = False  # their copies have started, before it joined
@@ -142,11 +138,6 @@ class Batch:
     ages: Ids  # [B] steps of each request here before this one
     is_dense: bool = False  # all pages are resident, and attended to
 
-    @property
-    def fresh(self) -> npt.NDArray[np.bool_]:
-        """``[B]`` requests in their first step here."""
-        return self.ages == 0
-
 
 class Requests:
     """Requests that wait to join, and those of the batch; ``pages`` knows which pages have changed owner since."""
@@ -159,12 +150,8 @@ class Requests:
         self._of_row: dict[int, Request] = {}
 
     def arrive(self, name: Hashable, full_pages: PageIds, hint: PageIds | None) -> None:
-        """The KV of a request has arrived.
-
-        Args:
-            full_pages: ``[n]`` its full pages.
-            hint: ``[L, k]`` positions among them, best first, -1 padded; None: no hint.
-        """
+        """The KV of a request has arrived, with ``full_pages`` ``[n]``; ``hint`` ``[L, k]``, if any, has positions
+        among them, best first, -1 padded."""
         self._pages.seal(full_pages)
         first = self._pages.first_pages(full_pages)
         is_covered = first.shape[1] == len(full_pages)
@@ -174,11 +161,8 @@ class Requests:
         self._waiting[name] = Request(first, self._pages.generations(first), is_covered)
 
     def queue(self, names: Iterable[Hashable], room: int) -> set[Hashable]:
-        """All that wait to join, in order of arrival; ``room``: how many may join.
-
-        Returns:
-            Those whose copies have not started.
-        """
+        """All that wait to join, in order of arrival; ``room``: how many may join. Returns those whose copies have not
+        started."""
         # The others were aborted, or ended with their first token.
         self._waiting = {name: self._waiting[name] for name in names if name in self._waiting}
         self._room = room

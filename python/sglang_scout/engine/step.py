@@ -44,13 +44,13 @@ class StepEngine:
     """Runs decode steps for one rank.
 
     Args:
-        projectors: per layer, computes its query from a layer input.
-        worker: computes missing pages, called from the host or from the device's stream.
+        projectors: of each layer's query.
         verify: compare every layer with the reference.
         step_log: gets a line for each step whose results have arrived; closed with the engine.
 
     Attributes:
-        is_dense: of the current step, or the one being captured; ``has_dense_steps``: whether any may be.
+        is_dense: of the current step, or the one being captured, then set by the caller.
+        has_dense_steps: whether any may be.
         requests, pages: track requests and owners of pages.
     """
 
@@ -97,10 +97,6 @@ class StepEngine:
         self._inputs.clear()
         self.transport.pause()
         self.selector.pause()
-
-    def capture(self, is_dense: bool) -> None:
-        """The layers run next are for a graph of dense steps, or of others."""
-        self.is_dense = is_dense
 
     def begin_step(self, page_table: Ints, request_slots: Ids, seq_lens: Ids) -> None:
         """Step boundary; see ``boundary.py``.
@@ -190,7 +186,7 @@ class StepEngine:
             out = self.transport.merge(layer, ahead.ticket, query, here, change)
         if self._verifier is not None:
             with self.parts.tracer.slice("attention", "verify", layer=layer):
-                batch = self._results.running.batch
+                batch = self._results.launched[-1].batch
                 self._verifier.check(layer, out, query, ahead, slot_of, batch, change)
         return out
 

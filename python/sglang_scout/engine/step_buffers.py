@@ -181,6 +181,7 @@ class StepResults:
     Attributes:
         pages, missing: ``[L, max_batch * C, k]`` int32 on the device.
         cosine: ``[L]`` float32 on the device.
+        launched: steps without results; the last one runs.
     """
 
     def __init__(
@@ -198,21 +199,16 @@ class StepResults:
             [t.cpu().pin_memory() for t in self._sent] if device.type == "cuda" else None
             for _ in range(2)
         ]
-        self._launched: deque[LaunchedStep] = deque()
+        self.launched: deque[LaunchedStep] = deque()
         self._waited_before = waited_ns.cpu().numpy().copy()  # of another engine
-
-    @property
-    def running(self) -> LaunchedStep:
-        """The step launched last."""
-        return self._launched[-1]
 
     def launch(self, step: int, start_ns: int, batch: Batch) -> None:
         """A step is about to be launched."""
-        self._launched.append(LaunchedStep(step, start_ns, batch, time.monotonic_ns()))
+        self.launched.append(LaunchedStep(step, start_ns, batch, time.monotonic_ns()))
 
     def ended(self, end_ns: int) -> None:
         """The tokens of the oldest unfinished step are on the host."""
-        for launched in self._launched:
+        for launched in self.launched:
             if not launched.end_ns:
                 launched.end_ns = end_ns
                 return
@@ -228,8 +224,8 @@ class StepResults:
 
     def send_for(self) -> None:
         """Boundary: launch the readback of the last launched step."""
-        if self._launched:
-            last = self._launched[-1]
+        if self.launched:
+            last = self.launched[-1]
             last.results = Fetching(self._sent, self._on_host[last.step & 1])
             if self._clock is not None and not last.batch.is_dense:
                 last.cuts = self._clock.cuts
@@ -237,10 +233,10 @@ class StepResults:
     def take(self) -> LaunchedStep | None:
         """The results of the step launched ``RESULT_DELAY_STEPS`` boundaries ago, if there was one; valid until the
         next :meth:`send_for`."""
-        if len(self._launched) < RESULT_DELAY_STEPS:
+        if len(self.launched) < RESULT_DELAY_STEPS:
             return None
-        done = self._launched.popleft()
-        done.end_ns = done.end_ns or self._launched[0].start_ns
+        done = self.launched.popleft()
+        done.end_ns = done.end_ns or self.launched[0].start_ns
         assert done.results is not None
         (pages, missing), waited_ns, done.cosine, *stamps = done.results.wait()
         rows = len(done.batch.ages)

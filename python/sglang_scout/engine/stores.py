@@ -206,13 +206,11 @@ class Counters:
     verify_max_rel_error: float = 0.0
     verify_unequal_selections: int = 0
     cpu_pages_by_layer: Ids = field(init=False)
-    budget_pages_by_layer: Ids = field(init=False)
     gpu_wait_us_by_layer: Ids = field(init=False)
     times: deque[StepTimes] = field(init=False)
 
     def __post_init__(self, num_layers: int) -> None:
-        by_layer = np.zeros((3, num_layers), np.int64)
-        self.cpu_pages_by_layer, self.budget_pages_by_layer, self.gpu_wait_us_by_layer = by_layer
+        self.cpu_pages_by_layer, self.gpu_wait_us_by_layer = np.zeros((2, num_layers), np.int64)
         self.times = deque(maxlen=4096)  # until they are read
 
     def totals(self) -> dict[str, float]:
@@ -229,7 +227,6 @@ class Counters:
         how long its layers ``[L]`` waited for the CPU's results."""
         self.selected_pages += selected
         self.budget_pages += budget * len(missing)
-        self.budget_pages_by_layer += budget
         if route == "cpu":
             self.cpu_pages += int(missing.sum())
             self.cpu_pages_by_layer += missing

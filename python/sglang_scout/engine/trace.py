@@ -61,8 +61,6 @@ class Tracer:
     """Writes slices; a no-op without a file.
 
     Args:
-        path: output file, or None.
-        max_steps: steps to record.
         worker: polled for its events at every step, or None.
         facts: metadata of the server, for example its policy; JSON values.
     """
@@ -132,7 +130,6 @@ class Tracer:
             logger.info(what, steps, self._path, self._events_lost)
 
     def _append(self) -> None:
-        """Append new slices to the file."""
         with self._writing:
             slices = [self._slices.popleft() for _ in range(len(self._slices))]
             slices += self._worker_slices()
@@ -194,7 +191,7 @@ class Tracer:
         self._free_at[row] = s.end_ns
         # Relative to the start of the trace: a double then holds every nanosecond.
         times = {"ts": (s.start_ns - self._start_ns) / 1e3, "dur": (s.end_ns - s.start_ns) / 1e3}
-        event = _event(*row, s.name, "X", s.args) | times
+        event = {"name": s.name, "ph": "X", "pid": row[0], "tid": row[1], "args": s.args} | times
         kind = "answer" if s.pid >= _WORKER_PID else s.name.partition(" ")[0]
         if kind in _ARROWS:
             event["bind_id"] = hex(s.args["step"] << 16 | s.args["layer"])
@@ -202,12 +199,8 @@ class Tracer:
         yield event
 
 
-def _event(pid: int, tid: int, name: str, phase: str, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": phase, "pid": pid, "tid": tid, "args": args}
-
-
 def _metadata(pid: int, tid: int, kind: str, **args: Any) -> dict[str, Any]:
-    return _event(pid, tid, kind, "M", args)
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
 
 
 Cut = tuple[str, str, int, int, dict[str, Any]]
@@ -228,7 +221,7 @@ class DeviceClock:
         self._tracer = tracer
         self.stamps = torch.zeros(layers * STAMPS_PER_LAYER, dtype=torch.int64, device=device)
         self.cuts: list[Cut] = []
-        self._used, self._is_recording = 0, False
+        self._used = len(self.stamps)  # nothing is recorded
         # By how much the device's clock is ahead of the host's, from the fastest of several tries.
         _, self._ahead_ns = min(self._compare() for _ in range(_CALIBRATIONS))
 
@@ -242,8 +235,8 @@ class DeviceClock:
 
     def begin_layers(self, is_dense: bool) -> None:
         """The first layer of a step, or of a capture, follows; those of dense steps are not recorded."""
-        self._used, self._is_recording = 0, not is_dense
-        if self._is_recording:
+        self._used = len(self.stamps) if is_dense else 0
+        if not is_dense:
             self.cuts = []
 
     @contextlib.contextmanager
@@ -256,7 +249,7 @@ class DeviceClock:
 
     def _stamp(self) -> int | None:
         """The index of a new stamp; None where nothing is recorded."""
-        if not self._is_recording or self._used >= len(self.stamps):
+        if self._used >= len(self.stamps):
             return None
         write_stamp(self.stamps, self._used)
         self._used += 1

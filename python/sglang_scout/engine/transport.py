@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sglang_scout.engine.step_buffers import of_lists
-from sglang_scout.engine.stores import ModelShape, Parts
+from sglang_scout.engine.stores import Parts
 from sglang_scout.engine.trace import DeviceClock
 from sglang_scout.ops.attend import attend_pages, merge_states
 from sglang_scout.ops.pages import stage_pages
@@ -122,11 +122,6 @@ class HostTransport(Transport):
             lse = lse - change  # equivalent: lower the device's part instead
         with self._tracer.slice("attention", "merge", layer=layer):
             return merge_states(out, lse, cpu_out, cpu_lse)[0].to(query.dtype)
-
-
-def staging_bytes(shape: ModelShape, max_batch: int, budget_pages: int) -> int:
-    """Device memory of :class:`Fetch`."""
-    return 2 * 2 * max_batch * budget_pages * shape.page_bytes
 
 
 class Fetch(Transport):

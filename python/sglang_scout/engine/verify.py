@@ -52,7 +52,6 @@ class Verifier:
         All K and V are read from the host pages, the ground truth, not from the device's copies.
 
         Args:
-            q: ``[B, HQ, D]`` the real query.
             slot_of: ``[P]`` the device attended to those of ``ahead.pages`` that have a slot.
             batch: rows behind its requests are padding.
             mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.

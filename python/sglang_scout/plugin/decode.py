@@ -132,9 +132,9 @@ def around_capture_one_shape(original, runner, size, forward, stream=None, varia
     """Capture a graph for dense steps too."""
     engine = current_backend().engine
     for label in (None, DENSE) if engine.has_dense_steps else (None,):
-        engine.capture(is_dense=label is not None)
+        engine.is_dense = label is not None
         original(runner, size, forward, stream, label, *more)
-    engine.capture(is_dense=False)
+    engine.is_dense = False
 
 
 @hook(f"{_GRAPHS}._resolve_lora_variant", "after")

@@ -8,8 +8,6 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from sglang_scout.engine.stores import Counters, Stat
 from sglang_scout.plugin.backend import ScoutAttnBackend, current_backend
 from sglang_scout.plugin.hooks import VERSION, adapter, hook
@@ -58,7 +56,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     pool, table = backend.pool, backend.engine.parts.table
     digests, checksums = pool.digests, pool.host_pages.checksums
     context_used, context_total = backend.engine.selector.context_pages
-    ratios = counters.cpu_pages_by_layer / np.maximum(1, counters.budget_pages_by_layer)
+    ratios = counters.cpu_pages_by_layer / max(1, counters.budget_pages // table.num_layers)
     return {
         "policy": backend.policy.name,
         "sglang": VERSION,

@@ -19,7 +19,7 @@ from sglang_scout.core.flags import check_layers
 from sglang_scout.core.forecast import Kind, PageWeights, load_weights
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.engine.digests import KINDS, DigestKind
-from sglang_scout.engine.policy import Policy, QuerySource, SelectionRule
+from sglang_scout.engine.policy import Policy, SelectionRule
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,7 @@ def make_policy(context: Context) -> Policy:
 
 
 def trained_weights(config: OffloadConfig, kind: Kind) -> PageWeights:
-    """The weights that the key of this ``kind`` names.
-
-    Raises:
-        ConfigError: it names no file, or one that does not hold such weights.
-    """
+    """The weights that the key of this ``kind`` names. Raises :class:`ConfigError` if it names none."""
     key = f"{kind}_file"
     path: str | None = getattr(config, key)
     if path is None:
@@ -90,8 +86,3 @@ def selection_rule(
     kinds = KINDS | {kind.name: kind for kind in own_kinds}
     keys = {key: getattr(config, key) for key in ("sink_pages", "recent_pages", "reweigh")}
     return SelectionRule(kinds[config.digest], by_head=config.grain == "head", **keys | choices)
-
-
-def query_source(config: OffloadConfig) -> QuerySource:
-    """As the keys of ``--kv-offload-config`` say."""
-    return QuerySource(config.precompute, config.exact_layers)

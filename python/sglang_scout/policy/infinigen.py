@@ -6,16 +6,17 @@ pages that stay important become resident.
 
 from __future__ import annotations
 
-from sglang_scout.engine.policy import Policy
-from sglang_scout.policy import Context, query_source, selection_rule
+from sglang_scout.engine.policy import Policy, QuerySource
+from sglang_scout.policy import Context, selection_rule
 from sglang_scout.policy.residency import ImportantPages
 
 
 def make(context: Context) -> Policy:
+    config = context.config
     return Policy(
         name="infinigen",
-        rule=selection_rule(context.config),
-        query=query_source(context.config),
+        rule=selection_rule(config),
+        query=QuerySource(config.precompute, config.exact_layers),
         route="fetch",
         residency=ImportantPages((1,) * context.num_layers),
     )

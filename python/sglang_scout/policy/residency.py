@@ -16,6 +16,7 @@ from sglang_scout.ops.residency import PageUses
 Floats = npt.NDArray[np.float64]
 
 GRACE_STEPS = 4
+"""First steps of a request, in which its misses have priority over others'."""
 MAX_INTERVAL_STEPS = 64
 """Maximum steps until a layer recalls its missing pages."""
 
@@ -82,7 +83,6 @@ class RecallController(ImportantPages):
         threshold: β, the ratio that no layer should exceed.
         step_pages: pages that one step may copy, over all layers.
         eager_layers: not computed ahead. They recall all misses in every step: their β is 0.
-        grace_steps: first steps of a request, in which its misses have priority over others'.
 
     Attributes:
         spare_pages: the rest of the step's pages.
@@ -100,9 +100,8 @@ class RecallController(ImportantPages):
         threshold: float,
         step_pages: int,
         eager_layers: Sequence[int] = (),
-        grace_steps: int = GRACE_STEPS,
     ) -> None:
-        super().__init__(intervals, grace_steps)
+        super().__init__(intervals, GRACE_STEPS)
         layers = len(intervals)
         self.threshold, self.step_pages = threshold, step_pages
         self.granted = np.zeros(layers, np.int64)
@@ -110,8 +109,7 @@ class RecallController(ImportantPages):
         self.limit_pages, self.backoffs = float(step_pages), 0
         self._target = np.full(layers, threshold)
         self._target[list(eager_layers)] = 0.0
-        starts = np.maximum(self.intervals, 1)
-        self._drift = np.where(self.intervals > 0, threshold / starts, 0.0)
+        self._drift = np.where(self.intervals > 0, threshold / np.maximum(self.intervals, 1), 0.0)
         # Expected ratios of the steps whose misses are not known yet, the upcoming one last.
         self._expected = deque(np.zeros((RESULT_DELAY_STEPS, layers)), maxlen=RESULT_DELAY_STEPS)
         self._worth = np.ones(layers)  # share of the copied pages that the next step selected
@@ -168,10 +166,9 @@ class RecallController(ImportantPages):
             if self._calm_steps > _CALM_STEPS and self.limit_pages < self.step_pages:
                 # Well above the amount that was too much: the link has changed.
                 is_near = _NEAR <= self.limit_pages / self._ceiling <= 1 / _NEAR
-                growth = (
-                    self._ceiling * _SLOW_GROWTH if is_near else self.limit_pages * _FAST_GROWTH
-                )
-                self.limit_pages = min(self.limit_pages + max(growth, 0.25), self.step_pages)
+                slow, fast = self._ceiling * _SLOW_GROWTH, self.limit_pages * _FAST_GROWTH
+                growth = max(slow if is_near else fast, 0.25)
+                self.limit_pages = min(self.limit_pages + growth, self.step_pages)
             return
         self._calm_steps = 0
         if started:  # once per overload, however many steps it takes to drain

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD
 from sglang_scout.engine.policy import Policy, QuerySource, Residency
-from sglang_scout.policy import Context, query_source, selection_rule
+from sglang_scout.policy import Context, selection_rule
 from sglang_scout.policy.residency import ImportantPages, RecallController
 
 DEFAULTS: dict[str, Any] = {
@@ -20,10 +20,11 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make(context: Context) -> Policy:
-    query = query_source(context.config)
+    config = context.config
+    query = QuerySource(config.precompute, config.exact_layers)
     return Policy(
         name="scout",
-        rule=selection_rule(context.config),
+        rule=selection_rule(config),
         query=query,
         route="cpu",
         residency=_residency(context, query),
@@ -32,16 +33,14 @@ def make(context: Context) -> Policy:
 
 def _residency(context: Context, query: QuerySource) -> Residency:
     config, profile, layers = context.config, context.profile, context.num_layers
-    intervals = (config.recall_interval,) * layers
-    if profile is not None:
-        intervals = tuple(profile.intervals)
+    intervals = profile.intervals if profile else [config.recall_interval] * layers
     if config.recall == "off":
         return ImportantPages((0,) * layers)
     if config.recall == "fixed":
         return ImportantPages(intervals)
     threshold = config.recall_threshold
     if threshold is None:
-        threshold = profile.threshold if profile is not None else DEFAULT_RECALL_THRESHOLD
+        threshold = profile.threshold if profile else DEFAULT_RECALL_THRESHOLD
     # Layers not computed ahead, if others are: the device waits for each of their pages on the CPU.
     ahead = {target for layer in range(layers) for target in query.targets(layer, layers)} - {0}
     return RecallController(

@@ -22,10 +22,6 @@ LANDS_AFTER = 2
 class PlainLists(HereInstead):
     """Stands in for the worker, list by list: host pages for one head, or context pages of it."""
 
-    def post(self, layer, step, q, pages, n_pages):
-        self.asked.append((layer, pages.copy()))
-        return layer, torch.from_numpy(q.copy()), pages.copy(), n_pages.copy()
-
     def wait(self, ticket, out, lse):
         layer, q, pages, n_pages = ticket
         q, out, lse = (x.reshape(len(pages), -1, *x.shape[2:]) for x in (q, out, lse))
@@ -97,24 +93,10 @@ class HgcaWorker(MiniWorker):
                 assert not oracle.near, "a weight at its threshold: take another seed"
                 found = outputs[layer][row].numpy()
                 np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-            self.check_kept(request)
         self.engine.selector._thread.submit(int).result()
 
     def older_of(self, request):
         return self.engine.selector._older[self.engine.requests._of_row[request.slot]]
-
-    def check_kept(self, request):
-        """The lists hold the oracle's tokens, in their order."""
-        state = self.older_of(request)
-        if state.whole:
-            return
-        ids, counts = self.engine.selector._cache.worker_ids(state.kept)
-        for layer, oracle in enumerate(request.oracles):
-            for head, tokens in enumerate(oracle.kept):
-                pages = ids[layer, head, : counts[layer, head]]
-                parts = [self.engine_missing.of_head(layer, int(i), head)[0] for i in pages]
-                found = torch.cat([torch.zeros(0, self.shape.head_dim), *parts])
-                np.testing.assert_array_equal(found.double().numpy(), oracle.k[tokens, head])
 
     def _worker(self, missing):
         self.engine_missing = missing

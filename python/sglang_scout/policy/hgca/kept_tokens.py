@@ -153,7 +153,6 @@ class ContextCache:
 
     Args:
         host: pages that tokens are copied from; has context pages.
-        row_pages: R.
         cap_tokens: most tokens of a list; None: as many as R pages hold.
     """
 

@@ -92,7 +92,6 @@ class OlderTokens(Selector):
 
     @property
     def context_pages(self) -> tuple[int, int]:
-        """Used and total, over all layers."""
         return self._cache.used_pages, self._cache.num_pages
 
     def pause(self) -> None:
@@ -103,13 +102,7 @@ class OlderTokens(Selector):
             older.row = None
 
     def begin(self, batch: Batch) -> Batch:
-        """Step boundary: bring the lists up to date.
-
-        Args:
-            batch: with all pages of each request.
-        Returns:
-            The batch with the pages that the device attends to.
-        """
+        """Step boundary: bring the lists up to date. Returns the batch with the pages that the device attends to."""
         self._cache.begin_step()
         self._forget(batch.requests)
         [found] = self._bits.wait()
@@ -222,8 +215,8 @@ class OlderTokens(Selector):
     def _ask_of_leaving(self, batch: Batch) -> None:
         """Request the kept tokens of pages that leave with the next step. A first step's statistics are too few."""
         full, tail_len, requests = batch.n_full, batch.tail_len, batch.requests
-        knows = ~batch.fresh
-        rows = np.flatnonzero((tail_len == self._shape.page_size) & (full >= self._recent) & knows)
+        is_last = tail_len == self._shape.page_size
+        rows = np.flatnonzero(is_last & (full >= self._recent) & (batch.ages > 0))
         states = [self._older[requests[row]].state for row in rows]
         places = (full[rows] - self._recent) % (self._recent + 1)
         asked = [upload(np.array(x, np.int32), self._device) for x in (states, places)]

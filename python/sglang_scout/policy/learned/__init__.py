@@ -70,11 +70,8 @@ def build_layer_pilots(
     w_k: Float32[Tensor, "L H E pooled"],
     rows: Int64[Tensor, "L n"] | None = None,
 ) -> None:
-    """Write e = W_k pool(K) of pages ``ids`` in every layer; all other rows are unchanged. One launch.
+    """Write e = W_k pool(K) of pages ``ids`` in every layer; as `build_layer_means`.
 
-    Args:
-        source, ids, rows: as in `build_layer_digests`.
-        embeddings: dtype of K, or a wider one if K is fp8; mutated.
     Source: SeerAttention (arXiv 2410.13276), section 3; see the module docstring.
     """
     run = kernels.build_layer_pilots if embeddings.is_cuda else build_layer_pilots_reference

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from sglang_scout.engine import RESULT_DELAY_STEPS, Ids, Ints
-from sglang_scout.engine.policy import Policy, StepReport
+from sglang_scout.engine.policy import Policy, QuerySource, StepReport
 from sglang_scout.ops.residency import PageUses
-from sglang_scout.policy import Context, query_source, selection_rule, trained_weights
+from sglang_scout.policy import Context, selection_rule, trained_weights
 from sglang_scout.policy.learned import Pilots
 from sglang_scout.policy.residency import ImportantPages
 
@@ -34,7 +34,7 @@ def make(context: Context) -> Policy:
     return Policy(
         name="rheo",
         rule=selection_rule(config, Pilots, weights=weights, only_selected=False),
-        query=query_source(config),
+        query=QuerySource(config.precompute, config.exact_layers),
         route="cpu",
         residency=HistoryAware(context.num_layers, config.page_size_tokens, context.step_pages),
     )
@@ -52,11 +52,6 @@ class HistoryAware(ImportantPages):
     budget controller ``reserve``
 
     Period, shares and the order of layers are ours: the description of RheoServe has no numbers.
-
-    Args:
-        page_size: tokens of a page.
-        spare_pages: pages that a step may prefetch before any miss, if all pages of all requests fit.
-        period: steps between two exchanges of a layer.
     """
 
     pin_share = 0.25

@@ -33,15 +33,13 @@ class SparDA(Policy):
     def projectors(self, own: Sequence[QueryProjector]) -> list[QueryProjector]:
         """From the input of the previous layer after that layer's own norm; of layer 0 from its own (section 4.1)."""
         assert self.rule.weights is not None
-        before, w = [own[0], *own[:-1]], self.rule.weights.arrays["w"]
-        return [_forecast(*of_layer) for of_layer in zip(own, before, w, strict=True)]
-
-
-def _forecast(own: QueryProjector, before: QueryProjector, weight: Any) -> QueryProjector:
-    w = torch.from_numpy(weight).to(before.norm_weight)
-    heads = replace(own.heads, num_heads=len(w) // own.heads.head_dim, norm_weight=None)
-    norm = before.norm_weight, before.norm_eps
-    return QueryProjector(*norm, heads, w, weight_bytes=w.nbytes)
+        made, weights = [], self.rule.weights.arrays["w"]
+        for layer, before in enumerate([own[0], *own[:-1]]):
+            heads, w = own[layer].heads, torch.from_numpy(weights[layer]).to(before.norm_weight)
+            heads = replace(heads, num_heads=len(w) // heads.head_dim, norm_weight=None)
+            norm = before.norm_weight, before.norm_eps
+            made.append(QueryProjector(*norm, heads, w, weight_bytes=w.nbytes))
+        return made
 
 
 def make(context: Context) -> Policy:
