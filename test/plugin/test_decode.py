@@ -18,57 +18,47 @@ from sglang_scout.plugin import status
 COPY = 5000
 
 
-class Scheduler:
-    """The part of SGLang's scheduler that ``get_new_prebuilt_batch`` uses; copies for ``unstarted`` have not begun."""
-
-    def __init__(self, monkeypatch, running, *names, most=4, priorities=False):
-        self.enable_priority_scheduling, self.max_running_requests = priorities, most
-        self.req_to_token_pool = SimpleNamespace(size=2 * most)
-        batch = {"is_empty": lambda: not self.running, "batch_size": lambda: self.running}
-        self.running, self.running_batch = running, SimpleNamespace(**batch)
-        by_name = lambda queue, _: queue.sort(key=lambda r: r.rid)  # noqa: E731
-        self.policy, self.unstarted = SimpleNamespace(calc_priority=by_name), set()
-        self.waiting_queue = [SimpleNamespace(rid=name) for name in names]
-        requests = SimpleNamespace(queue=self.queue)
-        backend = SimpleNamespace(engine=SimpleNamespace(requests=requests))
-        monkeypatch.setattr(hooks, "current_backend", lambda: backend)
-
-    def queue(self, requests, room):
-        """Of the engine's requests."""
-        self.names, self.room = list(requests), room
-        return self.unstarted & set(self.names)
-
-    def join(self):
-        return hooks.around_get_new_prebuilt_batch(self._join, self)
-
-    def _join(self, scheduler):
-        room = self.max_running_requests - self.running
-        joined, self.waiting_queue = self.waiting_queue[:room], self.waiting_queue[room:]
-        return [request.rid for request in joined]
+def scheduler_of(running, *names, priorities=False):
+    """Of at most four requests; the first name has the highest priority."""
+    return SimpleNamespace(
+        enable_priority_scheduling=priorities,
+        max_running_requests=4,
+        req_to_token_pool=SimpleNamespace(size=8),
+        running_batch=SimpleNamespace(is_empty=lambda: not running, batch_size=lambda: running),
+        policy=SimpleNamespace(calc_priority=lambda queue, _: queue.sort(key=lambda r: r.rid)),
+        waiting_queue=[SimpleNamespace(rid=name) for name in names],
+    )
 
 
-def test_those_whose_copies_have_not_begun_wait_and_keep_their_place(monkeypatch):
-    scheduler = Scheduler(monkeypatch, 3, "a", "b", "c")
-    scheduler.unstarted = {"a", "c"}
-    assert scheduler.join() == ["b"]
+@pytest.fixture
+def join(monkeypatch):
+    """Names that SGLang takes while copies for some have not begun, and what the engine was asked."""
+
+    def around(scheduler, unstarted=()):
+        def queue(names, room):
+            asked.append(([*names], room))
+            return set(unstarted)
+
+        def take_all(scheduler):
+            taken, scheduler.waiting_queue = scheduler.waiting_queue, []
+            return [request.rid for request in taken]
+
+        asked = []
+        engine = SimpleNamespace(requests=SimpleNamespace(queue=queue))
+        monkeypatch.setattr(hooks, "current_backend", lambda: SimpleNamespace(engine=engine))
+        return hooks.around_get_new_prebuilt_batch(take_all, scheduler), *asked
+
+    return around
+
+
+def test_those_whose_copies_have_not_begun_wait_and_keep_their_place(join):
+    scheduler = scheduler_of(3, "a", "b", "c")
+    assert join(scheduler, unstarted="ac") == (["b"], (["a", "b", "c"], 1))
     assert [request.rid for request in scheduler.waiting_queue] == ["a", "c"]
-    assert (scheduler.names, scheduler.room) == (["a", "b", "c"], 1)
 
 
-def test_with_a_full_batch_the_oldest_joins_first_whoever_comes(monkeypatch):
-    scheduler, order = Scheduler(monkeypatch, 4, "a"), []
-    for name in "bcdefg":
-        scheduler.waiting_queue.append(SimpleNamespace(rid=name))
-        scheduler.unstarted = {name}
-        scheduler.running = 3 if name > "b" else 4
-        order += scheduler.join()
-    assert order == list("abcde")
-
-
-def test_priorities_decide_who_is_copied_for(monkeypatch):
-    scheduler = Scheduler(monkeypatch, 1, "b", "a", priorities=True)
-    scheduler.join()
-    assert scheduler.names == ["a", "b"]
+def test_priorities_decide_who_is_copied_for(join):
+    assert join(scheduler_of(1, "b", "a", priorities=True)) == (["a", "b"], (["a", "b"], 3))
 
 
 def request(rid):
