@@ -103,15 +103,14 @@ def test_plain_weights_are_sliced_and_others_go_through_the_module(agree, token,
 
 
 @pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
-@pytest.mark.parametrize(("bias", "product"), [(False, ["mm"]), (True, ["addmm"])])
-def test_a_norm_a_product_and_a_rotation_are_launched(token, bias, product):
+def test_a_projection_that_is_not_sliced_is_one_product(token):
     from launches import Launches  # imports triton
 
-    layer, *_ = attention_layer(bias=bias)
+    layer, *_ = attention_layer(RotatedInput(), bias=False)
     project = model.make_projector(0, layer)
     with Launches() as counted:
         predict(project, *token)
-    assert counted.names == ["norm_kernel", *product, "rotate_kernel"]
+    assert counted.names == ["norm_kernel", "flip", "mm", "rotate_kernel"]
 
 
 @pytest.mark.sparda

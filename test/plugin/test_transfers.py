@@ -89,17 +89,6 @@ def test_digests_land_in_digests_and_kv_in_kv(kind):
     assert paired(lists()[0], target, lists()[2]) == ONLY_K_AND_V, "from a server without the flag"
 
 
-class Engine:
-    """Records what SGLang's transfer would write, as (source, target, bytes)."""
-
-    def __init__(self):
-        self.written = []
-
-    def batch_transfer_sync(self, session, sources, targets, lengths):
-        self.written += zip(sources, targets, lengths, strict=True)
-        return 0
-
-
 @pytest.mark.parametrize("digests_here", [*digest_kinds(), None])
 @pytest.mark.parametrize("digests_there", ["minmax", None])
 def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
@@ -122,7 +111,10 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     heads = {"kv_head_num": 2, "total_kv_head_num": 2}
     buffers = {"kv_data_ptrs": here[0], "kv_item_lens": here[2]}
     kv_args = SimpleNamespace(**of_rank, **heads, **buffers)
-    manager = SimpleNamespace(kv_args=kv_args, attn_tp_size=1, engine=Engine())
+    written = []  # (source, target, bytes)
+    write = lambda session, *lists: written.extend(zip(*lists, strict=True)) or 0  # noqa: E731
+    engine = SimpleNamespace(batch_transfer_sync=write)
+    manager = SimpleNamespace(kv_args=kv_args, attn_tp_size=1, engine=engine)
     if wait := getattr(mooncake.MooncakeKVManager, "_await_transfer_futures", None):
         manager.enable_deferred_decode_kv_release = False
         manager._await_transfer_futures = lambda futures: wait(manager, futures)
@@ -130,7 +122,7 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
         conn.CommonKVManager.get_mha_kv_ptrs_with_pp(manager, source, target)
     )
     for rank in (0, 1):
-        manager.engine.written.clear()
+        written.clear()
         with ThreadPoolExecutor(1) as executor:
             original = mooncake.MooncakeKVManager.send_kvcache_slice
             pages, pages_there = np.array([2], np.int32), np.array([5], np.int32)
@@ -142,7 +134,7 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
             for i in range(2 * layers)
             for t in range(SIZE)
         }
-        assert sorted(manager.engine.written) == sorted(expected)
+        assert sorted(written) == sorted(expected)
     assert manager.kv_args is kv_args and kv_args.kv_data_ptrs == here[0]
 
 
