@@ -47,7 +47,7 @@ SYSTEMS = [SPARDA, RHEO, {"kv_offload": "infinigen"}, {"kv_offload": "hgca"}]
 CASES = {
     "decode": ({}, ""),
     "prefill": (PREFILL, ""),
-    "memory": ({"kv_offload_host_gb": 1e6}, "--kv-offload-host-gb | 1e+06 | GiB"),
+    "memory": ({"kv_offload_host_gb": 1e6}, "--kv-offload-host-gb 1e+06: only | GiB | MEMORY_GB=N"),
     "own profile": (OWN_PROFILE, ""),
     "moved model": (OWN_PROFILE | {"model_path": "MOVED"}, ""),
     "budget of profile": (OWN_PROFILE | {"kv_offload_budget": 256}, "budget of 128 | --kv-offload-budget 256"),
