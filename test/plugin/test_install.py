@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import json
 import multiprocessing
 import os
 import re
@@ -75,7 +76,7 @@ def test_a_scheduler_hears_what_the_launcher_may_run_on(monkeypatch):
     """SGLang binds a scheduler to a NUMA node before it loads the plugin there."""
     monkeypatch.setenv(launch.ROLE_ENV, "")
     assert launch.launched_as() is None
-    launch.announce("decode", {3, 1, 64})
+    monkeypatch.setenv(launch.ROLE_ENV, json.dumps(["decode", os.getpid(), [3, 1, 64]]))
     for parent, found in (
         (None, None),  # the launcher, or a server started by one of its children
         (SimpleNamespace(pid=os.getpid() + 1), None),  # a scheduler of such a server

@@ -139,7 +139,7 @@ def default(monkeypatch):
     """default(...) -> bytes of all ranks; ``available``: by node, and under None of the machine."""
 
     def size(available, *, ranks=1, bound_to=([],), nodes=(), on_device=None):
-        monkeypatch.setattr(ranks_module, "available_bytes", lambda node=None: available[node])
+        monkeypatch.setattr(host_memory, "available_bytes", lambda node=None: available[node])
         monkeypatch.setattr(numa, "nodes", lambda: nodes)
         group = SimpleNamespace(size=ranks, least=lambda own: own, gather=lambda own: bound_to)
         cpus = RankCpus(None, dict.fromkeys(bound_to[0]))

@@ -83,9 +83,8 @@ class Hook(NamedTuple):
     """A function of SGLang, and the one before, after, around or instead of it. What mends a release is dropped with
     the last that needs it."""
 
-    target: (
-        str | dict[str, str]
-    )  # below sglang.srt; by release if it differs or is hooked in some only
+    # Below sglang.srt; by release if it differs or is hooked in some only.
+    target: str | dict[str, str]
     kind: str  # of SGLang's HookType
     function: Callable[..., Any]
     roles: tuple[str, ...]
@@ -124,7 +123,6 @@ def pools_target(name: str) -> dict[str, str]:
 
 
 def hooks_of(role: str) -> list[Hook]:
-    """The hooks of a role."""
     for module in ROLES[role]:
         import_module(f"sglang_scout.plugin.{module}")
     return [hook for hook in _declared if role in hook.roles]
