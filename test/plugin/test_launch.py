@@ -67,7 +67,6 @@ CASES = {
     "cut prompts": (PREFILL | {"allow_auto_truncate": True}, "--allow-auto-truncate True | its own limit | drop one"),
     "longest folder for sockets": ({"TMPDIR": 95}, ""),
     "too long a folder for sockets": ({"TMPDIR": 96}, "TMPDIR=/ | 96 bytes | 107 | at most 95"),
-    "and on the prefill server": (PREFILL | {"TMPDIR": 96}, "TMPDIR=/ | at most 95"),
     "mode": ({"disaggregation_mode": "null"}, "--disaggregation-mode | null | decode"),
     "page": ({"page_size": 16}, "--page-size | 16 | 32"),
     "ranks": ({"tp_size": 2}, ""),

@@ -132,9 +132,7 @@ def apply(hooks: Iterable[Hook]) -> None:
     """Resolve, register, apply and verify. SGLang only logs failures; raises RuntimeError if a target is missing or was
     not patched."""
     targets = set()
-    for hook in hooks:
-        if not hook.target_here:
-            continue
+    for hook in (one for one in hooks if one.target_here):
         target = f"sglang.srt.{hook.target_here}"
         try:
             pkgutil.resolve_name(target)

@@ -51,10 +51,8 @@ def _each(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-# What a client may ask of one server but not of a pair; both servers refuse it by name.
-#
-# The answer is the decode server's, which lacks what only the prefill server knows: the prompt's results and the first
-# token's. SGLang says nothing.
+# What a client may ask of one server but not of a pair; both servers refuse it by name. The answer is the decode
+# server's, which lacks what only the prefill server knows: the prompt's results and the first token's.
 _NONE_FOR_PROMPT = "a prefill-decode pair has none for the prompt; drop the field"
 _ONLY_TOKENS = "not supported by a prefill-decode pair; send text or input_ids"
 LIMITS = {

@@ -6,6 +6,7 @@ would wait for all launched work; the allocator's are on the host.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -243,12 +244,11 @@ class HostKVPool(DigestKVPool):
 
 
 def build_pools(
-    build: Callable[[], Any], builder: Any, make_pool: Callable[..., Any] = MHATokenToKVPool
+    build: Callable[[], Any], builder: Any, pool_class: type = MHATokenToKVPool, **options: Any
 ) -> tuple[Any, Any, ScoutAllocator]:
     """Build SGLang's pools by its function ``build``, a method of ``builder``, with our classes in place of its own.
-    Returns what that returned, the KV pool and the allocator, of which it verifies that they are of these classes.
-    ``make_pool``: a class of pools, or a partial call of one."""
-    pool_class = getattr(make_pool, "func", make_pool)
+    Returns what that returned, the KV pool and the allocator, of which it verifies that they are of these classes."""
+    make_pool = functools.partial(pool_class, **options) if options else pool_class
     module = adapter.POOLS_MODULE
     stock = module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator
     module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator = make_pool, ScoutAllocator

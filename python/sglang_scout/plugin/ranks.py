@@ -198,12 +198,10 @@ class RankMemory(NamedTuple):
         """Sizes of the stores. Raises ConfigError if they do not fit in host memory."""
         # Every rank reads both before any allocates.
         in_pool = not host_memory.pool_lacks(self.size.arena(num_pages), arenas=self.ranks.size)
-        available, on_cpu = (
-            self.ranks.least(host_memory.available_bytes()),
-            self.device_bytes is None,
-        )
-        memory = {"in_pool": in_pool, "device_bytes": self.device_bytes, "shared": on_cpu}
-        return check_memory(self.size, num_pages, available, ranks=self.ranks.size, **memory)
+        available = self.ranks.least(host_memory.available_bytes())
+        device = {"device_bytes": self.device_bytes, "shared": self.device_bytes is None}
+        own = {"in_pool": in_pool, "ranks": self.ranks.size}
+        return check_memory(self.size, num_pages, available, **own, **device)
 
 
 _memory: RankMemory | None = None

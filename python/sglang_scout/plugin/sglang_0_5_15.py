@@ -70,9 +70,8 @@ def create_buffers(pool: Any, original: Callable[[], None]) -> None:
     """Create a KV pool's buffers by its own ``_create_buffers_normal``, and SGLang's metadata of them."""
     pool._create_buffers_normal()
     buffers = pool.k_buffer + pool.v_buffer
-    pointers = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.uint64)
-    pool.k_data_ptrs, pool.v_data_ptrs = pointers[: pool.layer_num], pointers[pool.layer_num :]
-    pool.data_ptrs = pointers
+    pool.data_ptrs = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.uint64)
+    pool.k_data_ptrs, pool.v_data_ptrs = pool.data_ptrs.tensor_split(2)
     pool.data_strides = torch.tensor([b[0].nbytes for b in buffers])
 
 
