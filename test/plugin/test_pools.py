@@ -157,10 +157,6 @@ def test_a_transfer_waits_for_a_step_that_may_still_write_a_page(monkeypatch):
     assert len(waits) == 2
 
 
-def kv_cache(**spec):
-    return SimpleNamespace(arena=SimpleNamespace(spec=SimpleNamespace(**spec)))
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(0, 500), unique=True),
@@ -184,9 +180,9 @@ def test_every_beginning_of_the_free_pages_is_of_all_nodes(pages, stripe, random
 
 
 def test_requests_take_pages_of_both_nodes_from_the_first_on():
-    one = make(64, kv_cache(num_nodes=1))
-    assert torch.equal(one.free_pages, torch.arange(1, 65)), "the order of SGLang"
-    made = make(256, kv_cache(num_nodes=2, stripe_pages=128))
+    assert torch.equal(make(64).free_pages, torch.arange(1, 65)), "the order of SGLang"
+    spec = SimpleNamespace(num_nodes=2, stripe_pages=128)
+    made = make(256, SimpleNamespace(arena=SimpleNamespace(spec=spec)))
     held = [extend(made, 32 * SIZE) for _ in range(4)]
     assert [(torch.unique(x // SIZE) < 128).sum() for x in held] == [16] * 4
     for locations in held[::2]:
@@ -223,10 +219,8 @@ def host_pool(dtype):
 def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
     """In whole pages, which are copied many times faster than tokens, and nothing else is written."""
     made = host_pool(dtype)
-    old, new = [7, 8, 9, 3, 20, 21], [30, 4, 5, 6, 31, 2]
     count = -(-length // PAGE)
-    old, new = old[:count], new[:count]
-
+    old, new = [7, 8, 9, 3, 20, 21][:count], [30, 4, 5, 6, 31, 2][:count]
     here, there = (tokens_of(x, PAGE)[:length].int() for x in (old, new))
     planes = (*made.k_buffer, *made.v_buffer)
     expected = [plane[here].clone() for plane in planes]
