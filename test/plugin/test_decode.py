@@ -4,9 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import NoOpTracer
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.observability import trace
 from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
@@ -18,57 +16,47 @@ from sglang_scout.plugin import status
 COPY = 5000
 
 
-class Scheduler:
-    """The part of SGLang's scheduler that ``get_new_prebuilt_batch`` uses; copies for ``unstarted`` have not begun."""
-
-    def __init__(self, monkeypatch, running, *names, most=4, priorities=False):
-        self.enable_priority_scheduling, self.max_running_requests = priorities, most
-        self.req_to_token_pool = SimpleNamespace(size=2 * most)
-        batch = {"is_empty": lambda: not self.running, "batch_size": lambda: self.running}
-        self.running, self.running_batch = running, SimpleNamespace(**batch)
-        by_name = lambda queue, _: queue.sort(key=lambda r: r.rid)  # noqa: E731
-        self.policy, self.unstarted = SimpleNamespace(calc_priority=by_name), set()
-        self.waiting_queue = [SimpleNamespace(rid=name) for name in names]
-        requests = SimpleNamespace(queue=self.queue)
-        backend = SimpleNamespace(engine=SimpleNamespace(requests=requests))
-        monkeypatch.setattr(hooks, "current_backend", lambda: backend)
-
-    def queue(self, requests, room):
-        """Of the engine's requests."""
-        self.names, self.room = list(requests), room
-        return self.unstarted & set(self.names)
-
-    def join(self):
-        return hooks.around_get_new_prebuilt_batch(self._join, self)
-
-    def _join(self, scheduler):
-        room = self.max_running_requests - self.running
-        joined, self.waiting_queue = self.waiting_queue[:room], self.waiting_queue[room:]
-        return [request.rid for request in joined]
+def scheduler_of(running, *names, priorities=False):
+    """Of at most four requests; the first name has the highest priority."""
+    return SimpleNamespace(
+        enable_priority_scheduling=priorities,
+        max_running_requests=4,
+        req_to_token_pool=SimpleNamespace(size=8),
+        running_batch=SimpleNamespace(is_empty=lambda: not running, batch_size=lambda: running),
+        policy=SimpleNamespace(calc_priority=lambda queue, _: queue.sort(key=lambda r: r.rid)),
+        waiting_queue=[SimpleNamespace(rid=name) for name in names],
+    )
 
 
-def test_those_whose_copies_have_not_begun_wait_and_keep_their_place(monkeypatch):
-    scheduler = Scheduler(monkeypatch, 3, "a", "b", "c")
-    scheduler.unstarted = {"a", "c"}
-    assert scheduler.join() == ["b"]
+@pytest.fixture
+def join(monkeypatch):
+    """Names that SGLang takes while copies for some have not begun, and what the engine was asked."""
+
+    def around(scheduler, unstarted=()):
+        def queue(names, room):
+            asked.append(([*names], room))
+            return set(unstarted)
+
+        def take_all(scheduler):
+            taken, scheduler.waiting_queue = scheduler.waiting_queue, []
+            return [request.rid for request in taken]
+
+        asked = []
+        engine = SimpleNamespace(requests=SimpleNamespace(queue=queue))
+        monkeypatch.setattr(hooks, "current_backend", lambda: SimpleNamespace(engine=engine))
+        return hooks.around_get_new_prebuilt_batch(take_all, scheduler), *asked
+
+    return around
+
+
+def test_those_whose_copies_have_not_begun_wait_and_keep_their_place(join):
+    scheduler = scheduler_of(3, "a", "b", "c")
+    assert join(scheduler, unstarted="ac") == (["b"], (["a", "b", "c"], 1))
     assert [request.rid for request in scheduler.waiting_queue] == ["a", "c"]
-    assert (scheduler.names, scheduler.room) == (["a", "b", "c"], 1)
 
 
-def test_with_a_full_batch_the_oldest_joins_first_whoever_comes(monkeypatch):
-    scheduler, order = Scheduler(monkeypatch, 4, "a"), []
-    for name in "bcdefg":
-        scheduler.waiting_queue.append(SimpleNamespace(rid=name))
-        scheduler.unstarted = {name}
-        scheduler.running = 3 if name > "b" else 4
-        order += scheduler.join()
-    assert order == list("abcde")
-
-
-def test_priorities_decide_who_is_copied_for(monkeypatch):
-    scheduler = Scheduler(monkeypatch, 1, "b", "a", priorities=True)
-    scheduler.join()
-    assert scheduler.names == ["a", "b"]
+def test_priorities_decide_who_is_copied_for(join):
+    assert join(scheduler_of(1, "b", "a", priorities=True)) == (["a", "b"], (["a", "b"], 3))
 
 
 def request(rid):
@@ -98,41 +86,33 @@ def test_a_copy_of_a_retracted_request_that_does_not_fit_fails_it(monkeypatch, a
     queued, told = [], []
     channel = SimpleNamespace(send_output=lambda output, _: told.append(output))
     scheduler = SimpleNamespace(ipc_channels=SimpleNamespace(send_to_tokenizer=channel))
+    enqueue = lambda _, req, is_retracted=False: queued.append((req.rid, is_retracted))  # noqa: E731
     for one in (req, request("new")):
-        hooks.around_add_request_to_queue(
-            lambda _, req, is_retracted=False: queued.append((req.rid, is_retracted)),
-            scheduler,
-            one,
-        )
+        hooks.around_add_request_to_queue(enqueue, scheduler, one)
     assert queued == ([("r", True)] if kept else []) + [("new", False)]
     failed = [(one.rid, one.finished_reason["status_code"]) for one in told]
     assert failed == ([] if kept else [("r", 503)])
 
 
 def test_a_token_s_span_has_what_was_counted_since_the_one_before(monkeypatch):
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "opentelemetry_initialized", True)
-    monkeypatch.setattr(trace, "tracer", provider.get_tracer("test"))
-    counters, original = Counters(4), trace.TraceReqContext.trace_slice
+    monkeypatch.setattr(trace, "tracer", NoOpTracer())
+    counters, spans = Counters(4), []
     made = SimpleNamespace(engine=SimpleNamespace(parts=SimpleNamespace(counters=counters)))
     monkeypatch.setattr(status, "current_backend", lambda: made)
 
-    def hooked(*given, **named):
-        status.before_trace_slice(*given, **named)
-        original(*given, **named)
+    def hooked(context, slice, *given, **named):
+        status.before_trace_slice(context, slice, *given, **named)
+        spans.append(slice.attrs)
 
     monkeypatch.setattr(trace.TraceReqContext, "trace_slice", hooked)
     times = SchedulerReqTimeStats()
     times.init_trace_ctx("request", None)
-    times.trace_ctx.trace_req_start()
-    for _ in range(2):
-        times.set_last_decode_finish_time()
+    for count in (0, 3, 3):
         counters.steps += 1
-        counters.cpu_pages += 3
+        counters.cpu_pages += count
         counters.gpu_wait_us += 70
-    times.set_last_decode_finish_time()
-    spans = [x.attributes for x in exporter.get_finished_spans() if x.name == "decode_loop"]
+        times.set_last_decode_finish_time()
     assert [x["decode_ct"] for x in spans] == [0, 1, 2]
     assert [x["kv_offload.cpu_pages"] for x in spans] == [0, 3, 3]
     assert spans[1]["kv_offload.gpu_wait_us"] == 70 and spans[1]["kv_offload.recalled_pages"] == 0

@@ -47,7 +47,7 @@ SYSTEMS = [SPARDA, RHEO, {"kv_offload": "infinigen"}, {"kv_offload": "hgca"}]
 CASES = {
     "decode": ({}, ""),
     "prefill": (PREFILL, ""),
-    "memory": ({"kv_offload_host_gb": 1e6}, "--kv-offload-host-gb | 1e+06 | GiB"),
+    "memory": ({"kv_offload_host_gb": 1e6}, "--kv-offload-host-gb 1e+06: only | GiB | MEMORY_GB=N"),
     "own profile": (OWN_PROFILE, ""),
     "moved model": (OWN_PROFILE | {"model_path": "MOVED"}, ""),
     "budget of profile": (OWN_PROFILE | {"kv_offload_budget": 256}, "budget of 128 | --kv-offload-budget 256"),
@@ -67,11 +67,9 @@ CASES = {
     "cut prompts": (PREFILL | {"allow_auto_truncate": True}, "--allow-auto-truncate True | its own limit | drop one"),
     "longest folder for sockets": ({"TMPDIR": 95}, ""),
     "too long a folder for sockets": ({"TMPDIR": 96}, "TMPDIR=/ | 96 bytes | 107 | at most 95"),
-    "and on the prefill server": (PREFILL | {"TMPDIR": 96}, "TMPDIR=/ | at most 95"),
     "mode": ({"disaggregation_mode": "null"}, "--disaggregation-mode | null | decode"),
     "page": ({"page_size": 16}, "--page-size | 16 | 32"),
     "ranks": ({"tp_size": 2}, ""),
-    "prefill ranks": (PREFILL | {"tp_size": 2}, ""),
     "too few cpus": ({"tp_size": 2, "kv_offload_cpus": ONE_CPU}, "--kv-offload-cpus | --tp-size | at least 2"),
     "host transport on cuda": (cuda(**keys(transport="host")), "--kv-offload-config | transport | --device cpu"),
     "graph transport on cpu": (keys(transport="graph"), "transport = 'graph' | --device cpu | TRITON_INTERPRET"),
@@ -93,7 +91,6 @@ CASES = {
     "stray": ({"kv_offload": "none", "kv_offload_budget": 64}, "--kv-offload-budget | 64"),
     "gemma": ({"model_path": "GEMMA"}, "--model-path | Gemma2ForCausalLM | sliding-window | Qwen3ForCausalLM"),
     "window": ({"model_path": "WINDOW"}, "--model-path | sliding-window"),
-    "llama window": ({"model_path": "LLAMA_WINDOW"}, "--model-path | sliding-window"),
     "mistral's own window": ({"model_path": "MISTRAL_WINDOW"}, "--model-path | sliding-window"),
     "mistral": ({"model_path": "MISTRAL"}, ""),
     "head size": ({"model_path": "HEADS"}, "--model-path | head size 48 | 64"),
@@ -116,16 +113,12 @@ if version("sglang") != "0.5.15.post1":
     }
 
 
+SEEN = "page_size attention_backend decode_attention_backend max_running_requests kv_offload_config"
+
+
 def seen(made):
     role = os.environ.pop("SGLANG_SCOUT_ROLE", None)
-    return {
-        "page_size": made.page_size,
-        "decode": made.decode_attention_backend,
-        "role": role,
-        "attention": made.attention_backend,
-        "requests": made.max_running_requests,
-        "config": made.kv_offload_config,
-    }
+    return {name: getattr(made, name) for name in SEEN.split()} | {"role": role}
 
 
 def use_tmpdir(size, folder):
@@ -187,20 +180,18 @@ def _variant(source: Path, target: Path, **changes) -> str:
     """A model folder with a modified config; weights are not read before the refusal."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((source / "config.json").read_text()) | changes
-    config = {key: value for key, value in config.items() if value != ABSENT}
-    (target / "config.json").write_text(json.dumps(config))
+    given = {key: value for key, value in config.items() if value != ABSENT}
+    (target / "config.json").write_text(json.dumps(given))
     return str(target)
 
 
 NO_WINDOW = {"use_sliding_window": ABSENT, "layer_types": ABSENT}
 MISTRAL = NO_WINDOW | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_window_layers": 0}
-LLAMA = MISTRAL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 MODELS = {
     "GEMMA": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},
     "WINDOW": QWEN2 | {"use_sliding_window": True, "sliding_window": 64},
-    "LLAMA_WINDOW": LLAMA | {"sliding_window": 64},
     "MISTRAL_WINDOW": MISTRAL | {"sliding_window": ABSENT},
     "MISTRAL": MISTRAL | {"sliding_window": None},
     "HEADS": {"head_dim": 48},
@@ -227,8 +218,7 @@ def outcome(tiny_model, tmp_path_factory):
         save_weights(weights, str(folder / f"own_{kind}"))
         named[kind.upper()] = json.dumps({f"{kind}_file": str(folder / f"own_{kind}")})
     cases = [
-        {"model_path": str(model)}
-        | {key: named.get(x, x) if isinstance(x, str) else x for key, x in given.items()}
+        {"model_path": str(model)} | {key: named.get(str(x), x) for key, x in given.items()}
         for given, _ in CASES.values()
     ]
     # Not forked: with leftover threads of other tests, that may crash.
@@ -257,11 +247,14 @@ def test_accepted_with_the_implied_defaults(outcome):
         kind, made = outcome.cases[name]
         assert kind == "accepted", made
         on_cpu = given.get("device", "cpu") == "cpu"
-        assert made["page_size"] == 32 and (made["attention"] == "torch_native") == on_cpu
+        assert made["page_size"] == 32
+        assert (made["attention_backend"] == "torch_native") == on_cpu
         assert json.loads(made["role"])[0] == ("prefill" if "prefill" in name else "decode")
-        assert made["decode"] == (None if "prefill" in name else "scout")
+        assert made["decode_attention_backend"] == (None if "prefill" in name else "scout")
     made = outcome.cases["config in a file"][1]
-    assert json.loads(made["config"]) == {"recall": "fixed"}, "read once, by the launcher"
+    assert json.loads(made["kv_offload_config"]) == {"recall": "fixed"}, (
+        "read once, by the launcher"
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,8 +273,9 @@ def test_the_plan_refuses_the_models_that_the_server_refuses(outcome, name, path
 
 def test_without_the_flag_sglang_is_as_it_was(outcome):
     facts = outcome.facts
-    assert facts["role"] is None and facts["decode"] is None and facts["page_size"] == 1
-    assert facts["requests"] is None
+    assert facts["page_size"] == 1
+    unset = "role", "decode_attention_backend", "max_running_requests"
+    assert [facts[name] for name in unset] == [None] * 3
     assert facts["keep_alive_s"] == [None, "120"], "without the flag, and with it"
     targets = (hook.target_here for hook in hooks_of("flags"))
     assert facts["patched"] == sorted(f"sglang.srt.{target}" for target in targets if target)

@@ -1,7 +1,6 @@
 """Lost servers and failed transfers over real sockets, proxies, and waiting for the other server. On real servers:
 test/e2e/test_process_faults.py."""
 
-import os
 import socket
 import threading
 from types import SimpleNamespace
@@ -144,26 +143,16 @@ def test_a_message_to_a_closed_socket_is_lost_and_no_more(prefill, prefill_manag
     sender.send_multipart([b"a"])
 
 
-@pytest.mark.parametrize(("idle", "with_flag"), [(False, True), (True, True), (False, False)])
-def test_with_the_flag_it_sleeps_while_requests_are_on_their_way(idle, with_flag):
+@pytest.mark.parametrize("idle", [False, True])
+def test_with_the_flag_it_sleeps_while_requests_are_on_their_way(idle):
     sleeper = Mock()
-    scheduler = SimpleNamespace(
-        idle_sleeper=sleeper if with_flag else None, is_fully_idle=lambda: idle
-    )
-    requests.before_on_idle(scheduler)  # without requests SGLang itself sleeps
-    assert sleeper.poller.poll.called == (with_flag and not idle)
+    requests.before_on_idle(SimpleNamespace(idle_sleeper=sleeper, is_fully_idle=lambda: idle))
+    assert sleeper.poller.poll.called == (not idle), "without requests SGLang itself sleeps"
+    requests.before_on_idle(SimpleNamespace(idle_sleeper=None))
 
 
 OWN = ("http://127.0.0.1:1/health", "http://localhost:1", "http://[::1]:1", "http://10.1.2.3:1")
-HUB, ALSO, PAIR = "https://huggingface.co/x", "http://also:1/x", "http://10.9.9.9:8998/route"
-
-
-@pytest.fixture(autouse=True)
-def proxy(monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.setenv(name, "")
+OTHERS = ("http://also:1/x", "https://huggingface.co/x", "http://10.9.9.9:8998/route")
 
 
 def direct(*urls):
@@ -179,13 +168,11 @@ def direct(*urls):
         ("no_proxy", "*", [True, True, True]),
     ],
 )
-def test_a_launcher_reaches_itself_directly_and_others_as_before(monkeypatch, name, value, others):
-    monkeypatch.setenv(name, value)
-    assert direct(ALSO, HUB, PAIR) == others and any(direct(*OWN)) == (value == "*")
+def test_proxies_are_for_others_as_before(monkeypatch, name, value, others):
+    proxies = dict.fromkeys(("http_proxy", "all_proxy"), "http://127.0.0.1:9")
+    for variable, given in (proxies | {"no_proxy": "", "NO_PROXY": "", name: value}).items():
+        monkeypatch.setenv(variable, given)
     reach_directly("10.1.2.3")
-    assert all(direct(*OWN)) and direct(ALSO, HUB, PAIR) == others
-
-
-def test_a_scheduler_reaches_the_other_server_directly():
-    requests.before_kv_manager()
-    assert os.environ["no_proxy"] == "*" and all(direct(*OWN, PAIR))
+    assert all(direct(*OWN)) and direct(*OTHERS) == others
+    requests.before_kv_manager()  # of a scheduler, which asks the other server of the pair
+    assert all(direct(*OWN, *OTHERS))

@@ -20,28 +20,10 @@ Q, ALL = HQ * D, (HQ + 2 * H) * D
 
 
 class RotatedInput(model.UnquantizedLinearMethod):
-    """Keeps a float weight, but transforms the input before the product."""
+    """Keeps a float weight, as some quantisation methods do, but transforms the input before the product."""
 
     def apply(self, layer, x, bias=None):
         return super().apply(layer, x.flip(-1), bias)
-
-
-def quantise(weight):
-    """[out, in] -> int8 codes of that shape and float32 steps [out, 1]."""
-    step = weight.abs().amax(1, keepdim=True) / 127
-    return (weight / step).round().to(torch.int8), step
-
-
-class Int8LinearMethod(model.UnquantizedLinearMethod):
-    """Drops the float weight once it is quantised, as SGLang's methods do, which need a GPU or AMX; one launch."""
-
-    def process_weights_after_loading(self, layer):
-        codes, step = quantise(layer.weight.data)
-        layer.packed = codes * step
-        del layer.weight
-
-    def apply(self, layer, x, bias=None):
-        return torch.nn.functional.linear(x, layer.packed, bias)
 
 
 class Rope(model.RotaryEmbedding):
@@ -64,17 +46,11 @@ def attention_layer(method=None, bias=True, q_norm=True, skip_bias_add=False, tp
     """A decoder layer as `make_projector` sees it, of rank ``tp - 1`` of ``tp``, and its weights."""
     rng = torch.Generator().manual_seed(3)
     group = SimpleNamespace(rank_in_group=tp - 1, world_size=tp)
-    is_told = VERSION == "0.5.15.post1"  # else it looks up the group
+    options = {"bias": bias, "skip_bias_add": skip_bias_add}
+    if VERSION == "0.5.15.post1":  # else it looks up the group
+        options |= {"tp_rank": tp - 1, "tp_size": tp}
     with patch.object(linear, "_resolve_linear_group", lambda _: group, create=True):
-        projection = linear.QKVParallelLinear(
-            HIDDEN,
-            D,
-            HQ * tp,
-            H * tp,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            **({"tp_rank": tp - 1, "tp_size": tp} if is_told else {}),
-        )
+        projection = linear.QKVParallelLinear(HIDDEN, D, HQ * tp, H * tp, **options)
     weight, shift = torch.randn(ALL, HIDDEN, generator=rng), torch.randn(ALL, generator=rng)
     projection.weight.data.copy_(weight)
     if bias:
@@ -112,44 +88,29 @@ def token():
     return *hidden, torch.randint(0, 128, (TOKENS,), generator=rng)
 
 
-def counted(layer):
-    """Counts calls of the layer's projection module, as a list."""
-    calls = []
-    layer.self_attn.qkv_proj.register_forward_hook(lambda *_: calls.append(1))
-    return calls
-
-
 @pytest.mark.parametrize(
     "given", [{}, {"bias": False}, {"q_norm": False}, {"skip_bias_add": True}, {"tp": 2}]
 )
-def test_plain_weights_are_sliced_and_quantised_ones_go_through_the_module(agree, token, given):
-    layer, weight, bias = attention_layer(**given)
-    calls = counted(layer)
-    project = model.make_projector(0, layer)
-    agree(rotate_heads, predict(project, *token), predicted(layer, weight, bias, *token))
-    assert not calls
-    layer, weight, bias = attention_layer(Int8LinearMethod(), **given)
-    calls = counted(layer)
-    assert not hasattr(layer.self_attn.qkv_proj, "weight")
-    project = model.make_projector(0, layer)
-    codes, step = quantise(weight)
-    got = predict(project, *token)
-    agree(rotate_heads, got, predicted(layer, codes * step, bias, *token))
-    assert len(calls) == 1
-    assert (got - predicted(layer, weight, bias, *token)).abs().max() > 1e-3, "not the old weight"
+@pytest.mark.parametrize("method", [None, RotatedInput()])
+def test_plain_weights_are_sliced_and_others_go_through_the_module(agree, token, method, given):
+    layer, weight, bias = attention_layer(method, **given)
+    calls = []
+    layer.self_attn.qkv_proj.register_forward_hook(lambda *_: calls.append(1))
+    got = predict(model.make_projector(0, layer), *token)
+    weight = weight.flip(-1) if method else weight
+    agree(rotate_heads, got, predicted(layer, weight, bias, *token))
+    assert calls == ([1] if method else [])
 
 
 @pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
-@pytest.mark.parametrize(("bias", "product"), [(False, ["mm"]), (True, ["addmm"])])
-@pytest.mark.parametrize("method", [None, Int8LinearMethod()])
-def test_a_norm_a_product_and_a_rotation_are_launched(token, bias, product, method):
+def test_a_projection_that_is_not_sliced_is_one_product(token):
     from launches import Launches  # imports triton
 
-    layer, *_ = attention_layer(method, bias)
+    layer, *_ = attention_layer(RotatedInput(), bias=False)
     project = model.make_projector(0, layer)
     with Launches() as counted:
         predict(project, *token)
-    assert counted.names == ["norm_kernel", *product, "rotate_kernel"]
+    assert counted.names == ["norm_kernel", "flip", "mm", "rotate_kernel"]
 
 
 @pytest.mark.sparda
@@ -171,12 +132,6 @@ def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(ag
         agree(rotate_heads, got, expected)
 
 
-def test_a_float_weight_of_another_method_is_not_sliced(agree, token):
-    layer, weight, bias = attention_layer(method=RotatedInput())
-    project = model.make_projector(0, layer)
-    agree(rotate_heads, predict(project, *token), predicted(layer, weight.flip(-1), bias, *token))
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_a_weight_of_another_dtype_is_not_sliced(token, dtype):
     layer, *_ = attention_layer()
@@ -184,9 +139,9 @@ def test_a_weight_of_another_dtype_is_not_sliced(token, dtype):
     projection.weight.data = projection.weight.data.to(dtype)
     projection.forward = lambda x: (x.new_ones(len(x), ALL), None)
     del layer.self_attn.q_norm
-    project = model.make_projector(0, layer)
     x, residual, positions = token
-    assert predict(project, x, residual, torch.zeros_like(positions)).eq(1).all()
+    got = predict(model.make_projector(0, layer), x, residual, torch.zeros_like(positions))
+    assert got.eq(1).all()
 
 
 @pytest.mark.parametrize("what", ["qkv_proj", "rotary_emb"])
@@ -210,11 +165,6 @@ def shape_of(kv_dtype, monkeypatch, logit_cap=0, **scales):
     return model.model_shape(runner)
 
 
-def test_capped_logits_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match="--model-path m: .*cap their logits"):
-        shape_of(torch.bfloat16, monkeypatch, logit_cap=30.0)
-
-
 @pytest.mark.parametrize("fp8", model.TORCH_FP8)
 def test_kv_in_fp8_takes_half_the_bytes(fp8, monkeypatch):
     """With scales absent or set to 1 by SGLang."""
@@ -224,14 +174,18 @@ def test_kv_in_fp8_takes_half_the_bytes(fp8, monkeypatch):
     assert 2 * shape.page_bytes == plain.page_bytes
 
 
-def test_kv_of_another_type_or_with_scales_is_refused(monkeypatch):
-    with pytest.raises(
-        ConfigError, match=r"would be torch.float16; .* set the flag to fp8_e4m3 or"
-    ):
-        shape_of(torch.float16, monkeypatch)
-    for name in ("v_scale", "v_scale_float"):
-        with pytest.raises(ConfigError, match=r"layer 2 has v_scale 0.5; .* --quantization-param"):
-            shape_of(torch.float8_e5m2, monkeypatch, **{name: 0.5})
+@pytest.mark.parametrize(
+    ("kv_dtype", "given", "message"),
+    [
+        (torch.bfloat16, {"logit_cap": 30.0}, "--model-path m: .*cap their logits"),
+        (torch.float16, {}, "would be torch.float16; .* set the flag to fp8_e4m3 or"),
+        (torch.float8_e5m2, {"v_scale": 0.5}, "layer 2 has v_scale 0.5; .* --quantization-param"),
+        (torch.float8_e5m2, {"v_scale_float": 0.5}, "layer 2 has v_scale 0.5"),
+    ],
+)
+def test_attention_and_kv_of_another_kind_are_refused(monkeypatch, kv_dtype, given, message):
+    with pytest.raises(ConfigError, match=message):
+        shape_of(kv_dtype, monkeypatch, **given)
 
 
 def probed(dtype=torch.float32):

@@ -1,5 +1,4 @@
-"""KV pools: the allocator with host lists allocates the same as SGLang's own; what a retracted request keeps; which
-digests have arrived."""
+"""KV pools: the allocator with host lists, what a retracted request keeps, and which digests have arrived."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.mem_cache.allocator import paged
 
 from page_weights import digest_kinds, digest_pool
 from sglang_scout.core.config import OffloadConfig
@@ -53,66 +51,53 @@ class Listener:
         self.out.clear()
 
 
-class Stock(paged.PagedTokenToKVPoolAllocator):
-    """SGLang's own; its Triton kernels replaced by its torch function or a one-line rule."""
-
-    def alloc_extend(self, before, before_cpu, after, after_cpu, last, count):
-        pages = (after + SIZE - 1) // SIZE - (before + SIZE - 1) // SIZE
-        if not self._has(int(pages.sum())):
-            return None
-        locations = torch.empty(count, dtype=torch.int64)
-        paged.alloc_extend_naive(before, after, last, self.free_pages, locations, SIZE, "cpu")
-        self.free_pages = self.free_pages[int(pages.sum()) :]
-        return locations
-
-    def alloc_decode(self, lengths, lengths_cpu, last):
-        opens = (lengths - 1) % SIZE == 0
-        if not self._has(int(opens.sum())):
-            return None
-        locations = last + 1
-        locations[opens] = self.free_pages[: int(opens.sum())] * SIZE
-        self.free_pages = self.free_pages[int(opens.sum()) :]
-        return locations
-
-    def _has(self, count):
-        if count > len(self.free_pages):
-            self.merge_and_sort_free()
-        return count <= len(self.free_pages)
-
-
-def make(kind, pages=30, kvcache=None):
-    more = {"need_sort": True, "kvcache": kvcache}
-    return kind(pages * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", **more)
+def make(pages=30, kvcache=None):
+    more = {"need_sort": True, "kvcache": kvcache, "dtype": torch.float32, "device": "cpu"}
+    made = pools.ScoutAllocator(pages * SIZE, page_size=SIZE, **more)
+    made.listener = Listener()
+    return made
 
 
 class User:
-    """Requests on one allocator; the same operations on two must have the same result."""
+    """Requests on one allocator."""
 
-    def __init__(self, allocator):
-        self.allocator = allocator
+    def __init__(self):
+        self.allocator = make()
         self.requests = []  # locations of each
 
+    def _got(self, pages, allocate, *given):
+        """Locations, if so many pages are free."""
+        is_enough = pages * SIZE <= self.allocator.available_size()
+        got = allocate(*given)
+        assert (got is not None) == is_enough
+        return got if is_enough else NONE
+
     def alloc(self, number):
-        return self._keep(self.allocator.alloc(number // SIZE * SIZE))
+        self.requests.append(self._got(number // SIZE, self.allocator.alloc, number))
 
     def extend(self, number, prefix=NONE):
         before, after = torch.tensor([len(prefix)]), torch.tensor([len(prefix) + number])
         last = prefix[-1:] if len(prefix) else torch.tensor([-1])
-        got = self.allocator.alloc_extend(before, before, after, after, last, number)
-        self._keep(prefix if got is None else torch.cat([prefix, got]))
-        return got
+        pages = int((after + SIZE - 1) // SIZE - (before + SIZE - 1) // SIZE)
+        given = before, before, after, after, last, number
+        got = self._got(pages, self.allocator.alloc_extend, *given)
+        self.requests.append(torch.cat([prefix, got]))
 
     def resume(self, number):
-        return self.extend(number, self.requests.pop(0)) if self.requests else None
+        if self.requests:
+            self.extend(number, self.requests.pop(0))
 
     def decode(self, _):
+        if not self.requests:
+            return
         lengths = torch.tensor([len(r) + 1 for r in self.requests])
-        last = torch.tensor([int(r[-1]) for r in self.requests])
-        got = self.allocator.alloc_decode(lengths, lengths, last) if self.requests else None
-        if got is not None:
+        last, opens = torch.stack([r[-1] for r in self.requests]), lengths % SIZE == 1
+        got = self._got(int(opens.sum()), self.allocator.alloc_decode, lengths, lengths, last)
+        if len(got):
+            opened = torch.where(opens, got // SIZE, -1)
+            assert self.allocator.opened.tolist() == opened.tolist()
             pairs = zip(self.requests, got, strict=True)
             self.requests = [torch.cat([r, x[None]]) for r, x in pairs]
-        return got
 
     def free(self, number):
         for _ in range(min(number % 3 + 1, len(self.requests))):
@@ -127,27 +112,25 @@ class User:
         self.allocator.clear()
         self.requests.clear()
 
-    def _keep(self, locations):
-        if locations is not None and len(locations):
-            self.requests.append(locations)
-        return locations
-
 
 @given(OPERATIONS)
-def test_hands_out_what_sglang_s_own_does_and_says_so(operations):
-    ours, theirs = (User(make(k)) for k in (pools.ScoutAllocator, Stock))
-    listener = ours.allocator.listener = Listener()
+def test_tokens_fill_pages_in_order_and_the_listener_hears_of_each_page(operations):
+    user = User()
     for operation, number in operations:
-        got, expected = (getattr(user, operation)(number) for user in (ours, theirs))
-        assert (got is None) == (expected is None)
-        if got is not None:
-            assert torch.equal(got, expected)
-            if operation == "decode":  # the page that each row opened
-                opened = [x // SIZE if x % SIZE == 0 else -1 for x in got.tolist()]
-                assert ours.allocator.opened.tolist() == opened
-        assert ours.allocator.available_size() == theirs.allocator.available_size()
-        held = {int(x) // SIZE for r in ours.requests for x in r}
-        assert listener.out == held and ours.allocator.used_pages == len(held)
+        getattr(user, operation)(number)
+        user.requests = [r for r in user.requests if len(r)]
+        held = []
+        for locations in user.requests:
+            pages = locations[::SIZE] // SIZE
+            assert torch.equal(locations, tokens_of(pages, SIZE)[: len(locations)])
+            held += pages.tolist()
+        assert len(held) == len(set(held)) == user.allocator.used_pages
+        assert user.allocator.listener.out == set(held) <= set(range(1, 31))
+        assert user.allocator.available_size() == (30 - len(held)) * SIZE
+
+
+def tokens_of(pages, size):
+    return (torch.as_tensor(pages)[:, None] * size + torch.arange(size)).flatten()
 
 
 def extend(made, total):
@@ -160,8 +143,8 @@ def test_a_transfer_waits_for_a_step_that_may_still_write_a_page(monkeypatch):
     """SGLang launches a step before it knows that the last one has ended some of its requests."""
     waits = []
     monkeypatch.setattr(pools, "_synchronize", waits.append)
-    made = make(pools.ScoutAllocator)
-    made.listener = listener = Listener()
+    made = make()
+    listener = made.listener
     most = made.alloc(28 * SIZE)
     made.free(most[: 4 * SIZE])
     assert made.alloc(2 * SIZE) is not None and not waits  # of never used pages
@@ -172,10 +155,6 @@ def test_a_transfer_waits_for_a_step_that_may_still_write_a_page(monkeypatch):
     assert len(waits) == 1
     extend(made, SIZE)
     assert len(waits) == 2
-
-
-def kv_cache(**spec):
-    return SimpleNamespace(arena=SimpleNamespace(spec=SimpleNamespace(**spec)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -201,9 +180,9 @@ def test_every_beginning_of_the_free_pages_is_of_all_nodes(pages, stripe, random
 
 
 def test_requests_take_pages_of_both_nodes_from_the_first_on():
-    one = make(pools.ScoutAllocator, 64, kv_cache(num_nodes=1))
-    assert torch.equal(one.free_pages, torch.arange(1, 65)), "the order of SGLang"
-    made = make(pools.ScoutAllocator, 256, kv_cache(num_nodes=2, stripe_pages=128))
+    assert torch.equal(make(64).free_pages, torch.arange(1, 65)), "the order of SGLang"
+    spec = SimpleNamespace(num_nodes=2, stripe_pages=128)
+    made = make(256, SimpleNamespace(arena=SimpleNamespace(spec=spec)))
     held = [extend(made, 32 * SIZE) for _ in range(4)]
     assert [(torch.unique(x // SIZE) < 128).sum() for x in held] == [16] * 4
     for locations in held[::2]:
@@ -240,27 +219,23 @@ def host_pool(dtype):
 def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
     """In whole pages, which are copied many times faster than tokens, and nothing else is written."""
     made = host_pool(dtype)
-    old, new = [7, 8, 9, 3, 20, 21], [30, 4, 5, 6, 31, 2]
     count = -(-length // PAGE)
-    old, new = old[:count], new[:count]
-
-    def locations(pages):
-        return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length].int()
-
+    old, new = [7, 8, 9, 3, 20, 21][:count], [30, 4, 5, 6, 31, 2][:count]
+    here, there = (tokens_of(x, PAGE)[:length].int() for x in (old, new))
     planes = (*made.k_buffer, *made.v_buffer)
-    expected = [plane[locations(old)].clone() for plane in planes]
+    expected = [plane[here].clone() for plane in planes]
     checksums = made.host_pages.checksums
     checksums.seal(np.array(old[: length // PAGE]))
-    kept = made.get_cpu_copy(locations(old))
+    kept = made.get_cpu_copy(here)
     of_planes = 2 * 3 * count * PAGE * 2 * 64 * dtype.itemsize
     assert kept[0].nbytes == of_planes == made.copy_bytes(length)
     for plane in planes:
         plane.copy_(torch.randn(plane.shape))  # reused by other requests
     before = [plane.clone() for plane in planes]
-    made.load_cpu_copy(kept, locations(new))
+    made.load_cpu_copy(kept, there)
     others = torch.from_numpy(np.setdiff1d(np.arange(41), new))
     for plane, wanted, was in zip(planes, expected, before, strict=True):
-        assert torch.equal(plane[locations(new)], wanted)
+        assert torch.equal(plane[there], wanted)
         assert torch.equal(plane.view(41, -1)[others], was.view(41, -1)[others])
     is_sealed, full = (checksums.words != 0).all(axis=0), [i < length // PAGE for i in range(count)]
     assert is_sealed[new].tolist() == is_sealed[old].tolist() == full

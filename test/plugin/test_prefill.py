@@ -1,6 +1,5 @@
 """What a prefill server adds: hints, room for digests, prefill on a CPU; and noise in place of its KV."""
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -61,9 +60,8 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
     hint = digests.hints.of(6, 7)
     assert digests.valid[order[:7]].all() and not digests.valid[6]
     assert (np.sort(hint[:, :7]) == np.arange(7)).all() and (hint[:, 7:] == -1).all()
-    assert order[hint[:, 2]].tolist() == wanted.tolist(), (
-        "first behind the first and the newest page"
-    )
+    third = order[hint[:, 2]].tolist()  # behind the first and the newest page
+    assert third == wanted.tolist()
 
 
 @pytest.mark.parametrize("keys", [{}, {"prefill_digests": False}])
@@ -75,12 +73,8 @@ def test_pages_and_digests_of_a_prefill_server_share_what_sglang_found(monkeypat
     got = prefill.around_profile_available_bytes(lambda runner, before: found, runner, 0)
     page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
     num_pages = got // page_bytes
-    digests = 0
-    if config.prefill_digests:
-        held = DigestPool(
-            dataclasses.replace(SHAPE, num_layers=1), 1, "cpu", rule_of(config.digest)
-        )
-        digests = SHAPE.num_layers * sum(part.nbytes for part in held.parts)
+    held = DigestPool(SHAPE, 1, "cpu", rule_of(config.digest)).parts
+    digests = sum(part.nbytes for part in held) if config.prefill_digests else 0
     assert num_pages * (page_bytes + digests) <= found < (num_pages + 1) * (page_bytes + digests)
 
 

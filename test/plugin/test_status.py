@@ -17,47 +17,27 @@ STATE = {name: number for number, name in enumerate(PROMISED, 2)}
 STATE |= {"recall_wait_us": 8, "worker": {"state": "ready", "restarts": 4}}
 
 
-@pytest.fixture
-def metrics(monkeypatch):
-    monkeypatch.setattr(status, "decode_state", lambda backend: STATE.copy())
-    monkeypatch.setattr(status, "PUBLISH_INTERVAL_S", 3600.0)
-    before = set(REGISTRY._collector_to_names)
-    backend = SimpleNamespace(
-        engine=SimpleNamespace(parts=SimpleNamespace(counters=Counters(1))),
-        ranks=SimpleNamespace(rank=0),
-    )
-    made = status.Metrics(backend, SimpleNamespace(served_model_name="m", extra_metric_labels=None))
-    yield made
-    made.close()
-    for collector in set(REGISTRY._collector_to_names) - before:
-        REGISTRY.unregister(collector)
-
-
 def sample(name, **labels):
     labels |= {"model_name": "m", "engine_type": "decode", "tp_rank": "0", "pp_rank": "0"}
     return REGISTRY.get_sample_value(f"sglang:kv_offload_{name}", labels)
 
 
-def published(name):
-    """Counters have a suffix."""
-    found = sample(name)
-    return sample(f"{name}_total") if found is None else found
-
-
-def test_metrics_have_the_numbers_of_the_state(metrics):
-    for _ in range(2):  # a counter is not counted twice
+def test_metrics_have_the_numbers_of_the_state_and_each_step_once(monkeypatch):
+    monkeypatch.setattr(status, "decode_state", lambda backend: STATE.copy())
+    monkeypatch.setattr(status, "PUBLISH_INTERVAL_S", 3600.0)
+    parts = SimpleNamespace(counters=Counters(1))
+    backend = SimpleNamespace(engine=SimpleNamespace(parts=parts), ranks=SimpleNamespace(rank=0))
+    args = SimpleNamespace(served_model_name="m", extra_metric_labels=None)
+    metrics = status.Metrics(backend, args)
+    expected = {name: STATE[name] for name in PROMISED}
+    expected |= {"recall_wait_seconds": 8e-6, "worker_restarts": 4, "worker_up": 1}
+    parts.counters.times += StepTimes(0.03, 0.004, 0.0), StepTimes(0.05, 0.004, 0.001)
+    for _ in range(2):  # nothing is counted twice
         metrics.publish()
-        assert {name: published(name) for name in PROMISED} == {n: STATE[n] for n in PROMISED}
-    assert published("recall_wait_seconds") == 8e-6
-    assert published("worker_restarts") == 4 and published("worker_up") == 1
-
-
-def test_each_step_is_observed_once(metrics):
-    times = [StepTimes(0.03, 0.004, 0.0), StepTimes(0.05, 0.004, 0.001)]
-    metrics._backend.engine.parts.counters.times.extend(times)
-    for _ in range(2):
-        metrics.publish()
-    for name, total in (("step", 0.08), ("boundary", 0.008), ("gpu_wait", 0.001)):
-        found = [sample(f"{name}_seconds_{x}") for x in ("count", "sum")]
-        assert found == [2, pytest.approx(total)]
+        kinds = {name: "_total" * (status.METRICS[name].kind == "counter") for name in expected}
+        assert {name: sample(name + kinds[name]) for name in expected} == expected
+        for name, total in (("step", 0.08), ("boundary", 0.008), ("gpu_wait", 0.001)):
+            found = [sample(f"{name}_seconds_{x}") for x in ("count", "sum")]
+            assert found == [2, pytest.approx(total)]
     assert sample("step_seconds_bucket", le="0.05") == 2
+    metrics.close()

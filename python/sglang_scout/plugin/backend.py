@@ -34,7 +34,6 @@ from sglang_scout.worker.host_memory import MAX_THREADS
 
 logger = logging.getLogger(__name__)
 
-HOST_SPIN_US = 50
 DEVICE_SPIN_US = 20_000  # as long as a step: a kernel cannot wake a sleeping thread, and the attendant does so late
 READY_TIMEOUT_S = 60.0
 NOISE_PAGES = 1021  # a prime: no period of a prompt's pages aligns with that of the noise
@@ -45,8 +44,7 @@ _current: ScoutAttnBackend | None = None
 
 def current_backend() -> ScoutAttnBackend:
     """The backend of this scheduler process; there is one."""
-    if _current is None:
-        raise RuntimeError("--kv-offload: the attention backend has not been created")
+    assert _current is not None
     return _current
 
 
@@ -79,8 +77,7 @@ class ScoutAttnBackend(AttentionBackend):
         tracer = Tracer(config.trace, config.trace_steps, self.worker, facts)
         stores, ranks = (pool.host_pages, pool.digests), self.ranks if self.ranks.size > 1 else None
         parts = Parts(policy, pool.shape, sizes, *stores, tracer, ranks)
-        wait_s = WorkerConfig.wait_timeout_s
-        attention = self._graph_transport(device, wait_s) if in_graph else self.worker
+        attention = self._graph_transport(device) if in_graph else self.worker
         log = None
         if config.step_log:  # the launcher has checked that it can be written
             about = {"identity": model.model_identity(runner.model_config)}
@@ -104,22 +101,21 @@ class ScoutAttnBackend(AttentionBackend):
         cpus = self.pool.cpus
         config = WorkerConfig(
             ready_timeout_s=READY_TIMEOUT_S,
-            spin_us=DEVICE_SPIN_US if in_graph else HOST_SPIN_US,
+            spin_us=DEVICE_SPIN_US if in_graph else WorkerConfig.spin_us,
             populate=torch.device(device).type == "cuda",  # the pages were allocated by locking
         )
         of_cpus = {"background_cpus": cpus.plan.background, "nodes": [*cpus.by_node.values()]}
         return WorkerClient(self.pool.arena, cpus.plan.threads, config=config, **of_cpus)
 
-    def _graph_transport(self, device: str, timeout_s: float) -> GraphTransport:
+    def _graph_transport(self, device: str) -> GraphTransport:
         faults = self.ranks.shared_words(self.ranks.size) if self.ranks.size > 1 else None
         if faults is not None and torch.device(device).type == "cuda":
-            of_page = "--tp-size: a page that the ranks share: {}"
-            lock(faults.data_ptr(), faults.nbytes, of_page)
+            lock(faults.data_ptr(), faults.nbytes, "--tp-size: a page that the ranks share: {}")
         self.worker.serve_device()
         return GraphTransport(
             self.pool.arena,
             lambda: self.worker.device_epoch,
-            timeout_us=int(timeout_s * 1e6),
+            timeout_us=int(WorkerConfig.wait_timeout_s * 1e6),
             device=device,
             split=self.worker.split,
             faults=faults,
@@ -192,7 +188,6 @@ class ScoutAttnBackend(AttentionBackend):
         return self.engine.attend(layer.layer_id, q, k, v).flatten(1)
 
     def close(self) -> None:
-        """Stop the attention process and the copies. Also runs at interpreter exit."""
         atexit.unregister(self.close)
         if self.metrics is not None:
             self.metrics.close()
@@ -247,9 +242,8 @@ class RequestTables:
 
     def of_step(self, seq_lens: Ids) -> npt.NDArray[np.int32]:
         """``[B, N]`` pages of the last announced step."""
-        if len(seq_lens) != len(self.rows):
-            counts = f"a step of {len(seq_lens)} requests, {len(self.rows)} were announced"
-            raise RuntimeError(f"--kv-offload: {counts}")
+        if (count := len(seq_lens)) != (known := len(self.rows)):
+            raise RuntimeError(f"--kv-offload: a step of {count} requests, {known} were announced")
         return self._pages[self.rows, : -(-int(seq_lens.max()) // self._size)]
 
 

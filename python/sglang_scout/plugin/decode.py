@@ -57,8 +57,8 @@ def around_init_pools(original, runner, **given):
             f"host memory holds {tokens} tokens of KV, less than one context of {context_tokens}: longer requests are "
             "refused; raise --kv-offload-host-gb or --max-total-tokens"
         )
-    make_pool = functools.partial(HostKVPool, memory=memory, plan=plan)
-    return build_pools(functools.partial(original, runner, **given), runner, make_pool)[0]
+    build = functools.partial(original, runner, **given)
+    return build_pools(build, runner, HostKVPool, memory=memory, plan=plan)[0]
 
 
 @hook("disaggregation.decode.DecodeTransferQueue.pop_transferred", "after")

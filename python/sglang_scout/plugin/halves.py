@@ -109,7 +109,6 @@ class Halves:
         return int(request.kv_offload_nth)
 
     def _requests(self) -> list[Any]:
-        """SGLang's that have not ended."""
         return [state.obj for state in self._manager.rid_to_state.values()]
 
     def _of(self, room: int) -> list[Any]:
@@ -124,8 +123,7 @@ class Halves:
                     socket = await session.ws_connect(url, heartbeat=_HEARTBEAT_S)
                 await self._listen(socket)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            what = f"no connection to {address}, which reports failed requests"
-            logger.info(f"--kv-offload: {what}: {error!r}")
+            logger.info(f"--kv-offload: no connection for failed requests to {address}: {error!r}")
         await asyncio.sleep(_RETRY_S)  # then the next request tries again
         del self._links[address]
 

@@ -83,9 +83,8 @@ class Hook(NamedTuple):
     """A function of SGLang, and the one before, after, around or instead of it. What mends a release is dropped with
     the last that needs it."""
 
-    target: (
-        str | dict[str, str]
-    )  # below sglang.srt; by release if it differs or is hooked in some only
+    # Below sglang.srt; by release if it differs or is hooked in some only.
+    target: str | dict[str, str]
     kind: str  # of SGLang's HookType
     function: Callable[..., Any]
     roles: tuple[str, ...]
@@ -124,7 +123,6 @@ def pools_target(name: str) -> dict[str, str]:
 
 
 def hooks_of(role: str) -> list[Hook]:
-    """The hooks of a role."""
     for module in ROLES[role]:
         import_module(f"sglang_scout.plugin.{module}")
     return [hook for hook in _declared if role in hook.roles]
@@ -134,9 +132,7 @@ def apply(hooks: Iterable[Hook]) -> None:
     """Resolve, register, apply and verify. SGLang only logs failures; raises RuntimeError if a target is missing or was
     not patched."""
     targets = set()
-    for hook in hooks:
-        if not hook.target_here:
-            continue
+    for hook in (one for one in hooks if one.target_here):
         target = f"sglang.srt.{hook.target_here}"
         try:
             pkgutil.resolve_name(target)

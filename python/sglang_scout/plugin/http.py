@@ -43,6 +43,7 @@ _STATUSES = {
     "in KVPoll": HTTPStatus.SERVICE_UNAVAILABLE,  # timed out
     "Grammar accept_token failed": HTTPStatus.BAD_REQUEST,  # it matches nothing
 }
+_OPENAI = "entrypoints.openai.serving"
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
@@ -50,10 +51,8 @@ def _each(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-# What a client may ask of one server but not of a pair; both servers refuse it by name.
-#
-# The answer is the decode server's, which lacks what only the prefill server knows: the prompt's results and the first
-# token's. SGLang says nothing.
+# What a client may ask of one server but not of a pair; both servers refuse it by name. The answer is the decode
+# server's, which lacks what only the prefill server knows: the prompt's results and the first token's.
 _NONE_FOR_PROMPT = "a prefill-decode pair has none for the prompt; drop the field"
 _ONLY_TOKENS = "not supported by a prefill-decode pair; send text or input_ids"
 LIMITS = {
@@ -71,12 +70,6 @@ LIMITS = {
 }
 
 
-def _adds_prompt_logprobs(request: GenerateReqInput) -> bool:
-    """Whether SGLang's router adds the prompt's log-probabilities to an answer of ``/generate``."""
-    of_several = (isinstance(ids, list) for ids in (request.text, *_each(request.input_ids)))
-    return not (request.stream or any(of_several) or any(_each(request.top_logprobs_num)))
-
-
 @hook("managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", "before")
 def before_normalize(request: GenerateReqInput) -> None:
     """Refuse what a pair cannot answer in full, for example `n` above 1."""
@@ -90,7 +83,10 @@ def before_normalize(request: GenerateReqInput) -> None:
     ids, starts = asked["token_ids_logprob"], asked["logprob_start_len"]
     asked["token_ids_logprob"] = [logprob and of_prompt is not None for of_prompt in ids]
     from_prompt = any(logprob and isinstance(at, int) and at >= 0 for at in starts)
-    asked["logprob_start_len"] = [from_prompt and not _adds_prompt_logprobs(request)]
+    # To other answers of /generate SGLang's router adds those of the prompt.
+    several = any(isinstance(ids, list) for ids in (request.text, *_each(request.input_ids)))
+    lacks = request.stream or several or any(_each(request.top_logprobs_num))
+    asked["logprob_start_len"] = [from_prompt and lacks]
     for field, why in LIMITS.items():
         if any(asked[field]):
             raise ValueError(f"{field}: {why}")
@@ -177,11 +173,8 @@ def after_create_tokenized_object(message, manager, obj, *args, **more):
     return message
 
 
-@hook("entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request", "around")
-@hook(
-    "entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
-    "around",
-)
+@hook(f"{_OPENAI}_chat.OpenAIServingChat._convert_to_internal_request", "around")
+@hook(f"{_OPENAI}_completions.OpenAIServingCompletion._convert_to_internal_request", "around")
 def around_convert(original, *args, **more):
     """Answer with status 400 if converting an OpenAI request raises."""
     try:

@@ -36,11 +36,6 @@ class Launched(NamedTuple):
     cpus: frozenset[int]
 
 
-def announce(role: str, cpus: frozenset[int]) -> None:
-    """In the launcher: set the role for the scheduler processes to be started."""
-    os.environ[ROLE_ENV] = msgspec.json.encode(Launched(role, os.getpid(), cpus)).decode()
-
-
 def launched_as() -> Launched | None:
     """The launcher's message to this process; None in the launcher itself, and if it is another launcher's."""
     message, parent = os.environ.get(ROLE_ENV), multiprocessing.parent_process()
@@ -121,11 +116,11 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
     # in a queue or is lost. A queue of long prompts takes longer than SGLang's 300 s.
     os.environ["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = str(LAST_RESORT_S)
     os.environ.setdefault("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", str(LAST_RESORT_S))
-    announce(self.disaggregation_mode, PROCESS_CPUS)
+    launched = Launched(self.disaggregation_mode, os.getpid(), PROCESS_CPUS)
+    os.environ[ROLE_ENV] = msgspec.json.encode(launched).decode()
 
 
 def parse(args: ServerArgs) -> OffloadConfig:
-    """The validated configuration of a server."""
     given = {name: getattr(args, flag[2:].replace("-", "_")) for name, flag in FLAGS.items()}
     return parse_config(**given, policies=policies(), available_cpus=set(PROCESS_CPUS))
 

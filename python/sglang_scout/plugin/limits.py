@@ -8,15 +8,10 @@ import torch
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import get_device
 
+from sglang_scout.core import flags
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.flags import (
-    DTYPES,
-    FP8_KV,
-    check_architecture,
-    check_attention,
-    check_socket_folder,
-)
+from sglang_scout.core.flags import DTYPES, FP8_KV
 from sglang_scout.core.forecast import check_weights
 from sglang_scout.core.profile import check_profile, load_profile
 from sglang_scout.ops import triton
@@ -75,7 +70,6 @@ _KEPT_ON_CUDA = {
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field of ``ServerArgs``."""
     return "--" + name.replace("_", "-")
 
 
@@ -105,7 +99,6 @@ def uses_graph_transport(config: OffloadConfig, device: str) -> bool:
 
 
 def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
-    """Refuse what this version does not support."""
     policy = f"--kv-offload {args.kv_offload}"
     if args.disaggregation_mode not in ("prefill", "decode"):
         raise ConfigError(
@@ -132,15 +125,12 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
             f"--kv-offload-cpus {args.kv_offload_cpus!r}: fewer CPUs than the {args.tp_size} ranks of --tp-size, each "
             f"of which has a CPU attention process; name at least {args.tp_size}, or drop the flag"
         )
-    check_socket_folder()
+    flags.check_socket_folder()
     check_memory_flag(config)
     if args.disaggregation_mode == "decode":
         _check_decode(args, config, policy)
-    if device_of(args) == "cpu":
-        _check_cpu_device(args, policy)
-
-
-def _check_cpu_device(args: ServerArgs, policy: str) -> None:
+    if device_of(args) != "cpu":
+        return
     if args.enable_deterministic_inference:
         # SGLang's message would name an attention backend that was not given.
         why = "SGLang has no attention backend for it on a CPU; drop the flag"
@@ -214,14 +204,14 @@ def check_model(server_args: Any, config: OffloadConfig) -> None:
     profile = None if path is None else load_profile(path)
     model = f"--model-path {server_args.model_path}"
     served, policy = adapter.model_config(server_args), f"--kv-offload {server_args.kv_offload}"
-    check_architecture(model, (served.hf_config.architectures or ["(none named)"])[0])
+    flags.check_architecture(model, (served.hf_config.architectures or ["(none named)"])[0])
     if (kind := served.attention_arch.name) != "MHA":
         needs = f"needs MHA or GQA, not {kind}; choose a model with one of these"
         raise ConfigError(f"{model}: {policy} {needs}")
     text = served.hf_text_config
     window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
     sizes = {"head_dim": served.head_dim, "v_head_dim": served.v_head_dim}
-    check_attention(model, **sizes, has_window=bool(served.is_hybrid_swa or window))
+    flags.check_attention(model, **sizes, has_window=bool(served.is_hybrid_swa or window))
     if served.dtype not in TORCH_DTYPES:
         fix = f"set --dtype to one of {', '.join(DTYPES)}"
         raise ConfigError(f"{model}: dtype {served.dtype} is not supported with {policy}; {fix}")

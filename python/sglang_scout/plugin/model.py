@@ -60,7 +60,6 @@ def model_identity(config: Any) -> ModelIdentity:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The decoder layers of a supported model, in order."""
     return list(model.model.layers)  # type: ignore[union-attr, arg-type]
 
 

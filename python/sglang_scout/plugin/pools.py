@@ -6,6 +6,7 @@ would wait for all launched work; the allocator's are on the host.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -53,9 +54,8 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
     in when the others run out, as SGLang does on the servers of a pair (``need_sort``)."""
 
     listener: Any = None  # an engine.pages.Pages, told of every page allocated or freed
-    opened: npt.NDArray[
-        np.int64
-    ]  # [B] page that each row of the last alloc_decode has opened, -1: none
+    # [B] page that each row of the last alloc_decode has opened, -1: none.
+    opened: npt.NDArray[np.int64]
 
     @property
     def used_pages(self) -> int:
@@ -123,9 +123,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
             slots = slots[count * size :]
         return self._result(torch.cat(pieces))
 
-    def alloc_decode(
-        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
-    ) -> torch.Tensor | None:
+    def alloc_decode(self, seq_lens, seq_lens_cpu, last_loc) -> torch.Tensor | None:
         opens = (seq_lens_cpu - 1) % self.page_size == 0
         taken = self._take(int(opens.sum()), in_order=True)
         if taken is None:
@@ -230,7 +228,6 @@ class HostKVPool(DigestKVPool):
         return self.host_pages.save(pages), words
 
     def copy_bytes(self, tokens: int) -> int:
-        """Size of a copy made by :meth:`get_cpu_copy`."""
         return -(-tokens // self.page_size) * self.page_bytes
 
     def load_cpu_copy(self, kv_cache_cpu: Any, indices: torch.Tensor, **_: Any) -> None:
@@ -247,12 +244,11 @@ class HostKVPool(DigestKVPool):
 
 
 def build_pools(
-    build: Callable[[], Any], builder: Any, make_pool: Callable[..., Any] = MHATokenToKVPool
+    build: Callable[[], Any], builder: Any, pool_class: type = MHATokenToKVPool, **options: Any
 ) -> tuple[Any, Any, ScoutAllocator]:
     """Build SGLang's pools by its function ``build``, a method of ``builder``, with our classes in place of its own.
-    Returns what that returned, the KV pool and the allocator, of which it verifies that they are of these classes.
-    ``make_pool``: a class of pools, or a partial call of one."""
-    pool_class = getattr(make_pool, "func", make_pool)
+    Returns what that returned, the KV pool and the allocator, of which it verifies that they are of these classes."""
+    make_pool = functools.partial(pool_class, **options) if options else pool_class
     module = adapter.POOLS_MODULE
     stock = module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator
     module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator = make_pool, ScoutAllocator

@@ -107,9 +107,7 @@ def after_init_attention_backends(_, runner) -> None:
 
 
 @hook("disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk", "before")
-def before_send_kv_chunk(
-    scheduler, req, last_chunk: bool = False, end_idx: int | None = None
-) -> None:
+def before_send_kv_chunk(scheduler, req, last_chunk=False, end_idx=None) -> None:
     """Compute the digests of the pages about to be sent, and the hint: the best pages for the last token."""
     # The digests are of the chunk's full pages, whose K is still on the device. The hint comes with the last chunk.
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
@@ -262,9 +260,7 @@ def around_send_kvcache(original, manager, *args, **kwargs) -> int:
 
 
 @hook(f"{_MOONCAKE}.send_kvcache_slice", "around")
-def around_send_kvcache_slice(
-    original, manager, session: str, pages, target: list[int], *args, **kwargs
-) -> int:
+def around_send_kvcache_slice(original, manager, session, pages, target, *args, **kwargs) -> int:
     """Omit the digests for a decode server with another `--tp-size`."""
     # It computes them. SGLang slices every buffer of the list by heads as if it held K or V.
     infos, layers = manager.kv_args, _num_layers(manager.kv_args.kv_item_lens)

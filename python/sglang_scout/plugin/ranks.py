@@ -20,19 +20,13 @@ from sglang.srt.distributed.parallel_state import get_attn_tp_group
 from sglang_scout.core import numa
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.numa import CpuPlan, deal_cpus, parse_cpu_list, plan_cpus
 from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
 from sglang_scout.engine.memory import MIN_PAGES, MemoryPlan, ServerSize, check_memory
 from sglang_scout.plugin.hooks import adapter, hook, pools_target
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
 from sglang_scout.plugin.model import model_shape, rank_policy
-from sglang_scout.worker.host_memory import (
-    LAST_RESORT,
-    available_bytes,
-    free_pool_bytes,
-    max_pages_in_pool,
-    pool_lacks,
-)
+from sglang_scout.worker import host_memory
+from sglang_scout.worker.host_memory import gib
 from sglang_scout.worker.ring import MAX_NODES
 
 logger = logging.getLogger(__name__)
@@ -85,9 +79,7 @@ class AttentionRanks:
 
 
 class RankCpus(NamedTuple):
-    """The CPUs of a rank's attention process."""
-
-    plan: CpuPlan
+    plan: numa.CpuPlan
     by_node: dict[int, list[int]]  # by NUMA node, if its pages are divided among those nodes
 
 
@@ -103,13 +95,12 @@ def rank_cpus(runner: Any, config: OffloadConfig, ranks: AttentionRanks) -> Rank
         home = near
         # Without a GPU SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on.
         if home is None:
-            home = sorted(parse_cpu_list(str(adapter.omp_cpus(runner)), set(range(1 << 16))))
+            home = sorted(numa.parse_cpu_list(str(adapter.omp_cpus(runner)), set(range(1 << 16))))
         found = ranks.gather([sorted(PROCESS_CPUS), home])
         allowed = {cpu for cpus, _ in found for cpu in cpus}
-        share = deal_cpus(config.cpus or allowed, [home or cpus for cpus, home in found])[
-            ranks.rank
-        ]
-    plan = plan_cpus(allowed, near, config.cpus, share)
+        homes = [home or cpus for cpus, home in found]
+        share = numa.deal_cpus(config.cpus or allowed, homes)[ranks.rank]
+    plan = numa.plan_cpus(allowed, near, config.cpus, share)
     by_node = numa.cpus_by_node(plan.threads)
     counts = ranks.gather(len(by_node)) if ranks.size > 1 else [len(by_node)]
     # The order in which pages are allocated depends on it, and must be the same on all ranks.
@@ -153,8 +144,8 @@ class RankMemory(NamedTuple):
         pages; at most the pages whose digests fit on the devices."""
         ranks, size = self.ranks, self.size
         # The most pages with which every rank's arena is in the pool, the first one being SGLang's padding.
-        most = size.arena(free_pool_bytes() // size.page_bytes + 2)
-        in_pool = max_pages_in_pool(most, list(self.cpus.by_node), ranks.size)
+        most = size.arena(host_memory.free_pool_bytes() // size.page_bytes + 2)
+        in_pool = host_memory.max_pages_in_pool(most, list(self.cpus.by_node), ranks.size)
         of_pool = ranks.least(ranks.size * max(in_pool - 1, 0) * size.page_bytes)
         worker = ranks.size * sum(nbytes for *_, nbytes in size.worker)
         left = ranks.least(self._available_bytes() - worker)
@@ -162,7 +153,7 @@ class RankMemory(NamedTuple):
             raise ConfigError(
                 f"--max-running-requests {size.max_batch}: ring and partial results of CPU attention need "
                 f"{worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
-                f"lower it, or name fewer CPUs in --kv-offload-cpus; {LAST_RESORT}"
+                f"lower it, or name fewer CPUs in --kv-offload-cpus; {host_memory.LAST_RESORT}"
             )
         total = int(max(left, 0) * DEFAULT_HOST_SHARE)
         # A pool of less than half of that is somebody else's.
@@ -196,20 +187,21 @@ class RankMemory(NamedTuple):
         A node that several ranks' pages are bound to is divided among them."""
         ranks, nodes = self.ranks, list(self.cpus.by_node)
         bound_to = ranks.gather(nodes) if ranks.size > 1 else [nodes]
-        available = available_bytes()
+        available = host_memory.available_bytes()
         if len(numa.nodes()) <= 1 or not nodes:
             return available
         users = Counter(node for of_rank in bound_to for node in of_rank)
-        of_nodes = (available_bytes(node) // users[node] for node in nodes)
+        of_nodes = (host_memory.available_bytes(node) // users[node] for node in nodes)
         return min(available, ranks.size * sum(of_nodes))
 
     def plan(self, num_pages: int) -> MemoryPlan:
         """Sizes of the stores. Raises ConfigError if they do not fit in host memory."""
         # Every rank reads both before any allocates.
-        in_pool = not pool_lacks(self.size.arena(num_pages), arenas=self.ranks.size)
-        available, on_cpu = self.ranks.least(available_bytes()), self.device_bytes is None
-        memory = {"in_pool": in_pool, "device_bytes": self.device_bytes, "shared": on_cpu}
-        return check_memory(self.size, num_pages, available, ranks=self.ranks.size, **memory)
+        in_pool = not host_memory.pool_lacks(self.size.arena(num_pages), arenas=self.ranks.size)
+        available = self.ranks.least(host_memory.available_bytes())
+        device = {"device_bytes": self.device_bytes, "shared": self.device_bytes is None}
+        own = {"in_pool": in_pool, "ranks": self.ranks.size}
+        return check_memory(self.size, num_pages, available, **own, **device)
 
 
 _memory: RankMemory | None = None
@@ -217,11 +209,8 @@ _memory: RankMemory | None = None
 
 @hook(pools_target("_profile_available_bytes"), "around", roles="decode")
 def around_profile_available_bytes(original, runner, *args, **kwargs) -> int:
-    """Size the KV pool by host memory.
-
-    Returns:
-        Bytes for the KV pages of this rank. All ranks must get the same number of pages, as they allocate the same ids.
-    """
+    """Size the KV pool by host memory."""
+    # All ranks must get the same number of pages, as they allocate the same ids.
     global _memory
     on_cuda = torch.device(runner.device).type == "cuda"
     # Digests and resident pages share the memory that SGLang would give to KV pages.
@@ -252,8 +241,7 @@ def lock(address: int, nbytes: int, message: str) -> None:
 
     def progress(done: int) -> None:
         if nbytes > LOCK_CHUNK_BYTES:
-            gib = done / 2**30, nbytes / 2**30
-            logger.info("--kv-offload: %.0f of %.0f GiB are page-locked", *gib)
+            logger.info(f"--kv-offload: {gib(done)} of {gib(nbytes)} are page-locked")
 
     try:
         lock_memory(address, nbytes, progress)

@@ -44,7 +44,6 @@ def aborted(rid: str, status: int, message: str) -> AbortReq:
 
 
 def answer_error(scheduler: Any, request: Any, status: int, message: str) -> None:
-    """Answer a ``request`` of a scheduler with an error."""
     answer = aborted(request.rid, status, message)
     scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
 

@@ -34,16 +34,12 @@ pool_sizes = attrgetter("max_total_num_tokens", "max_running_requests")
 def with_fields(fields: dict[str, tuple[Any, Any, str]], module: str) -> type[ServerArgs]:
     """SGLang's class of server flags, and its parser, with more ``fields``: types, defaults, help. A new class, which
     processes find by name in ``module``; in this release the live one, to which SGLang holds references."""
-    for name, (kind, default, text) in fields.items():
-        annotation = A[kind, Arg(help=text)]  # type: ignore[valid-type]  # as in SGLang's own fields
-        field = dataclasses.field(default=default)
-        field.name = name
-        field.type = annotation
-        field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
-        field.kw_only = True
-        ServerArgs.__dataclass_fields__[name] = field
-        ServerArgs.__annotations__[name] = annotation
-        setattr(ServerArgs, name, default)
+    more = [(name, A[kind, Arg(help=text)], value) for name, (kind, value, text) in fields.items()]  # type: ignore[valid-type]
+    made = dataclasses.make_dataclass("More", more, kw_only=True)
+    ServerArgs.__dataclass_fields__.update(made.__dataclass_fields__)
+    ServerArgs.__annotations__.update(made.__annotations__)
+    for name, _, value in more:
+        setattr(ServerArgs, name, value)
     return ServerArgs
 
 
@@ -74,9 +70,8 @@ def create_buffers(pool: Any, original: Callable[[], None]) -> None:
     """Create a KV pool's buffers by its own ``_create_buffers_normal``, and SGLang's metadata of them."""
     pool._create_buffers_normal()
     buffers = pool.k_buffer + pool.v_buffer
-    pointers = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.uint64)
-    pool.k_data_ptrs, pool.v_data_ptrs = pointers[: pool.layer_num], pointers[pool.layer_num :]
-    pool.data_ptrs = pointers
+    pool.data_ptrs = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.uint64)
+    pool.k_data_ptrs, pool.v_data_ptrs = pool.data_ptrs.tensor_split(2)
     pool.data_strides = torch.tensor([b[0].nbytes for b in buffers])
 
 

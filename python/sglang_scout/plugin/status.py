@@ -134,8 +134,7 @@ class Metrics:
             try:
                 self.publish()
             except Exception:  # must fail no request, nor end publishing
-                again = f"trying again in {PUBLISH_INTERVAL_S:g} s"
-                logger.exception(f"cannot publish the kv_offload metrics; {again}")
+                logger.exception("cannot publish the kv_offload metrics; trying again")
 
     def close(self) -> None:
         self._stop.set()
