@@ -6,6 +6,7 @@ import math
 import pytest
 
 from sglang_scout.cli import GIB, main
+from sglang_scout.cli.plan import as_dict
 from sglang_scout.cli.sizes import make_plan, read_model
 from sglang_scout.core.errors import ConfigError
 
@@ -66,14 +67,10 @@ def test_json_has_the_same_numbers(model, capsys):
     folder, sizes = str(model()), ["--context-tokens", str(LONG), "--host-gb", "103"]
     main(["plan", "--model-path", folder, *sizes, "--gpu-gb", "80", "--json"])
     got = json.loads(capsys.readouterr().out)
-    plan = plan_of(folder, host_gib=103, gpu_gib=80)
-    assert got["offload"]["requests"] == plan.offload["requests"] == 10
-    assert got["kv_bytes_per_token"] == plan.server.kv_bytes_per_token
+    assert got == as_dict(plan_of(folder, host_gib=103, gpu_gib=80))
     assert got["stock"] == {"by_host": None, "by_gpu": 4, "requests": 4, "limited_by": "gpu memory"}
-    rows = [(row["what"], row["count"], row["bytes"]) for row in got["memory"]]
-    assert rows == list(plan.memory.rows) and got["huge_pages"] == plan.huge_pages
     on_device = sum(row["bytes"] for row in got["memory"] if row["on_device"])
-    assert got["device_bytes"] == on_device == plan.memory.device_bytes
+    assert got["device_bytes"] == on_device and got["offload"]["requests"] == 10
 
 
 @pytest.mark.parametrize(
@@ -130,7 +127,7 @@ def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
     assert main([*command, "--context", "40960", "--requests", "64"]) == 0
     # 0.91 for the worker, 5 KiB for each page's hint.
     assert "up to 1.30 GiB of host memory beside the pages" in capsys.readouterr().out
-    many = plan_of(model(), context_tokens=1, host_gib=2**30)
+    many = plan_of(model(), 1, host_gib=2**30)
     assert many.offload["requests"] == 65536, "no more than the server takes"
     with pytest.raises(ConfigError, match="-budget 1099511627776: num_pages=.*lower the budget"):
         plan_of(model(), budget_tokens=2**40, context_tokens=2**40, host_gib=1)
@@ -182,15 +179,10 @@ def test_models_that_the_server_takes(model):
 
 MODELS = [
     ({"num_key_value_heads": "abc"}, "cannot read config.json: "),
-    ({"torch_dtype": ["bfloat16"]}, "cannot read config.json: "),
     ({"model_type": "own"}, "cannot read config.json: "),
     ({"num_key_value_heads": 3}, "40 query heads and 3 KV heads, 1 of 1 MLPs"),
-    ({"num_hidden_layers": 0}, "0 layers of size 5120"),
-    ({"max_position_embeddings": -1}, "a context of -1 tokens"),
-    ({"intermediate_size": -5}, "1 of 1 MLPs of size -5"),
     ({"vocab_size": 0}, "and 0 words, expected positive numbers"),
     ({"torch_dtype": "float64"}, "dtype float64, expected one of bfloat16"),
-    ({"architectures": ["5"]}, "does not support 5; supported are"),
     ({"architectures": ["DeepseekV3ForCausalLM"]}, "does not support DeepseekV3ForCausalLM"),
     ({"architectures": ["Gemma3ForCausalLM"]}, "does not support Gemma3ForCausalLM, some"),
     ({"use_sliding_window": True}, "does not support sliding-window attention"),

@@ -67,25 +67,24 @@ def test_mistakes_are_named(make_arena, cpu):
     arena = make_arena()
     client = WorkerClient(arena, [cpu])
     q, pages, n_pages = make_request(arena.spec, 2, 1, full=True)
-    wrong_type = q.astype(np.float64), pages.astype(np.int64), pages[0], np.asfortranarray(pages)
-    for first, second in ((wrong_type[0], pages), *((q, x) for x in wrong_type[1:])):
-        with pytest.raises(TypeError, match="incompatible function arguments"):
-            client.post(0, 0, first, second, n_pages)
+    no_match = "incompatible function arguments"  # of dtype or contiguity
     for layer, args, text in (
+        (0, (q.astype(np.float64), pages, n_pages), no_match),
+        (0, (q, np.asfortranarray(pages), n_pages), no_match),
         (0, (q[:, :3].copy(), pages, n_pages), r"q is \[2, 3, 16\], expected \[2, 4, 16\]"),
         (0, (q, pages[:1], n_pages), r"post: pages is \[1, 8\]"),
         (0, (q, pages, n_pages[:1]), "post: n_pages"),
         (0, (q, pages + 100, n_pages), r"post: page id \d+ of row 0 is outside 0\.\.39"),
         (3, (q, pages, n_pages), "layer 3 is outside"),
     ):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((ValueError, TypeError), match=text):
             client.post(layer, 0, *args)
     ticket = client.post(0, 0, q, pages, n_pages)
     out, lse = buffers(arena, 2)
     for args, text in (
         ((out, lse[:, :3].copy()), r"wait: lse is \[2, 3\]"),
         ((out[:1], lse[:1]), "wait: out has 1 rows, expected 2"),
-        ((out.astype(np.float64), lse), "incompatible function arguments"),
+        ((out.astype(np.float64), lse), no_match),
     ):
         with pytest.raises((ValueError, TypeError), match=text):
             client.wait(ticket, *args)
