@@ -80,31 +80,25 @@ def decode_server(answer):
     server.server_close()
 
 
-@contextlib.contextmanager
-def dashboard(decode_url, log):
-    """The program; yields its URL once it answers."""
-    (port,) = free_ports(1)
-    url, options = f"http://{HOST}:{port}", flags(json=True, decode=decode_url, port=port)
-    command = [str(Path(sys.executable).with_name("sglang-scout")), "dashboard", *options]
-    server = ServerProcess("dashboard", command, os.environ, log)
-    server.start()
-    try:
-        wait_healthy(server, url, time.monotonic() + 60)
-        assert json.loads(log.read_text()) == {"url": url}
-        yield url
-    finally:
-        server.signal(signal.SIGINT)
-        assert server.wait(30)
-
-
 def test_the_page_and_its_numbers(tmp_path):
     answer = Mock(return_value={"internal_states": [{"kv_offload": STATE}]})
-    with decode_server(answer) as decode_url, dashboard(decode_url, tmp_path / "log") as url:
+    [port], log = free_ports(1), tmp_path / "log"
+    url = f"http://{HOST}:{port}"
+    with decode_server(answer) as decode_url, contextlib.ExitStack() as stack:
+        options = flags(json=True, decode=decode_url, port=port)
+        command = [str(Path(sys.executable).with_name("sglang-scout")), "dashboard", *options]
+        program = ServerProcess("dashboard", command, os.environ, log)
+        program.start()
+        stack.callback(program.wait, 30)
+        stack.callback(program.signal, signal.SIGINT)
+        wait_healthy(program, url, time.monotonic() + 60)
+        assert json.loads(log.read_text()) == {"url": url}
         text = DIRECT.open(url).read().decode()
         assert 'fetch("view")' in text and "://" not in text, "it needs nothing from elsewhere"
         for _ in range(20):
             assert json.load(DIRECT.open(url + "/view", timeout=20))["resident"] == [12, 7]
         assert 0 < answer.call_count < 20, "a poll serves several viewers"
+    assert program.exit_code is not None, "an interrupt ends it"
 
 
 @pytest.mark.parametrize(

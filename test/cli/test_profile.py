@@ -78,11 +78,7 @@ PROFILE = RecallProfile(
     threshold=BETA,
     intervals=[3, 40],
     num_layers=2,
-    workload="4 requests",
     identity=IDENTITY,
-    samples=[4] * 40,
-    curves=[[0.1] * 3 + [0.5] * 37, [0.01] * 40],
-    made_by="this test",
     selection=selection_of(CONFIG),
 )
 

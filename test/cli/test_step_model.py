@@ -38,7 +38,6 @@ QWEN3_30B_A3B = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
-    "intermediate_size": 6144,
 }
 MIXTRAL_8X7B = {
     "architectures": ["MixtralForCausalLM"],
@@ -53,9 +52,11 @@ MIXTRAL_8X7B = {
 }
 
 
-def plan_of(folder, *, context_tokens=65536, budget_tokens=2048, host_gib=512, gpu_gib=80, **more):
-    sizes = {"context_tokens": context_tokens, "budget_tokens": budget_tokens}
-    return make_plan(str(folder), host_gib=host_gib, gpu_gib=gpu_gib, **sizes, **more)
+SIZES = {"context_tokens": 65536, "budget_tokens": 2048, "host_gib": 512, "gpu_gib": 80}
+
+
+def plan_of(folder, **changes):
+    return make_plan(str(folder), **SIZES | changes)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from fake_sys import use_sys
 from ring_view import RingView
 from sglang_scout.core import numa
 from sglang_scout.core.errors import ArenaError, ScoutError
-from sglang_scout.worker import arena as arena_module
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import WorkerClient
@@ -27,13 +26,12 @@ from sglang_scout.worker.host_memory import max_pages_in_pool, pool_lacks
 from sglang_scout.worker.ring import HEADER_DTYPE, KV_DTYPES, layout_of
 from worker_cases import small_spec
 
-F_GET_SEALS = 1034
 HUGE = 2 << 20
 
 
 def test_file_is_sealed(make_arena):
     arena = make_arena()
-    assert fcntl.fcntl(arena.fd, F_GET_SEALS) & 7 == 7
+    assert fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS) & 7 == 7
     for size in (0, arena.nbytes - 4096, arena.nbytes + 4096):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, size)
@@ -98,13 +96,7 @@ SIZES = {name: st.integers(1, most) for name, most in RANGES.items()}
 SIZES |= {name: st.sampled_from(values) for name, values in CHOICES.items()}
 
 
-@given(
-    st.integers(1, 5),
-    st.integers(1, 5),
-    st.booleans(),
-    st.integers(1, 40),
-    st.builds(dict, **SIZES),
-)
+@given(*[st.integers(1, 5)] * 2, st.booleans(), st.integers(1, 40), st.builds(dict, **SIZES))
 def test_layout_has_no_overlap_and_is_read_from_the_file(heads, group, per_head, batch, sizes):
     lists = heads if per_head else 1
     of_heads = {"num_kv_heads": heads, "num_q_heads": group * heads}
@@ -207,7 +199,7 @@ def machine(tmp_path, monkeypatch):
             (folder / "free_hugepages").write_text(f"{pages}\n")
             (folder / "nr_hugepages").write_text(f"{pages + 3}\n")
         monkeypatch.setattr(host_memory, "_mbind", lambda *call: 0)
-        monkeypatch.setattr(arena_module, "_MFD_HUGE_2MB", 0)
+        monkeypatch.setattr(os, "MFD_HUGE_2MB", 0)
         monkeypatch.setattr(os, "MFD_HUGETLB", 0)
 
     return make

@@ -65,13 +65,6 @@ def test_the_system_is_asked_for_each_span(monkeypatch):
         Arena.create(spec, numa_nodes=[2, 7])
 
 
-def test_with_one_node_nothing_is_bound(monkeypatch, caplog):
-    monkeypatch.setattr(numa, "nodes", lambda: [0])
-    with caplog.at_level("INFO"):
-        Arena.create(small_spec(), numa_nodes=[0]).close()
-    assert "not bound to [0]" in caplog.text
-
-
 def test_a_node_that_is_too_small_is_named(monkeypatch):
     monkeypatch.setattr(numa, "nodes", lambda: [0, 1])
     monkeypatch.setattr(host_memory, "available_bytes", lambda node: 0 if node else 1 << 40)

@@ -71,14 +71,6 @@ class PageWeights:
         return replace(self, arrays=arrays)
 
 
-def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]]:
-    layers, heads, dim = model.num_layers, model.num_kv_heads, model.head_dim
-    if kind == "forecast":
-        return {"w": (layers, heads * dim, None)}
-    group = model.num_q_heads // max(heads, 1)
-    return {"w_k": (layers, heads, None, 2 * dim), "w_q": (layers, heads, None, group * dim)}
-
-
 def save_weights(weights: PageWeights, path: str) -> None:
     """Atomically."""
     header = msgspec.json.encode(weights.header).decode()
@@ -117,7 +109,12 @@ def load_weights(path: str, kind: Kind) -> PageWeights:
 
 def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
     """What is wrong with the arrays, "" if they are those of the model in the header."""
-    wanted = _shapes(header.kind, header.identity)
+    model = header.identity
+    layers, heads, dim = model.num_layers, model.num_kv_heads, model.head_dim
+    row = model.num_q_heads // max(heads, 1) * dim
+    wanted: dict[str, tuple[int | None, ...]] = {"w": (layers, heads * dim, None)}
+    if header.kind == "pilot":
+        wanted = {"w_k": (layers, heads, None, 2 * dim), "w_q": (layers, heads, None, row)}
     if arrays.keys() != wanted.keys():
         return f"has the arrays {sorted(arrays)}, expected {sorted(wanted)}"
     for name, shape in wanted.items():
@@ -130,7 +127,7 @@ def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
         if not np.isfinite(x).all():
             return f"{name} has values that are not finite"
     if header.kind == "pilot":
-        ranks, most = [x.shape[2] for x in arrays.values()], 2 * header.identity.head_dim - 1
+        ranks, most = [x.shape[2] for x in arrays.values()], 2 * dim - 1
         if ranks[0] != ranks[1] or not MIN_RANK <= ranks[0] <= most:
             return f"w_k and w_q have the ranks {ranks}, expected equal ranks from {MIN_RANK} to {most}"
     return ""

@@ -32,12 +32,7 @@ def parse_cpu_list(
     text: str, available: set[int] | None = None, flag: str = "--kv-offload-cpus"
 ) -> tuple[int, ...]:
     """Parse a Linux CPU list such as ``0-3,8`` into sorted CPU numbers. Raises ConfigError if it is none, or for a CPU
-    that does not exist here.
-
-    Args:
-        available: CPUs that this process may run on; None: ask the kernel.
-        flag: the source of ``text``, for the message.
-    """
+    that this process may not run on (``available``; None: ask the kernel)."""
     cpus: set[int] = set()
     what = f"{flag} {text!r}"
     for part in map(str.strip, text.split(",")):

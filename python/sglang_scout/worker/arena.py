@@ -36,10 +36,8 @@ from sglang_scout.worker.ring import (
 logger = logging.getLogger(__name__)
 
 MEMFD_NAME = "sglang-scout"
-_F_ADD_SEALS = 1033
-_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MFD_NOEXEC_SEAL = 8  # of Linux 6.3
-_MFD_HUGE_2MB = 21 << 26
 CHECKSUM_THREADS = 8  # memory-bound, more gain little
 
 Pages = npt.NDArray[np.int64]
@@ -193,7 +191,7 @@ def _make(spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool) -> Arena:
     shows when they are populated; on a later access it would be a SIGBUS.
     """
     layout, flags = layout_of(spec), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    flags |= os.MFD_HUGETLB | _MFD_HUGE_2MB if from_pool else 0
+    flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB if from_pool else 0
     try:
         fd = os.memfd_create(MEMFD_NAME, flags | _MFD_NOEXEC_SEAL)
     except OSError as e:
@@ -203,7 +201,7 @@ def _make(spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool) -> Arena:
     with contextlib.ExitStack() as on_error:
         on_error.callback(os.close, fd)
         os.ftruncate(fd, layout.total_bytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         memory, backing = _map(fd, layout.total_bytes, "hugetlb" if from_pool else "4k")
         address, page_bytes = memory.ctypes.data, HUGE_PAGE_BYTES if from_pool else mmap.PAGESIZE
         if spans := node_spans(spec, numa_nodes, page_bytes):

@@ -78,7 +78,6 @@ class WorkerClient:
         self._next_event = [0] * len(self._cpus)
         self._event_buffer = np.zeros(arena.layout.event_entries, EVENT_DTYPE)
         configure = Configure(
-            arena_bytes=arena.nbytes,
             cpus=self._cpus,
             background_cpus=list(background_cpus),
             cpu_nodes=cpu_nodes,

@@ -44,19 +44,15 @@ def serve(channel: Channel, arena_fd: int, epoch: int) -> None:
     with contextlib.ExitStack() as stack:
         arena = stack.enter_context(Arena.attach(arena_fd))
         os.close(arena_fd)
-        if arena.nbytes != configure.arena_bytes:
-            raise WorkerError(f"arena has {arena.nbytes} bytes, expected {configure.arena_bytes}")
         others = configure.background_cpus or os.sched_getaffinity(0).difference(configure.cpus)
         runtime = start_runtime(arena, epoch, configure)
         stack.callback(runtime.stop)
         if configure.config.populate:
             stopping = threading.Event()
             args = arena, others, stopping
-            mapping = threading.Thread(
-                target=map_pages, args=args, name="scout-populate", daemon=True
-            )
-            mapping.start()
-            stack.callback(mapping.join)
+            mapper = threading.Thread(target=map_pages, args=args, name="scout-map", daemon=True)
+            mapper.start()
+            stack.callback(mapper.join)
             stack.callback(stopping.set)  # called before it
         channel.send(m.Ready(isa=_native.isa()))
         due_s, is_told = time.monotonic(), False
