@@ -31,7 +31,7 @@ from sglang_scout.core.profile import (
 BETA = 0.12
 IDENTITY = ModelIdentity("Qwen3ForCausalLM", 2, 4, 2, 64, "0123456789abcdef")
 CONFIG = OffloadConfig(policy="scout", budget_tokens=128)
-SERVER = dict(num_layers=2, config=CONFIG, model="/models/m", identity=IDENTITY)
+SERVER = dict(config=CONFIG, model="/models/m", identity=IDENTITY)
 
 
 LINE = [0.005 * n for n in range(1, 41)]
@@ -86,7 +86,7 @@ PROFILE = RecallProfile(
 @pytest.mark.parametrize(
     ("server", "parts"),
     [
-        ({"num_layers": 3}, ["2 layers", "'/models/m' with 3"]),
+        ({"identity": change(IDENTITY, num_layers=3)}, ["2 layers", "'/models/m' with 3"]),
         ({"config": replace(CONFIG, page_size_tokens=64)}, ["pages of 32", "64"]),
         ({"config": replace(CONFIG, budget_tokens=256)}, ["--kv-offload-budget 256", "to 128"]),
         ({"config": replace(CONFIG, digest="minmax")}, ["'minmax'", "--kv-offload-config"]),

@@ -90,7 +90,7 @@ def test_files_that_cannot_be_written(tmp_path, key):
     with pytest.raises(ConfigError, match=f"^--kv-offload-config: {key} = .*cannot be written"):
         check_files(config)
     for place in (f"{tmp_path}/none/a", str(tmp_path)):
-        with pytest.raises(ConfigError, match=f"{key} = .*(folder that does not exist|be written)"):
+        with pytest.raises(ConfigError, match=f"{key} = .*(one that does not exist|be written)"):
             check_files(parse(config={key: place}))
     os.mkfifo(tmp_path / "pipe")  # not opened for the check
     check_files(parse(config={key: str(tmp_path / "pipe")}))

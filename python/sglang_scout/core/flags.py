@@ -152,9 +152,10 @@ def _check_value(name: str, value: Any) -> Any:
 
 def check_layers(config: OffloadConfig, num_layers: int) -> None:
     if max(config.exact_layers, default=0) >= num_layers:
-        what = f"{FLAGS['config']}: exact_layers = {list(config.exact_layers)}"
-        fix = "name some of these, or drop the key"
-        raise ConfigError(f"{what}: the model has layers 0 to {num_layers - 1}; {fix}")
+        raise ConfigError(
+            f"{FLAGS['config']}: exact_layers = {list(config.exact_layers)}: the model has layers 0 to "
+            f"{num_layers - 1}; name some of these, or drop the key"
+        )
 
 
 def _written_files(config: OffloadConfig) -> dict[str, str]:
@@ -169,8 +170,7 @@ def check_files(config: OffloadConfig) -> None:
         # os.path, unlike pathlib, also returns False for paths that cannot be accessed.
         folder = os.path.dirname(path) or "."
         if os.path.isdir(path) or not os.path.isdir(folder):
-            why = "is a folder, or in a folder that does not exist"
-            raise ConfigError(f"{what}: {why}; name a file")
+            raise ConfigError(f"{what}: is a folder, or in one that does not exist; name a file")
         if os.path.exists(path) and not os.path.isfile(path):
             continue  # a pipe, whose reader would see the open, or a device
         is_new = not os.path.lexists(path)

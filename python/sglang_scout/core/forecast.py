@@ -12,7 +12,6 @@ pilot     ``w_k [L, H, r, 2 D]`` is applied to a page's pooled K, ``w_q [L, H, r
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -72,16 +71,9 @@ class PageWeights:
 
 
 def save_weights(weights: PageWeights, path: str) -> None:
-    """Atomically."""
-    header = msgspec.json.encode(weights.header).decode()
-    beside = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(beside, "wb") as file:
-            np.savez(file, allow_pickle=False, header=np.array(header), **weights.arrays)
-        os.replace(beside, path)
-    finally:
-        if os.path.exists(beside):
-            os.unlink(beside)
+    header = np.array(msgspec.json.encode(weights.header).decode())
+    with open(path, "wb") as file:
+        np.savez(file, allow_pickle=False, header=header, **weights.arrays)
 
 
 def load_weights(path: str, kind: Kind) -> PageWeights:

@@ -245,10 +245,8 @@ def deal_cpus(cpus: Collection[int], homes: Sequence[Collection[int]]) -> list[l
     """Distribute ``cpus`` among the ranks, given for each the CPUs near its device, its home.
 
     Ranks with the same home share its CPUs evenly. If homes overlap partially, or one has fewer CPUs than ranks, all
-    ranks share all CPUs evenly instead. SMT siblings stay together if there are enough cores.
-
-    Returns:
-        Per rank, ascending. Disjoint, unless there are fewer CPUs than ranks: then every rank gets all.
+    ranks share all CPUs evenly instead. SMT siblings stay together if there are enough cores. Per rank, ascending.
+    Disjoint, unless there are fewer CPUs than ranks: then every rank gets all.
     """
     near = [frozenset(cpus) & frozenset(home) for home in homes]
     if sum(map(len, set(near))) > len(frozenset().union(*near)) or any(

@@ -199,13 +199,12 @@ def smooth(curve: Floats, weights: Floats) -> Floats:
 
 def choose_interval(curve: Floats, samples: Floats, threshold: float) -> int:
     """The largest number of steps that keeps a layer's ratio at ``threshold`` or below (section 3.4): it ends where the
-    smoothed curve first exceeds it, so an outlier does not end it early.
+    smoothed curve first exceeds it, so an outlier does not end it early. 1 also if the first step already exceeds it; T
+    if no step does: later ones were not measured.
 
     Args:
         curve: ``[T]`` mean ratio t = 1..T steps after the layer's pages were loaded.
         samples: ``[T]`` number of requests in each mean, > 0.
-    Returns:
-        1..T. 1 also if the first step already exceeds it; T if no step does: later ones were not measured.
     """
     below = smooth(curve, samples) <= threshold + 1e-9
     return max(1, len(curve) if below.all() else int(np.argmin(below)))
@@ -245,7 +244,6 @@ def check_profile(
     profile: RecallProfile,
     path: str,
     *,
-    num_layers: int,
     config: OffloadConfig,
     model: str,
     identity: ModelIdentity,
@@ -258,8 +256,8 @@ def check_profile(
         fix = REMAKE if value is None else f"set that to {value!r} or {REMAKE}"
         raise _wrong(path, f"made for {made_for}, this server has {here}", fix)
 
-    if profile.num_layers != num_layers:
-        refuse(f"{name!r} with {profile.num_layers} layers", f"{model!r} with {num_layers}")
+    if (layers := profile.num_layers) != identity.num_layers:
+        refuse(f"{name!r} with {layers} layers", f"{model!r} with {identity.num_layers}")
     if theirs != identity:
         refuse(f"{name!r} ({theirs.describe()})", f"{model!r} ({identity.describe()})")
     if page != config.page_size_tokens:

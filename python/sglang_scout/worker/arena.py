@@ -74,8 +74,7 @@ class Arena(contextlib.AbstractContextManager["Arena"]):
                 pages are free, a node that does not exist, or a failed system call.
         """
         if numa_nodes and len(numa.nodes()) <= 1:
-            what = "arena: machine has no second NUMA node, memory is not bound to %s"
-            logger.info(what, numa_nodes)
+            logger.info("arena: only one NUMA node, memory is not bound to %s", numa_nodes)
             numa_nodes = ()
         arena, short = None, host_memory.pool_lacks(spec, numa_nodes)
         if not short:

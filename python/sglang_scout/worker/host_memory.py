@@ -276,8 +276,7 @@ def bind_memory(address: int, spans: Sequence[tuple[int, int, int]]) -> None:
         raise ArenaError(f"numa_nodes={asked}; this machine has {known}")
     for offset, nbytes, node in spans:
         if error := _mbind(address + offset, nbytes, node):
-            what = "arena: cannot bind memory to NUMA node %d: %s"
-            logger.warning(what, node, os.strerror(error))
+            logger.warning("arena: not bound to NUMA node %d: %s", node, os.strerror(error))
             return
     logger.info("arena: memory is bound to NUMA nodes %s", asked)
 

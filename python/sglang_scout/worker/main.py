@@ -129,16 +129,15 @@ def main() -> int:
     # local node, before there are other threads.
     ctypes.CDLL(None).syscall(*map(ctypes.c_long, (_SET_MEMPOLICY, _MPOL_DEFAULT, 0, 0)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the decode server
-    with zmq.Context() as context:
-        with contextlib.closing(Channel.bind(context, server_pid)) as channel:
-            try:
-                serve(channel, arena_fd, epoch)
-                return 0
-            except ScoutError as e:
-                logger.error("%s", e)
-                channel.send(m.Failed(error=str(e)[: m.MAX_TEXT_CHARS]))
-                time.sleep(1.0)  # an exit could overtake the message; the server kills at once
-                return 1
+    with zmq.Context() as context, contextlib.closing(Channel.bind(context, server_pid)) as channel:
+        try:
+            serve(channel, arena_fd, epoch)
+            return 0
+        except ScoutError as e:
+            logger.error("%s", e)
+            channel.send(m.Failed(error=str(e)[: m.MAX_TEXT_CHARS]))
+            time.sleep(1.0)  # an exit could overtake the message; the server kills at once
+            return 1
 
 
 if __name__ == "__main__":

@@ -116,8 +116,6 @@ class ArenaSpec:
         )
 
 
-# The fields of ring.h's Header as numbers: the sizes, and offsets and strides in bytes.
-Layout = SimpleNamespace
 _SIZES = [x.name for x in fields(ArenaSpec) if x.name not in ("kv_dtype", "q_dtype", "checksums")]
 
 
@@ -133,9 +131,10 @@ def header_of(spec: ArenaSpec) -> np.ndarray:
     return header
 
 
-def layout_of(spec: ArenaSpec) -> Layout:
+def layout_of(spec: ArenaSpec) -> SimpleNamespace:
+    """The fields of ring.h's Header as numbers: the sizes, and offsets and strides in bytes."""
     header = header_of(spec)[0]
-    return Layout(**{name: header[name].item() for name in HEADER_DTYPE.names or ()})
+    return SimpleNamespace(**{name: header[name].item() for name in HEADER_DTYPE.names or ()})
 
 
 def read_header(memory: np.ndarray) -> ArenaSpec:
