@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -40,16 +41,13 @@ def test_this_machine_can_serve():
 
 
 def test_report_and_exit_code(monkeypatch, capsys):
-    def refuse():
-        raise WorkerError("process 1 ended with exit code 1")
-
     found = {"python": lambda: Check("3.11.0"), "huge pages": lambda: Check("none", "make some")}
     monkeypatch.setattr(doctor, "checks", lambda args: found)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "-> make some" in text and "this machine can serve; warnings: 1" in text
     assert "next: run sglang-scout plan" in text
-    found["CPU attention"] = refuse
+    found["CPU attention"] = Mock(side_effect=WorkerError("process 1 ended with exit code 1"))
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "exit code 1\n" in text and "1 failed: this machine cannot serve; warnings: 1" in text

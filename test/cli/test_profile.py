@@ -44,13 +44,11 @@ FEW = [0.05, 0.05, 0.3, 0.05, 0.05, 0.05, 0.05]
     [
         ([0.02, 0.05, 0.12, 0.13, 0.2], None, 3),  # the last step at the threshold
         ([0.01] * 40, None, 40),  # never above: the measured length
-        ([0.4, 0.5, 0.6], None, 1),
         ([0.121], None, 1),
         (LINE, None, 24),
         ([*LINE[:9], 0.3, *LINE[10:]], None, 24),  # one odd step does not end an interval
         ([*LINE[:26], 0.0, *LINE[27:]], None, 27),  # nor make it much longer
         (HUMP, None, 4),  # what falls again later does not count
-        (np.linspace(0.3, 0.0, 200), None, 1),
         (FEW, [8, 8, 1, 8, 8, 8, 8], 7),  # many requests outvote one
         (FEW, [1, 1, 8, 1, 1, 1, 1], 1),
     ],

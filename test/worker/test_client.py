@@ -30,13 +30,12 @@ def test_round_trips_match_the_oracle(make_arena, cpu, threads, lists):
     with WorkerClient(arena, [cpu] * threads) as client:
         for step in range(8):
             for layer in range(arena.spec.num_layers):
-                request = make_request(arena.spec, 1 + step % 4, 10 * step + layer)
+                request = make_request(arena.spec, 1 + step % 4, 10 * step + layer, full=True)
                 answer = buffers(arena, len(request[0]))
                 reply = client.wait(client.post(layer, step, *request), *answer)
                 close(answer, oracle(arena, layer, *request))
                 assert reply.fallback_pages == 0 and reply.waited_us >= 0
-                counted = request[1][np.arange(8) < request[2][:, None]]
-                pages += int((counted >= 0).sum())
+                pages += request[1].size
         # Counted after the answer was published.
         until(lambda: client.snapshot().pages == pages, "every page in the totals")
         status = client.snapshot()
@@ -157,18 +156,11 @@ def test_worker_without_cpu_has_longer(make_arena, cpu, monkeypatch):
     with WorkerClient(make_arena(), [cpu], config=config) as client:
         pid = client.snapshot().pid
         freeze(pid)
+        time.sleep(0.5)
+        assert (client.snapshot().pid, client.snapshot().restarts) == (pid, 0), "it is kept"
         until(lambda: client.snapshot().restarts == 1, "restart")
         silent_s = float(re.search(r"silent for (\S+) s", client.snapshot().last_error)[1])
         assert silent_s >= 1.0
-        # If silent for less than that, it is kept.
-        until(lambda: client.snapshot().state == "ready", "the next worker")
-        pid = client.snapshot().pid
-        freeze(pid)
-        time.sleep(0.5)
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.5)
-        status = client.snapshot()
-        assert (status.state, status.pid, status.restarts) == ("ready", pid, 1)
 
 
 @pytest.mark.parametrize(("does", "wants"), [("while True: pass", True), ("input()", False)])

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from sglang_scout.worker.client import WorkerClient
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
-SMALL_MEMORY_BYTES = 4 * 2**30
 TIMEOUT_S = 120
 ROUNDS = 30
 TOLERANCE = 1e-4
@@ -160,7 +159,7 @@ def check_memory() -> Check:
     text += "; by default KV pages take half of it, or the pool of huge pages"
     values = {"available_bytes": available, "available_now_bytes": now}
     fix = "free memory: two servers need a few GiB in addition to the KV pages"
-    return Check(text, fix if available < SMALL_MEMORY_BYTES else "", values)
+    return Check(text, fix if available < 4 * 2**30 else "", values)
 
 
 def check_hugepages() -> Check:

@@ -77,11 +77,8 @@ def save_weights(weights: PageWeights, path: str) -> None:
 
 
 def load_weights(path: str, kind: Kind) -> PageWeights:
-    """Read the file that a key, as ``forecast_file``, names.
-
-    Raises:
-        ConfigError: unreadable, of another kind or version, or with arrays that do not fit the model it names.
-    """
+    """Read the file that a key, as ``forecast_file``, names. Raises ConfigError: unreadable, of another kind or
+    version, or with arrays that do not fit the model it names."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

@@ -37,9 +37,7 @@ def parse_cpu_list(
     what = f"{flag} {text!r}"
     for part in map(str.strip, text.split(",")):
         if (found := _RANGE.fullmatch(part)) is None:
-            raise ConfigError(
-                f"{what}: {part!r} is no CPU number and no range; write for example 0-3,8"
-            )
+            raise ConfigError(f"{what}: {part!r} is no CPU number and no range; write as 0-3,8")
         low, high = int(found[1]), int(found[2] or found[1])
         if high < low:
             raise ConfigError(f"{what}: {part!r} is not an ascending range; write {high}-{low}")

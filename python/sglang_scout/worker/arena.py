@@ -64,14 +64,11 @@ class Arena(contextlib.AbstractContextManager["Arena"]):
     def create(spec: ArenaSpec, *, numa_nodes: Sequence[int] = ()) -> Arena:
         """Creates, seals and maps a new arena: in the hugetlb pool if that has enough free pages, on each of
         ``numa_nodes`` too, and otherwise in transparent huge pages. Memory is allocated on first write, except from the
-        pool, and where the machine must grow first to have it all.
+        pool, and where the machine must grow first to have it all. The pages of the spec's node i are bound to the i-th
+        of ``numa_nodes``, if the machine has several.
 
-        Args:
-            numa_nodes: bind the pages of the spec's node i to the i-th of these, if the machine has several.
-
-        Raises:
-            ArenaError: not enough memory on a node or as the machine grows, a pool that is short though half of the
-                pages are free, a node that does not exist, or a failed system call.
+        Raises ArenaError: not enough memory on a node or as the machine grows, a pool that is short though half of the
+        pages are free, a node that does not exist, or a failed system call.
         """
         if numa_nodes and len(numa.nodes()) <= 1:
             logger.info("arena: only one NUMA node, memory is not bound to %s", numa_nodes)

@@ -153,12 +153,9 @@ def read_header(memory: np.ndarray) -> ArenaSpec:
 def node_spans(
     spec: ArenaSpec, numa_nodes: Sequence[int], align_bytes: int
 ) -> list[tuple[int, int, int]]:
-    """Memory spans by node: (offset, bytes, node), in order, without gaps. The ring is on the first node.
-
-    Args:
-        numa_nodes: the system's ids of the nodes of the spec, in order; none: nothing is bound.
-        align_bytes: size of the system's pages. One that has host pages of two nodes is bound to the second.
-    """
+    """Memory spans by node: (offset, bytes, node), in order, without gaps. The ring is on the first node. A system page
+    of ``align_bytes`` that has host pages of two nodes is bound to the second. ``numa_nodes``: the system's ids of the
+    nodes of the spec, in order; none: nothing is bound."""
     if not numa_nodes:
         return []
     layout = layout_of(spec)
