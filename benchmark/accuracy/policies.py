@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS
-from sglang_scout.core.flags import idle_keys
 from sglang_scout.policy import policies
 
 WEIGHTS = Path(__file__).resolve().parents[2] / ".cache" / "weights"
@@ -113,8 +112,9 @@ class Setting:
             return []
         own = self.offload_config(model)
         policy = self.base if self.base in SYSTEMS else "scout"
-        idle = idle_keys({**policies()[policy], **own})
-        config = {**own, **{key: x for key, x in (more or {}).items() if key not in idle}}
+        has_ahead = {**policies()[policy], **own}.get("precompute", True)
+        used = {key: x for key, x in (more or {}).items() if has_ahead or key != "exact_layers"}
+        config = {**own, **used}
         words = ["--kv-offload", policy, "--kv-offload-budget", str(self._flag_tokens())]
         return [*words, "--kv-offload-config", json.dumps(config)] if config else words
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,19 +38,12 @@ STATE = COUNTERS | {
     "recall": {"mode": "adaptive", "threshold": 0.12},
     "worker": WORKER,
 }
-
-
-LATER = STATE | {"steps": 20, "budget_pages": 160}
-"""After ten more steps of two requests."""
+LATER = STATE | {"steps": 20, "budget_pages": 160}  # after ten more steps of two requests
 
 
 def test_rates_are_of_the_time_between():
-    counted = {
-        "gpu_wait_us": 501000,
-        "recall_bytes": 9000,
-        "cpu_compute_ratio_by_layer": [0.25, 0.25],
-    }
-    now = LATER | counted | {"worker": WORKER | {"pages": 150}}
+    now = LATER | {"gpu_wait_us": 501000, "recall_bytes": 9000}
+    now |= {"cpu_compute_ratio_by_layer": [0.25, 0.25], "worker": WORKER | {"pages": 150}}
     shown = view(STATE, now, 2.0)
     assert shown["cpu_ratio"] == [0.0, 0.25]  # 0.5 of the first half, 0.25 of all
     assert shown["steps_per_s"] == 5 and shown["wait_share"] == 0.25
@@ -59,12 +53,9 @@ def test_rates_are_of_the_time_between():
     assert shown["resident"] == [12, 7] and shown["copying"] == [0, 3]
 
 
-def test_no_step_no_ratio():
+def test_a_new_worker_and_a_new_server_begin_at_zero():
     shown = view(STATE, STATE, 1.0)
     assert shown["cpu_ratio"] == [None, None] and shown["requests"] == shown["steps_per_s"] == 0
-
-
-def test_a_new_worker_and_a_new_server_begin_at_zero():
     worker = WORKER | {"pages": 4, "restarts": 1}
     assert view(STATE, LATER | {"worker": worker}, 1.0)["worker_bytes_per_s_core"] == 0
     shown = view(STATE, LATER | {"steps": 5, "budget_pages": 20}, 1.0)
@@ -89,42 +80,25 @@ def decode_server(answer):
     server.server_close()
 
 
-@contextlib.contextmanager
-def dashboard(decode_url, log):
-    """The program; yields its URL once it answers."""
-    (port,) = free_ports(1)
-    url, options = f"http://{HOST}:{port}", flags(json=True, decode=decode_url, port=port)
-    command = [str(Path(sys.executable).with_name("sglang-scout")), "dashboard", *options]
-    server = ServerProcess("dashboard", command, os.environ, log)
-    server.start()
-    try:
-        wait_healthy(server, url, time.monotonic() + 60)
-        assert json.loads(log.read_text()) == {"url": url}
-        yield url
-    finally:
-        server.signal(signal.SIGINT)
-        assert server.wait(30)
-
-
-def views(url, count):
-    for _ in range(count):
-        with DIRECT.open(url + "/view", timeout=20) as answer:
-            yield json.load(answer)
-
-
 def test_the_page_and_its_numbers(tmp_path):
-    polls = []
-
-    def answer():
-        polls.append(None)
-        return {"internal_states": [{"kv_offload": STATE}]}
-
-    with decode_server(answer) as decode_url, dashboard(decode_url, tmp_path / "log") as url:
-        with DIRECT.open(url) as page:
-            text = page.read().decode()
+    answer = Mock(return_value={"internal_states": [{"kv_offload": STATE}]})
+    [port], log = free_ports(1), tmp_path / "log"
+    url = f"http://{HOST}:{port}"
+    with decode_server(answer) as decode_url, contextlib.ExitStack() as stack:
+        options = flags(json=True, decode=decode_url, port=port)
+        command = [str(Path(sys.executable).with_name("sglang-scout")), "dashboard", *options]
+        program = ServerProcess("dashboard", command, os.environ, log)
+        program.start()
+        stack.callback(program.wait, 30)
+        stack.callback(program.signal, signal.SIGINT)
+        wait_healthy(program, url, time.monotonic() + 60)
+        assert json.loads(log.read_text()) == {"url": url}
+        text = DIRECT.open(url).read().decode()
         assert 'fetch("view")' in text and "://" not in text, "it needs nothing from elsewhere"
-        assert all(shown["resident"] == [12, 7] for shown in views(url, 20))
-        assert 0 < len(polls) < 20, "a poll serves several viewers"
+        for _ in range(20):
+            assert json.load(DIRECT.open(url + "/view", timeout=20))["resident"] == [12, 7]
+        assert 0 < answer.call_count < 20, "a poll serves several viewers"
+    assert program.exit_code is not None, "an interrupt ends it"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from sglang_scout.core.profile import (
 BETA = 0.12
 IDENTITY = ModelIdentity("Qwen3ForCausalLM", 2, 4, 2, 64, "0123456789abcdef")
 CONFIG = OffloadConfig(policy="scout", budget_tokens=128)
-SERVER = dict(num_layers=2, config=CONFIG, model="/models/m", identity=IDENTITY)
+SERVER = dict(config=CONFIG, model="/models/m", identity=IDENTITY)
 
 
 LINE = [0.005 * n for n in range(1, 41)]
@@ -44,13 +44,11 @@ FEW = [0.05, 0.05, 0.3, 0.05, 0.05, 0.05, 0.05]
     [
         ([0.02, 0.05, 0.12, 0.13, 0.2], None, 3),  # the last step at the threshold
         ([0.01] * 40, None, 40),  # never above: the measured length
-        ([0.4, 0.5, 0.6], None, 1),
         ([0.121], None, 1),
         (LINE, None, 24),
         ([*LINE[:9], 0.3, *LINE[10:]], None, 24),  # one odd step does not end an interval
         ([*LINE[:26], 0.0, *LINE[27:]], None, 27),  # nor make it much longer
         (HUMP, None, 4),  # what falls again later does not count
-        (np.linspace(0.3, 0.0, 200), None, 1),
         (FEW, [8, 8, 1, 8, 8, 8, 8], 7),  # many requests outvote one
         (FEW, [1, 1, 8, 1, 1, 1, 1], 1),
     ],
@@ -78,11 +76,7 @@ PROFILE = RecallProfile(
     threshold=BETA,
     intervals=[3, 40],
     num_layers=2,
-    workload="4 requests",
     identity=IDENTITY,
-    samples=[4] * 40,
-    curves=[[0.1] * 3 + [0.5] * 37, [0.01] * 40],
-    made_by="this test",
     selection=selection_of(CONFIG),
 )
 
@@ -90,7 +84,7 @@ PROFILE = RecallProfile(
 @pytest.mark.parametrize(
     ("server", "parts"),
     [
-        ({"num_layers": 3}, ["2 layers", "'/models/m' with 3"]),
+        ({"identity": change(IDENTITY, num_layers=3)}, ["2 layers", "'/models/m' with 3"]),
         ({"config": replace(CONFIG, page_size_tokens=64)}, ["pages of 32", "64"]),
         ({"config": replace(CONFIG, budget_tokens=256)}, ["--kv-offload-budget 256", "to 128"]),
         ({"config": replace(CONFIG, digest="minmax")}, ["'minmax'", "--kv-offload-config"]),

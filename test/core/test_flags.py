@@ -25,11 +25,9 @@ REFUSED_FLAGS = [
     ({"budget_tokens": 32}, ["--kv-offload-budget 32: holds 1 page, fewer", "64"]),
     ({"budget_tokens": True}, ["--kv-offload-budget True", "bool", "whole number"]),
     ({"budget_tokens": 32 * 10**400}, ["--kv-offload-budget", f"nearest is {2**40}"]),
-    ({"host_gb": 0.0}, ["--kv-offload-host-gb", "0"]),
     ({"host_gb": float("nan")}, ["--kv-offload-host-gb", "nan"]),
     ({"recall_profile": 3}, ["--kv-offload-recall-profile 3", "int", "name of a file"]),
     ({"recall_profile": ""}, ["--kv-offload-recall-profile ''", "length >= 1", "leave it out"]),
-    ({"cpus": "0,x"}, ["--kv-offload-cpus", "'x'"]),
     ({"cpus": "0-7"}, ["--kv-offload-cpus", "'0-7'", "CPU 2", "available are 0-1"]),
     ({"cpus": "1-0"}, ["--kv-offload-cpus", "ascending"]),
 ]
@@ -37,14 +35,12 @@ REFUSED_CONFIGS = [
     (5, ["5", "int", "@FILE"]),
     ("{", ["valid JSON", "line 1"]),
     ("@/no/such/file", ["/no/such/file", "cannot read"]),
-    ("@\0", ["cannot read"]),
     (f'{{"trace": {DEEP}}}', ["recursion", "@FILE"]),
     ('{"recall_interval": ' + "9" * 5000 + "}", ["5000 digits"]),
     ('{"recall": "off", "recall": "fixed"}', ["a key occurs twice", "'recall', 'recall'"]),
     ({"recal": "off"}, ["'recal'", "'recall'"]),
     ({8: "off"}, ["unknown key 8", "known keys: resident_tokens, digest"]),
     ({"recall": "often"}, ["recall", "'often'", "off, fixed, adaptive"]),
-    ({"recall_interval": "8"}, ["recall_interval", "str", "int"]),
     ({"recall_interval": 0}, ["recall_interval", "0", "1 or more"]),
     ({"recall_threshold": 1.5}, ["recall_threshold", "1.5", "0 to 1"]),
     ('{"recall_step_mib": NaN}', ["recall_step_mib", "nan", "0.001"]),
@@ -94,7 +90,7 @@ def test_files_that_cannot_be_written(tmp_path, key):
     with pytest.raises(ConfigError, match=f"^--kv-offload-config: {key} = .*cannot be written"):
         check_files(config)
     for place in (f"{tmp_path}/none/a", str(tmp_path)):
-        with pytest.raises(ConfigError, match=f"{key} = .*(folder that does not exist|be written)"):
+        with pytest.raises(ConfigError, match=f"{key} = .*(one that does not exist|be written)"):
             check_files(parse(config={key: place}))
     os.mkfifo(tmp_path / "pipe")  # not opened for the check
     check_files(parse(config={key: str(tmp_path / "pipe")}))
@@ -103,20 +99,6 @@ def test_files_that_cannot_be_written(tmp_path, key):
     for path in (old, new):
         check_files(parse(config={key: str(path)}))
     assert old.read_text() == "kept" and not new.exists()
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"config": {"recall": "off", "recall_interval": 4, "recall_step_mib": 9}},
-        {"config": {"recall": "fixed", "recall_interval": 4, "recall_threshold": 0.1}},
-        {"config": {"recall": "off"}, "recall_profile": "p"},
-        {"policy": "other", "config": {"recall": "fixed", "recall_step_mib": 3}},
-        {"config": {"trace": "a", "trace_steps": 5, "step_log": "b"}},
-    ],
-)
-def test_one_key_can_be_changed_to_compare_with_the_rest_as_it_is(kwargs):
-    parse(**kwargs)
 
 
 def test_a_file_under_two_names(tmp_path):
@@ -157,7 +139,6 @@ PROFILE = (
         ("not json", "not a recall profile"),
         (PROFILE.replace('"version": 1', '"version": 9'), "version 9"),
         (PROFILE.replace("[3, 4]", "[3]"), "2 layers"),
-        (PROFILE.replace("[3, 4]", "[3, -1]"), "`int` >= 0 - at `$.intervals[1]`"),
         (PROFILE.replace("[3, 4]", f"[{10**30}, 4]"), "`int` <= 2147483648 - at `$.intervals[0]`"),
         (PROFILE.replace("[3, 4]", "[]").replace('"num_layers": 2', '"num_layers": 0'), "0 layers"),
         (PROFILE.replace("0.12", "12"), "`float` <= 1.0 - at `$.threshold`"),

@@ -64,18 +64,14 @@ ALONE = 1 << 16  # more cores than CPUs
     ("cpus", "homes", "cores", "expected"),
     [
         (range(4), [range(4)] * 2, ALONE, [[0, 1], [2, 3]]),
-        # One node with two devices and SMT: whole cores.
-        (range(8), [range(8)] * 2, 4, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        # One core for both ranks: one SMT thread each.
-        ([0, 8], [[0, 8]] * 2, 8, [[0], [8]]),
+        (range(8), [range(8)] * 2, 4, [[0, 1, 4, 5], [2, 3, 6, 7]]),  # with SMT: whole cores
+        ([0, 8], [[0, 8]] * 2, 8, [[0], [8]]),  # one core for both ranks: one SMT thread each
         # Two nodes with two devices each.
         (range(8), [range(4)] * 2 + [range(4, 8)] * 2, ALONE, [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        # The CPUs of each node that the flag allows.
-        ([1, 2, 5], [range(4), range(4, 8)], ALONE, [[1, 2], [5]]),
+        ([1, 2, 5], [range(4), range(4, 8)], ALONE, [[1, 2], [5]]),  # of each node what is allowed
         # None or too few of the CPUs in the flag are near a device: evenly.
         ([0, 1, 2, 4], [range(4)] + [range(4, 8)] * 2, ALONE, [[0], [1], [2, 4]]),
-        # Overlapping homes are ignored.
-        (range(4), [range(3), range(1, 4)], ALONE, [[0, 1], [2, 3]]),
+        (range(4), [range(3), range(1, 4)], ALONE, [[0, 1], [2, 3]]),  # homes that overlap
     ],
 )
 def test_dealt(cpus, homes, cores, expected):
@@ -104,8 +100,7 @@ def test_every_rank_has_cpus_of_its_own_if_there_are_enough(cpus, homes):
     [
         # The first two cores, or one, are left to the server, and SMT siblings stay free: n and n + 64.
         ([*range(32), *range(64, 96)], 64, (), list(range(2, 32))),
-        # Some siblings, for 16 threads.
-        ([*range(12), *range(64, 76)], 64, (), [*range(2, 12), *range(66, 72)]),
+        ([*range(12), *range(64, 76)], 64, (), [*range(2, 12), *range(66, 72)]),  # 16 threads
         ([*range(7), *range(64, 71)], 64, (), [*range(1, 7), *range(65, 71)]),  # 12 at most
         ([5, 6, 7, 70], 64, (), [7]),  # of a cpuset with one SMT thread of most cores
         (range(4), ALONE, (), [2, 3]),
@@ -147,8 +142,7 @@ NODES = {0: [*range(4), *range(64, 68)], 1: range(4, 8)}
         # The server's CPUs on the GPU's node, except its first core.
         ([*range(8), *range(64, 68)], [2, 3, 66, 67], NODES, [1, 65]),
         ([0, 64, 2, 3], [2, 3], NODES, [0, 64]),  # it has kept one
-        # None of that node are left: those of other nodes.
-        (range(8), [0, 1, 2, 3], NODES, [5, 6, 7]),
+        (range(8), [0, 1, 2, 3], NODES, [5, 6, 7]),  # none of that node are left: of others
         # The server's first core is on another node: all of its CPUs on the workers' node.
         (range(16), range(8, 12), {0: range(8), 1: range(8, 16)}, [12, 13, 14, 15]),
         (range(4), [2, 3], {}, [1]),

@@ -3,8 +3,6 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import product
 
 import numpy as np
 import pytest
@@ -26,11 +24,11 @@ def make_arena() -> Iterator[Callable[..., Arena]]:
 
         def make(**changes: object) -> Arena:
             arena = stack.enter_context(Arena.create(small_spec(**changes)))
-            rng, planes = np.random.default_rng(7), [arena.k_pages, arena.v_pages]
-            planes += [partial(arena.context, which=which) for which in (0, 1)]
-            for layer, plane_of in product(range(arena.spec.num_layers), planes):
-                plane = plane_of(layer)
-                plane[:] = to_bits(rng.standard_normal(plane.shape, np.float32), arena.spec)
+            rng = np.random.default_rng(7)
+            for layer in range(arena.spec.num_layers):
+                planes = [arena.k_pages(layer), arena.v_pages(layer)]
+                for plane in (*planes, *(arena.context(layer, which) for which in (0, 1))):
+                    plane[:] = to_bits(rng.standard_normal(plane.shape, np.float32), arena.spec)
             return arena
 
         yield make
@@ -49,10 +47,8 @@ class Ring:
 
     def live(self, spin_us: int = 50) -> int:
         self.die()
-        epoch = self.producer.next_epoch()
-        settings = spin_us, self.parts, self.nodes, self.help_after_us
+        epoch, settings = self.mute(), (spin_us, self.parts, self.nodes, self.help_after_us)
         self.runtime = _native.RingRuntime(*self.at, epoch, self.cpus, *settings)
-        self.producer.set_live_epoch(epoch)
         return epoch
 
     def mute(self) -> int:

@@ -19,7 +19,6 @@ from fake_sys import use_sys
 from ring_view import RingView
 from sglang_scout.core import numa
 from sglang_scout.core.errors import ArenaError, ScoutError
-from sglang_scout.worker import arena as arena_module
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import WorkerClient
@@ -27,13 +26,12 @@ from sglang_scout.worker.host_memory import max_pages_in_pool, pool_lacks
 from sglang_scout.worker.ring import HEADER_DTYPE, KV_DTYPES, layout_of
 from worker_cases import small_spec
 
-F_GET_SEALS = 1034
 HUGE = 2 << 20
 
 
 def test_file_is_sealed(make_arena):
     arena = make_arena()
-    assert fcntl.fcntl(arena.fd, F_GET_SEALS) & 7 == 7
+    assert fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS) & 7 == 7
     for size in (0, arena.nbytes - 4096, arena.nbytes + 4096):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, size)
@@ -98,13 +96,7 @@ SIZES = {name: st.integers(1, most) for name, most in RANGES.items()}
 SIZES |= {name: st.sampled_from(values) for name, values in CHOICES.items()}
 
 
-@given(
-    st.integers(1, 5),
-    st.integers(1, 5),
-    st.booleans(),
-    st.integers(1, 40),
-    st.builds(dict, **SIZES),
-)
+@given(*[st.integers(1, 5)] * 2, st.booleans(), st.integers(1, 40), st.builds(dict, **SIZES))
 def test_layout_has_no_overlap_and_is_read_from_the_file(heads, group, per_head, batch, sizes):
     lists = heads if per_head else 1
     of_heads = {"num_kv_heads": heads, "num_q_heads": group * heads}
@@ -152,11 +144,8 @@ def test_an_arena_that_relies_on_growth_is_taken_at_once_or_refused(monkeypatch,
     monkeypatch.setattr(numa, "nodes", lambda: [])
     monkeypatch.setattr(host_memory, "PIECE_BYTES", 4096)
     monkeypatch.setattr(host_memory, "GROWTH_WAIT_S", 0.2)
-    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ArenaError, match=r"does not grow: 0\.000 GiB of 0\.\d+ GiB are allocated"):
         Arena.create(small_spec(num_pages=20_000))
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
     monkeypatch.setattr(host_memory, "KEPT_BYTES", 0)
     with Arena.create(small_spec(num_pages=20_000)) as arena:
         assert os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes > 32 << 20
@@ -172,7 +161,6 @@ def test_an_arena_that_relies_on_growth_is_taken_at_once_or_refused(monkeypatch,
         ("lse_offset", 0, "an offset in the header is not what its sizes say"),
         ("total_bytes", 1 << 50, "asks for more bytes than the"),
         ("head_dim", 24, "a size in the header is out of range"),
-        ("num_q_heads", 5, "a size in the header is out of range"),
         ("lists", 3, "a size in the header is out of range"),
         ("layout_version", 1, "layout version 1, this build has"),
     ],
@@ -208,7 +196,7 @@ def machine(tmp_path, monkeypatch):
             (folder / "free_hugepages").write_text(f"{pages}\n")
             (folder / "nr_hugepages").write_text(f"{pages + 3}\n")
         monkeypatch.setattr(host_memory, "_mbind", lambda *call: 0)
-        monkeypatch.setattr(arena_module, "_MFD_HUGE_2MB", 0)
+        monkeypatch.setattr(os, "MFD_HUGE_2MB", 0)
         monkeypatch.setattr(os, "MFD_HUGETLB", 0)
 
     return make
@@ -243,11 +231,15 @@ def test_nothing_stays_open_of_an_arena_that_fails_late(machine, monkeypatch):
 
 
 def test_each_node_must_have_its_share(machine, caplog):
-    spec = small_spec(num_nodes=2, num_pages=4000)
-    machine(2 * huge_pages_of(spec), 1)
+    spec = small_spec(num_nodes=2, num_pages=200_000)
+    half = huge_pages_of(spec) // 2
+    machine(2 * half, half - 9)
+    with pytest.raises(ArenaError, match=rf" on NUMA node 1, and {half - 9} are free") as caught:
+        Arena.create(spec, numa_nodes=[0, 1])
+    assert f"to {host_memory.pool_folder(1)}/nr_hugepages, or" in str(caught.value)
+    (host_memory.pool_folder(1) / "free_hugepages").write_text("1")
     with Arena.create(spec, numa_nodes=[0, 1]) as arena:
-        assert arena.backing != "hugetlb"
-    # It is too small to be meant for this.
+        assert arena.backing != "hugetlb", "so small a pool was not made for this"
     assert "huge pages of 2 MiB on NUMA node 1, and 1 are free in the pool" in caplog.text
     for nodes in ([0], []):
         with Arena.create(small_spec(), numa_nodes=nodes) as arena:
@@ -269,15 +261,6 @@ def test_a_pool_that_lacks_some_pages_says_what_fits(machine, arenas):
     assert pages <= max_pages_in_pool(spec, arenas=arenas)
     beside = 10 * HUGE + arenas * (layout_of(spec).kv_offset + HUGE) + 2**21
     assert needed * HUGE - pages * arenas * page_bytes < beside, "it could not be much more"
-
-
-def test_a_node_s_pool_that_lacks_some_pages_is_named(machine):
-    spec = small_spec(num_nodes=2, num_pages=200_000)
-    half = huge_pages_of(spec) // 2
-    machine(2 * half, half - 9)
-    with pytest.raises(ArenaError, match=rf" on NUMA node 1, and {half - 9} are free") as caught:
-        Arena.create(spec, numa_nodes=[0, 1])
-    assert f"to {host_memory.pool_folder(1)}/nr_hugepages, or" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,12 @@ def test_round_trips_match_the_oracle(make_arena, cpu, threads, lists):
     with WorkerClient(arena, [cpu] * threads) as client:
         for step in range(8):
             for layer in range(arena.spec.num_layers):
-                request = make_request(arena.spec, 1 + step % 4, 10 * step + layer)
+                request = make_request(arena.spec, 1 + step % 4, 10 * step + layer, full=True)
                 answer = buffers(arena, len(request[0]))
                 reply = client.wait(client.post(layer, step, *request), *answer)
                 close(answer, oracle(arena, layer, *request))
                 assert reply.fallback_pages == 0 and reply.waited_us >= 0
-                counted = request[1][np.arange(8) < request[2][:, None]]
-                pages += int((counted >= 0).sum())
+                pages += request[1].size
         # Counted after the answer was published.
         until(lambda: client.snapshot().pages == pages, "every page in the totals")
         status = client.snapshot()
@@ -67,25 +66,24 @@ def test_mistakes_are_named(make_arena, cpu):
     arena = make_arena()
     client = WorkerClient(arena, [cpu])
     q, pages, n_pages = make_request(arena.spec, 2, 1, full=True)
-    wrong_type = q.astype(np.float64), pages.astype(np.int64), pages[0], np.asfortranarray(pages)
-    for first, second in ((wrong_type[0], pages), *((q, x) for x in wrong_type[1:])):
-        with pytest.raises(TypeError, match="incompatible function arguments"):
-            client.post(0, 0, first, second, n_pages)
+    no_match = "incompatible function arguments"  # of dtype or contiguity
     for layer, args, text in (
+        (0, (q.astype(np.float64), pages, n_pages), no_match),
+        (0, (q, np.asfortranarray(pages), n_pages), no_match),
         (0, (q[:, :3].copy(), pages, n_pages), r"q is \[2, 3, 16\], expected \[2, 4, 16\]"),
         (0, (q, pages[:1], n_pages), r"post: pages is \[1, 8\]"),
         (0, (q, pages, n_pages[:1]), "post: n_pages"),
-        (0, (q, pages + 100, n_pages), r"post: page id \d+ of row 0 is outside 0\.\.39"),
+        (0, (q, pages * 0 + 40, n_pages), r"post: page id 40 of row 0 is outside 0\.\.39"),
         (3, (q, pages, n_pages), "layer 3 is outside"),
     ):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((ValueError, TypeError), match=text):
             client.post(layer, 0, *args)
     ticket = client.post(0, 0, q, pages, n_pages)
     out, lse = buffers(arena, 2)
     for args, text in (
         ((out, lse[:, :3].copy()), r"wait: lse is \[2, 3\]"),
         ((out[:1], lse[:1]), "wait: out has 1 rows, expected 2"),
-        ((out.astype(np.float64), lse), "incompatible function arguments"),
+        ((out.astype(np.float64), lse), no_match),
     ):
         with pytest.raises((ValueError, TypeError), match=text):
             client.wait(ticket, *args)
@@ -151,10 +149,6 @@ def test_a_start_without_threads_is_refused(make_arena, cpu, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) <= fds + 2, "the arena and its mapping"
 
 
-# A record that keeps one thread busy for a good part of a second: many pages, few of them distinct.
-HEAVY = {"num_pages": 64, "page_size": 16, "head_dim": 64, "max_pages": 12_000, "max_batch": 16}
-
-
 def test_worker_without_cpu_has_longer(make_arena, cpu, monkeypatch):
     """A silent worker that is starved, not hung: a replacement would be starved as well."""
     monkeypatch.setattr(WorkerProcess, "wants_cpu", lambda process: True)
@@ -162,18 +156,11 @@ def test_worker_without_cpu_has_longer(make_arena, cpu, monkeypatch):
     with WorkerClient(make_arena(), [cpu], config=config) as client:
         pid = client.snapshot().pid
         freeze(pid)
+        time.sleep(0.5)
+        assert (client.snapshot().pid, client.snapshot().restarts) == (pid, 0), "it is kept"
         until(lambda: client.snapshot().restarts == 1, "restart")
         silent_s = float(re.search(r"silent for (\S+) s", client.snapshot().last_error)[1])
         assert silent_s >= 1.0
-        # If silent for less than that, it is kept.
-        until(lambda: client.snapshot().state == "ready", "the next worker")
-        pid = client.snapshot().pid
-        freeze(pid)
-        time.sleep(0.5)
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.5)
-        status = client.snapshot()
-        assert (status.state, status.pid, status.restarts) == ("ready", pid, 1)
 
 
 @pytest.mark.parametrize(("does", "wants"), [("while True: pass", True), ("input()", False)])
@@ -229,7 +216,8 @@ def test_failed_starts_are_tried_again(make_arena, cpu, monkeypatch):
 
 
 def test_what_is_posted_is_finished_before_a_stop(make_arena, cpu):
-    arena = make_arena(**HEAVY)
+    # One thread is busy for a good part of a second: with many pages, few of them distinct.
+    arena = make_arena(num_pages=64, page_size=16, head_dim=64, max_pages=12_000)
     heavy = make_request(arena.spec, 4, 1, full=True)
     with WorkerClient(arena, [cpu], config=WorkerConfig(stop_timeout_s=20)) as client:
         ticket = client.post(0, 0, *heavy)

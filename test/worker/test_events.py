@@ -96,16 +96,11 @@ def test_client_reads_each_event_once_over_a_restart(make_arena, cpu):
             assert reply.fallback_pages == 0
 
         def events_of(step):
-            """All up to the event of ``step``."""
+            """All up to the event of ``step``, which is waited for."""
             serve_one(step)
             found: list = []
-            until(
-                lambda: (
-                    found.extend(client.take_events()[0])
-                    or any(step in e.events["step"] for e in found)
-                ),
-                f"the event of step {step}",
-            )
+            while not any(step in e.events["step"] for e in found):
+                found += client.take_events()[0]
             assert {(e.thread, e.cpu) for e in found} == {(0, cpu)}
             # The thread may still have been serving the previous record when recording began.
             events = np.concatenate([e.events for e in found])

@@ -5,6 +5,7 @@ import mmap
 import os
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -159,47 +160,44 @@ def test_memory_is_taken_in_steps_as_the_machine_grows(monkeypatch, low):
     assert sum(steps) == 20 << 10 and steps[0] == max(steps) == 2 << 10
 
 
-def mapped_bytes(pid):
-    """Resident bytes of all arenas that a process maps."""
-    maps = psutil.Process(pid).memory_maps(grouped=False)
-    return sum(m.rss for m in maps if "sglang-scout" in m.path)
-
-
 @pytest.mark.usefixtures("populates")
 def test_a_worker_maps_all_pages_and_changes_nothing(make_arena, cpu):
     arena = make_arena(num_pages=4000)
     before = arena.k_pages(0).copy()
     request = make_request(arena.spec, 4, 1)
     with WorkerClient(arena, [cpu], config=WorkerConfig(populate=True)) as client:
-        pid = client.snapshot().pid
-        of_pages = arena.nbytes - arena.layout.kv_offset
-        until(lambda: mapped_bytes(pid) >= of_pages, "everything is mapped")
+        process, of_pages = (
+            psutil.Process(client.snapshot().pid),
+            arena.nbytes - arena.layout.kv_offset,
+        )
+
+        def mapped_bytes():
+            maps = process.memory_maps(grouped=False)
+            return sum(m.rss for m in maps if "sglang-scout" in m.path)
+
+        until(lambda: mapped_bytes() >= of_pages, "everything is mapped")
         reply = client.wait(client.post(0, 0, *request), *buffers(arena, 4))
         assert reply.fallback_pages == 0
     np.testing.assert_array_equal(arena.k_pages(0), before)
 
 
-def test_the_thread_that_maps_is_nice_keeps_to_its_cpus_and_stops(make_arena, cpu, monkeypatch):
-    places, stopping, arena = [], threading.Event(), make_arena()
+@pytest.mark.parametrize("error", [0, errno.ENOMEM])
+def test_the_thread_that_maps_is_nice_keeps_to_its_cpus_and_stops(
+    make_arena, cpu, monkeypatch, caplog, error
+):
+    places, stopping = [], threading.Event()
 
     def populate(address, nbytes, write):
         thread = threading.get_native_id()
         places.append((os.getpriority(os.PRIO_PROCESS, thread), os.sched_getaffinity(thread)))
         if len(places) == 3:
             stopping.set()
-        return 0
+        return error
 
     monkeypatch.setattr(main, "populate", populate)
     monkeypatch.setattr(main, "PIECE_BYTES", 1)
-    thread = threading.Thread(target=main.map_pages, args=(arena, [cpu], stopping))
-    thread.start()
-    thread.join()
-    assert places == [(19, {cpu})] * 3
-
-
-def test_a_system_that_refuses_to_map_is_told_of(make_arena, caplog, monkeypatch):
-    monkeypatch.setattr(main, "populate", lambda *_, write: errno.ENOMEM)
-    thread = threading.Thread(target=main.map_pages, args=(make_arena(), (), threading.Event()))
-    thread.start()
-    thread.join()
-    assert re.search(r"mapped 0\.\d+ GiB of 0\.\d+ GiB of the arena.*Cannot allocate", caplog.text)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(main.map_pages, make_arena(), [cpu], stopping).result()
+    assert places == [(19, {cpu})] * (1 if error else 3)
+    said = re.search(r"mapped 0\.\d+ GiB of 0\.\d+ GiB of the arena.*Cannot allocate", caplog.text)
+    assert bool(said) == bool(error)

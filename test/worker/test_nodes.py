@@ -1,7 +1,7 @@
 """Several NUMA nodes: placement of pages and of work. The nodes are fake; the machine needs only one."""
 
-import subprocess
-import sys
+import ctypes
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from sglang_scout.core import numa
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory
 from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.client import WorkerClient
 from sglang_scout.worker.ring import layout_of, node_spans
 from worker_cases import make_request, small_spec, until
 
@@ -64,13 +65,6 @@ def test_the_system_is_asked_for_each_span(monkeypatch):
         Arena.create(spec, numa_nodes=[2, 7])
 
 
-def test_with_one_node_nothing_is_bound(monkeypatch, caplog):
-    monkeypatch.setattr(numa, "nodes", lambda: [0])
-    with caplog.at_level("INFO"):
-        Arena.create(small_spec(), numa_nodes=[0]).close()
-    assert "not bound to [0]" in caplog.text
-
-
 def test_a_node_that_is_too_small_is_named(monkeypatch):
     monkeypatch.setattr(numa, "nodes", lambda: [0, 1])
     monkeypatch.setattr(host_memory, "available_bytes", lambda node: 0 if node else 1 << 40)
@@ -80,37 +74,21 @@ def test_a_node_that_is_too_small_is_named(monkeypatch):
         Arena.create(small_spec(), numa_nodes=[1])
 
 
-BOUND = """
-import ctypes, os
-from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.client import WorkerClient
-
-def policies(pid):  # of what is nobody's but the process's
-    lines = [line.split() for line in open(f"/proc/{pid}/numa_maps")]
-    return {policy for _, policy, *rest in lines if any(word == "heap" or word == "stack" for word in rest)}
-
-mask = ctypes.c_ulong(1)
-refused = ctypes.CDLL(None).syscall(
-    ctypes.c_long(238), ctypes.c_int(2), ctypes.byref(mask), ctypes.c_ulong(65)
-)
-spec = ArenaSpec(2, 8, 4, 2, 4, 16, "float32", 0.25, 4, 4)
-with Arena.create(spec) as arena, WorkerClient(arena, [min(os.sched_getaffinity(0))]) as client:
-    print("refused" if refused else "bound", policies("self"), policies(client.snapshot().pid))
-"""
-
-
 @pytest.mark.skipif(not numa.nodes(), reason="kernel without NUMA")
-def test_a_worker_takes_memory_where_it_runs_wherever_its_server_must():
-    done = subprocess.run([sys.executable, "-c", BOUND], capture_output=True, text=True, timeout=60)
-    if "refused" in done.stdout:
+def test_a_worker_takes_memory_where_it_runs_wherever_its_server_must(make_arena, cpu):
+    def set_mempolicy(*words):
+        return ctypes.CDLL(None).syscall(*map(ctypes.c_long, (238, *words)))
+
+    node_0 = ctypes.c_ulong(1)
+    if set_mempolicy(2, ctypes.addressof(node_0), 65):  # of this thread: bind
         pytest.skip("set_mempolicy is not permitted here")
-    assert done.stdout.split("\n")[0] == "bound {'bind:0'} {'default'}", done.stderr
-
-
-def pages_by_node(spec, request):
-    _, pages, n_pages = request
-    ids = np.concatenate([row[:n] for row, n in zip(pages, n_pages, strict=True)])
-    return np.bincount(ids[ids >= 0] // spec.stripe_pages, minlength=spec.num_nodes)
+    try:
+        with WorkerClient(make_arena(), [cpu]) as client:
+            lines = Path(f"/proc/{client.snapshot().pid}/numa_maps").read_text().splitlines()
+    finally:
+        set_mempolicy(0, 0, 0)
+    own = [line.split() for line in lines if {"heap", "stack"} & set(line.split())]
+    assert {policy for _, policy, *_ in own} == {"default"}
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -122,9 +100,10 @@ def test_threads_read_the_pages_of_their_own_node(make_arena, make_ring, parts):
     ring.live()
     expected = np.zeros(3, np.int64)
     for step in range(20):
-        request = make_request(arena.spec, 4, step)
-        request[1][1] = 39  # all pages on one node
-        expected += pages_by_node(arena.spec, request)
+        _, pages, n_pages = request = make_request(arena.spec, 4, step)
+        pages[1] = 39  # all on one node
+        ids = pages[(np.arange(8) < n_pages[:, None]) & (pages >= 0)]
+        expected += np.bincount(ids // arena.spec.stripe_pages, minlength=3)
         ring.serve(0, step, request)
     until(lambda: ring.producer.totals()["pages"] == expected.sum(), "every page in the totals")
     stats = RingView(arena).stats

@@ -1,8 +1,10 @@
 """Another user of the machine has no access to a decode server and its worker."""
 
+import ctypes
 import os
+import socket
 import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from control_channel import endpoint, speaks, stranger, variable
 from other_user import NOBODY, arena_of, as_user, ends, outcomes, reads, sockets_of
 from sglang_scout.worker import channel as m
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.client import WorkerClient
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from worker_cases import small_spec
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -60,37 +62,26 @@ def test_nobody_else_talks_to_the_attention_process(served):
     assert as_user(os.getuid(), lambda: {"heard": speaks(name).hex()}) == {"heard": ""}
 
 
-# The server of a machine whose name service does not answer, and another user who connects.
-SLOW_NAMES = """
-import os, socket, sys, time
-from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.client import WorkerClient, WorkerConfig
-os.makedirs("/var/run/nscd", exist_ok=True)
-mute = socket.socket(socket.AF_UNIX)
-mute.bind("/var/run/nscd/socket")
-os.chmod("/var/run/nscd/socket", 0o777)
-mute.listen(50)
-spec = ArenaSpec(1, 40, 4, 2, 4, 16, "float32", 0.25, 4, 8)
-config = WorkerConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
-with Arena.create(spec) as arena, WorkerClient(arena, [int(sys.argv[1])], config=config) as client:
-    name = client.snapshot().endpoint.removeprefix("ipc://@")
-    if os.fork() == 0:
-        os.setresuid(65534, 65534, 65534)
-        one = socket.socket(socket.AF_UNIX)
-        one.connect(chr(0) + name)
-        time.sleep(0.8)
-        os._exit(0)
-    os.wait()
-    print(client.snapshot().restarts, client.snapshot().state)
-"""
-
-
 def test_a_slow_name_service_does_not_hold_it_up(cpu):
     """libzmq asks for the names of users that it refuses."""
-    run = f'mount -t tmpfs tmpfs /var/run && exec {sys.executable} -c "$0" {cpu}'
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", run, SLOW_NAMES], capture_output=True, text=True
-    )
-    if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
-        pytest.skip(f"needs a mount namespace: {done.stderr.strip()}")
-    assert done.stdout.split() == ["0", "ready"], done.stderr
+
+    def serve() -> dict[str, object]:
+        if ctypes.CDLL(None).unshare(0x20000):  # CLONE_NEWNS
+            return {"skip": "needs a mount namespace"}
+        mounts = "mount --make-rprivate / && mount -t tmpfs tmpfs /var/run && mkdir /var/run/nscd"
+        subprocess.run(mounts, shell=True, check=True)
+        mute = socket.socket(socket.AF_UNIX)
+        mute.bind("/var/run/nscd/socket")
+        os.chmod("/var/run/nscd/socket", 0o777)
+        mute.listen(50)
+        config = WorkerConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
+        with Arena.create(small_spec()) as arena, WorkerClient(arena, [cpu], config=config) as one:
+            name = one.snapshot().endpoint
+            as_user(NOBODY, lambda: {"heard": speaks(name).hex()})
+            time.sleep(0.6)
+            return {"restarts": one.snapshot().restarts, "state": one.snapshot().state}
+
+    found = as_user(0, serve)
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    assert found == {"restarts": 0, "state": "ready"}

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
 SIZES = {"num_layers": 3, "num_pages": 40, "page_size": 4, "max_batch": 4, "max_pages": 8}
 HEADS = {"num_kv_heads": 2, "num_q_heads": 4, "head_dim": 16, "kv_dtype": "float32", "scale": 0.25}
-Request = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def small_spec(**changes: object) -> ArenaSpec:
@@ -71,7 +69,7 @@ def close(found, expected, **tolerance: float) -> None:
     np.testing.assert_allclose(found[1], expected[1], **TOLERANCE)
 
 
-def make_request(spec: ArenaSpec, batch: int, seed: int, full: bool = False) -> Request:
+def make_request(spec: ArenaSpec, batch: int, seed: int, full: bool = False):
     """Random q, pages and n_pages of `batch` requests; unless full some rows are empty, some entries -1.
 
     If there are context pages, every second list is of these, of which the last may be partly filled.
@@ -105,11 +103,6 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> 
     while not condition():
         assert time.monotonic() - begin_s < timeout_s, f"not within {timeout_s} s: {what}"
         time.sleep(0.005)
-
-
-def gone(pid: int) -> bool:
-    """True if a process is dead (an orphan may remain a zombie if nobody reaps it)."""
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def freeze(pid: int) -> None:

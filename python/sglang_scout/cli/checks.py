@@ -23,15 +23,11 @@ from sglang_scout.worker import host_memory
 
 if TYPE_CHECKING:
     import numpy as np
-    import numpy.typing as npt
 
     from sglang_scout.worker.arena import Arena
     from sglang_scout.worker.client import WorkerClient
 
-    Floats, Bits = npt.NDArray[np.float32], npt.NDArray[np.uint16]
-
 OK, WARNING, FAILED = "ok", "warning", "failed"
-SMALL_MEMORY_BYTES = 4 * 2**30
 TIMEOUT_S = 120
 ROUNDS = 30
 TOLERANCE = 1e-4
@@ -131,11 +127,8 @@ def check_gpu() -> Check:
     done, hidden = python("-c", COUNT_DEVICES), os.environ.get("CUDA_VISIBLE_DEVICES")
     count = values["cuda_devices"] = 0 if done.returncode else int(done.stdout.split()[-1])
     if not count:
-        why = (
-            "no driver or no device"
-            if hidden not in ("", "-1")
-            else f"CUDA_VISIBLE_DEVICES={hidden!r}"
-        )
+        is_hidden = hidden in ("", "-1")
+        why = f"CUDA_VISIBLE_DEVICES={hidden!r}" if is_hidden else "no driver or no device"
         why = reason(done) if done.returncode else why
         fix = "install NVIDIA's driver and, in a container, give access to the GPU; or start servers with --device cpu"
         return Check(f"{found}, but torch sees no CUDA device ({why})", fix, values)
@@ -166,7 +159,7 @@ def check_memory() -> Check:
     text += "; by default KV pages take half of it, or the pool of huge pages"
     values = {"available_bytes": available, "available_now_bytes": now}
     fix = "free memory: two servers need a few GiB in addition to the KV pages"
-    return Check(text, fix if available < SMALL_MEMORY_BYTES else "", values)
+    return Check(text, fix if available < 4 * 2**30 else "", values)
 
 
 def check_hugepages() -> Check:
@@ -265,7 +258,9 @@ def attend_and_time(client: WorkerClient, arena: Arena) -> dict[str, Any]:
     return {"rows": rows, "pages": of_each} | times
 
 
-def attend_plainly(q: Floats, k: Bits, v: Bits, scale: float) -> tuple[Floats, Floats]:
+def attend_plainly(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention of ``q`` ``[B, HQ, D]`` over the bits of bf16 ``[B, n, S, H, D]``: out and log-sum-exp."""
     import numpy as np
 

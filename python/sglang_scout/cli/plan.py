@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(flag: str, text: str, kind: type = int, metavar: str | None = "N", **more: Any) -> None:
         parser.add_argument(*flag.split(), help=text, type=kind, metavar=metavar, **more)
 
-    where = (
-        "folder of the model, or the name of one that has been downloaded from the Hugging Face Hub"
-    )
+    where = "folder of the model, or the name of one that was downloaded from the Hugging Face Hub"
     add("--model-path", where, str, "DIR", required=True)
     tokens = "tokens of one request, prompt and answer (default: the model's maximum)"
     add("--context --context-tokens", tokens, dest="context_tokens")

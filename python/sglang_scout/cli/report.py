@@ -18,13 +18,6 @@ DESCRIPTION = (
     'step log, which a decode server writes with --kv-offload-config \'{"step_log": "FILE"}\'. For a '
     'timeline of the first steps set the key {"trace": "FILE"} instead and open the file in ui.perfetto.dev.'
 )
-# Of a step's time, by key of the report; they add up to `period_us`.
-CAUSES = {
-    "cpu_wait_us": "waiting for missing pages",
-    "recall_wait_us": "waiting for recalled pages",
-    "rest_us": "rest of the step",
-    "between_us": "between steps",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +66,13 @@ def report_of(log: StepLogFile) -> dict[str, Any]:
 
 def as_text(found: dict[str, Any]) -> str:
     shares: list[tuple[str, ...]] = [("decode step", "us", "share")]
-    for name, text in {**CAUSES, "period_us": "total"}.items():
+    for name, text in (
+        ("cpu_wait_us", "waiting for missing pages"),
+        ("recall_wait_us", "waiting for recalled pages"),
+        ("rest_us", "rest of the step"),
+        ("between_us", "between steps"),
+        ("period_us", "total"),
+    ):
         us = found[name]
         shares.append((text, f"{us:.0f}", f"{100 * us / found['period_us']:.1f} %"))
     layers: list[tuple[str, ...]] = [("layer", "CPU compute ratio", "wait, us")]

@@ -43,9 +43,7 @@ class ModelConfig:
     kv_dtype: str
     weight_bytes: int
     weight_source: str  # of the number
-    embedding_bytes: (
-        int  # of them, of which a step reads one row per token; 0 if tied with the head
-    )
+    embedding_bytes: int  # of them; a step reads one row per token; 0 if tied with the head
     expert_bytes: int = 0  # of them, all experts of an MoE model
     expert_share: float = 1.0  # of a layer's experts, what a token uses
 
@@ -161,10 +159,8 @@ def _weights(
             )
         return size, f"{source}, quantised"
     if size <= 0:
-        size, source = (
-            parameters * VALUE_BYTES[stored],
-            "estimated from config.json, without safetensors files",
-        )
+        size = parameters * VALUE_BYTES[stored]
+        source = "estimated from config.json, without safetensors files"
     elif VALUE_BYTES[used] != VALUE_BYTES[stored]:
         source += ", converted"
     return size * VALUE_BYTES[used] // VALUE_BYTES[stored], source

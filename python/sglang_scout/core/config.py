@@ -43,25 +43,14 @@ ResidentTokens = Annotated[int, Meta(ge=PAGE_SIZE_TOKENS, le=2**40, multiple_of=
 
 @dataclass(frozen=True)
 class Key:
-    """A key of ``--kv-offload-config``: metadata of a field of :class:`OffloadConfig`.
+    """A key of ``--kv-offload-config``: metadata of a field of :class:`OffloadConfig`."""
 
-    Attributes:
-        help: what it does and when to change it, as in docs/reference/configuration.md; ``Default: …`` at its end says
-            how a default is computed.
-        kind: type of its values with their limits, as msgspec checks it.
-        is_written: it names a file that the server writes.
-        needs: another key and its value without which this one has no effect.
-        is_general: False: only for policies that have it among their defaults.
-        is_public: False: for tests and measurements, not in user documents.
-    """
-
-    kind: Any
+    kind: Any  # type of its values with their limits, as msgspec checks it
     default: Any
-    help: str
-    is_written: bool = False
-    needs: tuple[str, Any] | None = None
-    is_general: bool = True
-    is_public: bool = True
+    help: str  # as in docs/reference/configuration.md; ``Default: …`` at its end says how a default is computed
+    is_written: bool = False  # it names a file that the server writes
+    is_general: bool = True  # False: only for policies that have it among their defaults
+    is_public: bool = True  # False: for tests and measurements, not in user documents
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -117,7 +106,6 @@ class OffloadConfig:
         (),
         "Layers that select pages with their real query and then wait for CPU attention. If accuracy suffers, list "
         "the layers that `sglang-scout profile` shows with a cosine below 0.8: their queries are predicted poorly",
-        needs=("precompute", True),
     )
     recall: Literal["off", "fixed", "adaptive"] = _key(
         "adaptive",

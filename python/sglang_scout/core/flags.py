@@ -67,10 +67,8 @@ def parse_config(
     """Build the configuration from the flags' raw values.
 
     Args:
-        policy: value of ``--kv-offload``.
         policies: the known ones besides ``none``, each with its overrides of keys' defaults, or with the overrides that
             a key makes if true.
-        budget_tokens .. config: raw values of the other flags; ``config`` may be the object itself.
         available_cpus: CPUs of this process; None: ask the kernel.
     Raises:
         ConfigError: a value is wrong, or of a wrong type; the message names flag, value and fix.
@@ -109,7 +107,7 @@ def parse_config(
         cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus, FLAGS["cpus"]),
         **{**defaults, **keys},
     )
-    _check_together(result, keys, defaults)
+    _check_together(result, keys)
     return result
 
 
@@ -152,21 +150,12 @@ def _check_value(name: str, value: Any) -> Any:
     return checked
 
 
-def idle_keys(values: Mapping[str, Any]) -> dict[str, str]:
-    """Keys without effect given the other ``values``, each with the setting that makes it idle. Recall keys are exempt:
-    recall can be switched off for comparison with the rest unchanged."""
-    idle = {}
-    for name, needs in ((name, key.needs) for name, key in KEYS.items() if key.needs):
-        if (found := values.get(needs[0], KEYS[needs[0]].default)) != needs[1]:
-            idle[name] = f"{needs[0]} = {json.dumps(found)}"
-    return idle
-
-
 def check_layers(config: OffloadConfig, num_layers: int) -> None:
     if max(config.exact_layers, default=0) >= num_layers:
-        what = f"{FLAGS['config']}: exact_layers = {list(config.exact_layers)}"
-        fix = "name some of these, or drop the key"
-        raise ConfigError(f"{what}: the model has layers 0 to {num_layers - 1}; {fix}")
+        raise ConfigError(
+            f"{FLAGS['config']}: exact_layers = {list(config.exact_layers)}: the model has layers 0 to "
+            f"{num_layers - 1}; name some of these, or drop the key"
+        )
 
 
 def _written_files(config: OffloadConfig) -> dict[str, str]:
@@ -181,8 +170,7 @@ def check_files(config: OffloadConfig) -> None:
         # os.path, unlike pathlib, also returns False for paths that cannot be accessed.
         folder = os.path.dirname(path) or "."
         if os.path.isdir(path) or not os.path.isdir(folder):
-            why = "is a folder, or in a folder that does not exist"
-            raise ConfigError(f"{what}: {why}; name a file")
+            raise ConfigError(f"{what}: is a folder, or in one that does not exist; name a file")
         if os.path.exists(path) and not os.path.isfile(path):
             continue  # a pipe, whose reader would see the open, or a device
         is_new = not os.path.lexists(path)
@@ -208,9 +196,7 @@ def _check_budget(budget_tokens: int) -> None:
         )
 
 
-def _check_together(
-    config: OffloadConfig, keys: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> None:
+def _check_together(config: OffloadConfig, keys: Mapping[str, Any]) -> None:
     forced = config.sink_pages + config.recent_pages
     if forced > config.budget_pages:
         plural = "" if config.budget_pages == 1 else "s"
@@ -218,13 +204,12 @@ def _check_together(
             f"{FLAGS['budget_tokens']} {config.budget_tokens}: holds {config.budget_pages} page{plural}, fewer "
             f"than sink_pages + recent_pages = {forced}; raise it to at least {forced * PAGE_SIZE_TOKENS}"
         )
-    for name, cause in idle_keys({**defaults, **keys}).items():
-        if name in keys:
-            is_said = KEYS[name].needs[0] in keys
-            with_what = cause if is_said else f"{FLAGS['policy']} {config.policy}"
-            raise ConfigError(
-                f"{FLAGS['config']}: {name} = {keys[name]!r} has no effect with {with_what}; drop one of them"
-            )
+    if config.exact_layers and not config.precompute:  # each layer has its real query
+        cause = (
+            "precompute = false" if "precompute" in keys else f"{FLAGS['policy']} {config.policy}"
+        )
+        what = f"{FLAGS['config']}: exact_layers = {config.exact_layers}"
+        raise ConfigError(f"{what} has no effect with {cause}; drop one of them")
     profile = config.recall_profile
     read = {} if profile is None else {f"{FLAGS['recall_profile']} {profile!r}": profile}
     check_different(read | _written_files(config))

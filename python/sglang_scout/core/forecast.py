@@ -12,7 +12,6 @@ pilot     ``w_k [L, H, r, 2 D]`` is applied to a page's pooled K, ``w_q [L, H, r
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -71,33 +70,15 @@ class PageWeights:
         return replace(self, arrays=arrays)
 
 
-def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]]:
-    layers, heads, dim = model.num_layers, model.num_kv_heads, model.head_dim
-    if kind == "forecast":
-        return {"w": (layers, heads * dim, None)}
-    group = model.num_q_heads // max(heads, 1)
-    return {"w_k": (layers, heads, None, 2 * dim), "w_q": (layers, heads, None, group * dim)}
-
-
 def save_weights(weights: PageWeights, path: str) -> None:
-    """Atomically."""
-    header = msgspec.json.encode(weights.header).decode()
-    beside = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(beside, "wb") as file:
-            np.savez(file, allow_pickle=False, header=np.array(header), **weights.arrays)
-        os.replace(beside, path)
-    finally:
-        if os.path.exists(beside):
-            os.unlink(beside)
+    header = np.array(msgspec.json.encode(weights.header).decode())
+    with open(path, "wb") as file:
+        np.savez(file, allow_pickle=False, header=header, **weights.arrays)
 
 
 def load_weights(path: str, kind: Kind) -> PageWeights:
-    """Read the file that a key, as ``forecast_file``, names.
-
-    Raises:
-        ConfigError: unreadable, of another kind or version, or with arrays that do not fit the model it names.
-    """
+    """Read the file that a key, as ``forecast_file``, names. Raises ConfigError: unreadable, of another kind or
+    version, or with arrays that do not fit the model it names."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -117,7 +98,12 @@ def load_weights(path: str, kind: Kind) -> PageWeights:
 
 def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
     """What is wrong with the arrays, "" if they are those of the model in the header."""
-    wanted = _shapes(header.kind, header.identity)
+    model = header.identity
+    layers, heads, dim = model.num_layers, model.num_kv_heads, model.head_dim
+    row = model.num_q_heads // max(heads, 1) * dim
+    wanted: dict[str, tuple[int | None, ...]] = {"w": (layers, heads * dim, None)}
+    if header.kind == "pilot":
+        wanted = {"w_k": (layers, heads, None, 2 * dim), "w_q": (layers, heads, None, row)}
     if arrays.keys() != wanted.keys():
         return f"has the arrays {sorted(arrays)}, expected {sorted(wanted)}"
     for name, shape in wanted.items():
@@ -130,7 +116,7 @@ def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
         if not np.isfinite(x).all():
             return f"{name} has values that are not finite"
     if header.kind == "pilot":
-        ranks, most = [x.shape[2] for x in arrays.values()], 2 * header.identity.head_dim - 1
+        ranks, most = [x.shape[2] for x in arrays.values()], 2 * dim - 1
         if ranks[0] != ranks[1] or not MIN_RANK <= ranks[0] <= most:
             return f"w_k and w_q have the ranks {ranks}, expected equal ranks from {MIN_RANK} to {most}"
     return ""

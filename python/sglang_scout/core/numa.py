@@ -32,19 +32,12 @@ def parse_cpu_list(
     text: str, available: set[int] | None = None, flag: str = "--kv-offload-cpus"
 ) -> tuple[int, ...]:
     """Parse a Linux CPU list such as ``0-3,8`` into sorted CPU numbers. Raises ConfigError if it is none, or for a CPU
-    that does not exist here.
-
-    Args:
-        available: CPUs that this process may run on; None: ask the kernel.
-        flag: the source of ``text``, for the message.
-    """
+    that this process may not run on (``available``; None: ask the kernel)."""
     cpus: set[int] = set()
     what = f"{flag} {text!r}"
     for part in map(str.strip, text.split(",")):
         if (found := _RANGE.fullmatch(part)) is None:
-            raise ConfigError(
-                f"{what}: {part!r} is no CPU number and no range; write for example 0-3,8"
-            )
+            raise ConfigError(f"{what}: {part!r} is no CPU number and no range; write as 0-3,8")
         low, high = int(found[1]), int(found[2] or found[1])
         if high < low:
             raise ConfigError(f"{what}: {part!r} is not an ascending range; write {high}-{low}")
@@ -250,10 +243,8 @@ def deal_cpus(cpus: Collection[int], homes: Sequence[Collection[int]]) -> list[l
     """Distribute ``cpus`` among the ranks, given for each the CPUs near its device, its home.
 
     Ranks with the same home share its CPUs evenly. If homes overlap partially, or one has fewer CPUs than ranks, all
-    ranks share all CPUs evenly instead. SMT siblings stay together if there are enough cores.
-
-    Returns:
-        Per rank, ascending. Disjoint, unless there are fewer CPUs than ranks: then every rank gets all.
+    ranks share all CPUs evenly instead. SMT siblings stay together if there are enough cores. Per rank, ascending.
+    Disjoint, unless there are fewer CPUs than ranks: then every rank gets all.
     """
     near = [frozenset(cpus) & frozenset(home) for home in homes]
     if sum(map(len, set(near))) > len(frozenset().union(*near)) or any(

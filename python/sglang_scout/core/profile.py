@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -92,23 +92,20 @@ class StepLog:
     """Writes the lines of one server to ``path``, which is replaced; ``facts`` are those of :class:`Facts` and more."""
 
     def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
-        self._file: IO[bytes] | None = open(path, "wb", buffering=0)
+        self._file = open(path, "wb", buffering=0)
         self.write({**facts, "format": LOG_FORMAT, "version": LOG_VERSION})
 
     def write(self, line: Mapping[str, Any] | Step) -> None:
-        if self._file is None:
-            return
         try:
-            self._file.write(msgspec.json.encode(line) + b"\n")
+            if not self._file.closed:
+                self._file.write(msgspec.json.encode(line) + b"\n")
         except OSError as error:
             # A full disk must not fail requests.
             logger.error("cannot write the step log: %s; no more steps are written", error)
             self.close()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
 
 class StepLogFile(NamedTuple):
@@ -124,20 +121,15 @@ def read_step_log(path: str | Path) -> StepLogFile:
     """All complete lines of a log; the server may still be writing."""
     try:
         lines = Path(path).read_bytes().split(b"\n")[:-1]
-    except OSError as error:
-        raise ConfigError(
-            f"step log {str(path)!r}: cannot read it: {error.strerror}; name the step_log that a server wrote"
-        ) from None
-    try:
         about = msgspec.json.decode(lines[0], type=dict) if lines else {}
         if (about.get("format"), about.get("version")) != (LOG_FORMAT, LOG_VERSION):
             raise ValueError(f"not a {LOG_FORMAT} file of version {LOG_VERSION}")
         facts = msgspec.convert(about, Facts)
         decoder = msgspec.json.Decoder(Step)
         steps = [decoder.decode(line) for line in lines[1:]]
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"step log {str(path)!r}: {error}; give a file that "
+            f"step log {str(path)!r}: cannot read it: {error}; give a file that "
             """--kv-offload-config '{"step_log": "FILE"}' made on a decode server"""
         ) from None
     return StepLogFile(facts, steps)
@@ -207,13 +199,12 @@ def smooth(curve: Floats, weights: Floats) -> Floats:
 
 def choose_interval(curve: Floats, samples: Floats, threshold: float) -> int:
     """The largest number of steps that keeps a layer's ratio at ``threshold`` or below (section 3.4): it ends where the
-    smoothed curve first exceeds it, so an outlier does not end it early.
+    smoothed curve first exceeds it, so an outlier does not end it early. 1 also if the first step already exceeds it; T
+    if no step does: later ones were not measured.
 
     Args:
         curve: ``[T]`` mean ratio t = 1..T steps after the layer's pages were loaded.
         samples: ``[T]`` number of requests in each mean, > 0.
-    Returns:
-        1..T. 1 also if the first step already exceeds it; T if no step does: later ones were not measured.
     """
     below = smooth(curve, samples) <= threshold + 1e-9
     return max(1, len(curve) if below.all() else int(np.argmin(below)))
@@ -253,7 +244,6 @@ def check_profile(
     profile: RecallProfile,
     path: str,
     *,
-    num_layers: int,
     config: OffloadConfig,
     model: str,
     identity: ModelIdentity,
@@ -261,23 +251,20 @@ def check_profile(
     """Refuse a profile of another model, page size, budget or page selection; ``model`` is for the message."""
     name, theirs = profile.model, profile.identity or identity
     page, budget = profile.page_size_tokens, profile.budget_tokens
-    made_for, here, fix = "", "", REMAKE
-    if profile.num_layers != num_layers:
-        made_for, here = (
-            f"{name!r} with {profile.num_layers} layers",
-            f"{model!r} with {num_layers}",
-        )
-    elif theirs != identity:
-        made_for, here = f"{name!r} ({theirs.describe()})", f"{model!r} ({identity.describe()})"
-    elif page != config.page_size_tokens:
-        made_for, here = f"pages of {page} tokens", f"pages of {config.page_size_tokens}"
-    elif budget != config.budget_tokens:
-        made_for = f"a budget of {budget} tokens"
-        here = f"--kv-offload-budget {config.budget_tokens}"
-        fix = f"set that to {budget} or {REMAKE}"
-    for key, value in selection_of(config).items():
-        if not made_for and (made := profile.selection.get(key, value)) != value:
-            made_for, here = f"{key} = {made!r}", f"{key} = {value!r} in --kv-offload-config"
-            fix = f"set that to {made!r} or {REMAKE}"
-    if made_for:
+
+    def refuse(made_for: str, here: str, value: Any = None) -> NoReturn:
+        fix = REMAKE if value is None else f"set that to {value!r} or {REMAKE}"
         raise _wrong(path, f"made for {made_for}, this server has {here}", fix)
+
+    if (layers := profile.num_layers) != identity.num_layers:
+        refuse(f"{name!r} with {layers} layers", f"{model!r} with {identity.num_layers}")
+    if theirs != identity:
+        refuse(f"{name!r} ({theirs.describe()})", f"{model!r} ({identity.describe()})")
+    if page != config.page_size_tokens:
+        refuse(f"pages of {page} tokens", f"pages of {config.page_size_tokens}")
+    if budget != config.budget_tokens:
+        flag = f"--kv-offload-budget {config.budget_tokens}"
+        refuse(f"a budget of {budget} tokens", flag, budget)
+    for key, here in selection_of(config).items():
+        if (made := profile.selection.get(key, here)) != here:
+            refuse(f"{key} = {made!r}", f"{key} = {here!r} in --kv-offload-config", made)

@@ -222,13 +222,12 @@ def check_model(server_args: Any, config: OffloadConfig) -> None:
             f"--context-length {served.context_len}: {pages} pages of {PAGE_SIZE_TOKENS} tokens, but the device "
             f"kernels select from at most {MAX_COLUMNS}; lower it to {MAX_COLUMNS * PAGE_SIZE_TOKENS}"
         )
-    layers = served.num_hidden_layers
     # It refuses unsupported settings.
-    weights = make_policy(Context(config, layers, 1, profile)).rule.weights
+    weights = make_policy(Context(config, served.num_hidden_layers, 1, profile)).rule.weights
     if weights is None and profile is None:
         return
     of_model = {"identity": model_identity(served), "model": server_args.model_path}
     if weights is not None:
         check_weights(weights, hidden_size=served.hidden_size, **of_model)
     if profile is not None:
-        check_profile(profile, path, num_layers=layers, config=config, **of_model)
+        check_profile(profile, path, config=config, **of_model)

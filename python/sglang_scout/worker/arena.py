@@ -36,10 +36,8 @@ from sglang_scout.worker.ring import (
 logger = logging.getLogger(__name__)
 
 MEMFD_NAME = "sglang-scout"
-_F_ADD_SEALS = 1033
-_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MFD_NOEXEC_SEAL = 8  # of Linux 6.3
-_MFD_HUGE_2MB = 21 << 26
 CHECKSUM_THREADS = 8  # memory-bound, more gain little
 
 Pages = npt.NDArray[np.int64]
@@ -66,18 +64,14 @@ class Arena(contextlib.AbstractContextManager["Arena"]):
     def create(spec: ArenaSpec, *, numa_nodes: Sequence[int] = ()) -> Arena:
         """Creates, seals and maps a new arena: in the hugetlb pool if that has enough free pages, on each of
         ``numa_nodes`` too, and otherwise in transparent huge pages. Memory is allocated on first write, except from the
-        pool, and where the machine must grow first to have it all.
+        pool, and where the machine must grow first to have it all. The pages of the spec's node i are bound to the i-th
+        of ``numa_nodes``, if the machine has several.
 
-        Args:
-            numa_nodes: bind the pages of the spec's node i to the i-th of these, if the machine has several.
-
-        Raises:
-            ArenaError: not enough memory on a node or as the machine grows, a pool that is short though half of the
-                pages are free, a node that does not exist, or a failed system call.
+        Raises ArenaError: not enough memory on a node or as the machine grows, a pool that is short though half of the
+        pages are free, a node that does not exist, or a failed system call.
         """
         if numa_nodes and len(numa.nodes()) <= 1:
-            what = "arena: machine has no second NUMA node, memory is not bound to %s"
-            logger.info(what, numa_nodes)
+            logger.info("arena: only one NUMA node, memory is not bound to %s", numa_nodes)
             numa_nodes = ()
         arena, short = None, host_memory.pool_lacks(spec, numa_nodes)
         if not short:
@@ -193,7 +187,7 @@ def _make(spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool) -> Arena:
     shows when they are populated; on a later access it would be a SIGBUS.
     """
     layout, flags = layout_of(spec), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    flags |= os.MFD_HUGETLB | _MFD_HUGE_2MB if from_pool else 0
+    flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB if from_pool else 0
     try:
         fd = os.memfd_create(MEMFD_NAME, flags | _MFD_NOEXEC_SEAL)
     except OSError as e:
@@ -203,7 +197,7 @@ def _make(spec: ArenaSpec, numa_nodes: Sequence[int], from_pool: bool) -> Arena:
     with contextlib.ExitStack() as on_error:
         on_error.callback(os.close, fd)
         os.ftruncate(fd, layout.total_bytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         memory, backing = _map(fd, layout.total_bytes, "hugetlb" if from_pool else "4k")
         address, page_bytes = memory.ctypes.data, HUGE_PAGE_BYTES if from_pool else mmap.PAGESIZE
         if spans := node_spans(spec, numa_nodes, page_bytes):

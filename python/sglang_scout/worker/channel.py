@@ -39,7 +39,7 @@ from sglang_scout.core.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT_CHARS = 4000  # of an error text
 _ENDPOINT_ENV, _TOKEN_ENV = "SGLANG_SCOUT_ENDPOINT", "SGLANG_SCOUT_BOOT_TOKEN"
@@ -76,7 +76,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Configure(Message, kw_only=True):
-    arena_bytes: int  # size of the memory file, whose header has the rest
     cpus: list[int]  # one thread is pinned to each
     cpu_nodes: list[int]  # the arena's node of each, from 0
     background_cpus: list[int]  # for mapping pages; empty: any but `cpus`
@@ -180,12 +179,8 @@ class Channel:
         return channel
 
     def receive(self, timeout_s: float, fd: int | None = None) -> tuple[list[Message], bool]:
-        """Blocks until a message comes, ``fd`` is readable, or on timeout.
-
-        Returns:
-            The valid ones of the messages that have come, and whether ``fd`` is readable. Other messages are counted,
-            and logged once a second.
-        """
+        """Blocks until a message comes, ``fd`` is readable, or on timeout. Returns the valid messages that have come,
+        and whether ``fd`` is readable. Other messages are counted, and logged once a second."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         if fd is not None:

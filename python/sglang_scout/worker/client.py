@@ -50,10 +50,6 @@ class WorkerClient:
         cpus: one worker thread is pinned to each.
         background_cpus: for mapping pages; empty: any but ``cpus``.
         nodes: those of ``cpus`` that are local to each of the arena's NUMA nodes; not needed for an arena of one.
-
-    Attributes:
-        split: the rule by which the pages of a sequence are split among threads, also where the caller computes, so
-            that results are identical.
     """
 
     def __init__(
@@ -70,6 +66,7 @@ class WorkerClient:
         node_of = {cpu: node for node, of_node in enumerate(nodes or [cpus]) for cpu in of_node}
         cpu_nodes = [node_of[cpu] for cpu in cpus]
         node_cpus = max(1, min(map(cpu_nodes.count, range(arena.spec.num_nodes))))
+        # The rule also where the caller computes, so that results are identical.
         self.split = split_of(arena.spec, node_cpus)
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
         self._producer.set_split(*self.split)
@@ -78,7 +75,6 @@ class WorkerClient:
         self._next_event = [0] * len(self._cpus)
         self._event_buffer = np.zeros(arena.layout.event_entries, EVENT_DTYPE)
         configure = Configure(
-            arena_bytes=arena.nbytes,
             cpus=self._cpus,
             background_cpus=list(background_cpus),
             cpu_nodes=cpu_nodes,

@@ -229,16 +229,14 @@ def populate(address: int, nbytes: int, *, write: bool = True) -> int:
 
 def populate_together(address: int, nbytes: int) -> int:
     """:func:`populate` by a thread for each CPU of the affinity, up to MAX_THREADS. Returns 0 or the first error."""
-    errors: list[int] = []
 
-    def work(done: int) -> None:
-        if not errors and (error := populate(address + done, min(PIECE_BYTES, nbytes - done))):
-            errors.append(error)
+    def work(done: int) -> int:
+        return populate(address + done, min(PIECE_BYTES, nbytes - done))
 
     threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
     with ThreadPoolExecutor(threads, "scout-populate") as executor:
-        list(executor.map(work, range(0, nbytes, PIECE_BYTES)))  # raises what they raise
-    return errors[0] if errors else 0
+        # The first error cancels what has not begun.
+        return next(filter(None, executor.map(work, range(0, nbytes, PIECE_BYTES))), 0)
 
 
 def take_in_steps(address: int, nbytes: int, now: Callable[[], int]) -> None:
@@ -278,8 +276,7 @@ def bind_memory(address: int, spans: Sequence[tuple[int, int, int]]) -> None:
         raise ArenaError(f"numa_nodes={asked}; this machine has {known}")
     for offset, nbytes, node in spans:
         if error := _mbind(address + offset, nbytes, node):
-            what = "arena: cannot bind memory to NUMA node %d: %s"
-            logger.warning(what, node, os.strerror(error))
+            logger.warning("arena: not bound to NUMA node %d: %s", node, os.strerror(error))
             return
     logger.info("arena: memory is bound to NUMA nodes %s", asked)
 

@@ -44,19 +44,15 @@ def serve(channel: Channel, arena_fd: int, epoch: int) -> None:
     with contextlib.ExitStack() as stack:
         arena = stack.enter_context(Arena.attach(arena_fd))
         os.close(arena_fd)
-        if arena.nbytes != configure.arena_bytes:
-            raise WorkerError(f"arena has {arena.nbytes} bytes, expected {configure.arena_bytes}")
         others = configure.background_cpus or os.sched_getaffinity(0).difference(configure.cpus)
         runtime = start_runtime(arena, epoch, configure)
         stack.callback(runtime.stop)
         if configure.config.populate:
             stopping = threading.Event()
             args = arena, others, stopping
-            mapping = threading.Thread(
-                target=map_pages, args=args, name="scout-populate", daemon=True
-            )
-            mapping.start()
-            stack.callback(mapping.join)
+            mapper = threading.Thread(target=map_pages, args=args, name="scout-map", daemon=True)
+            mapper.start()
+            stack.callback(mapper.join)
             stack.callback(stopping.set)  # called before it
         channel.send(m.Ready(isa=_native.isa()))
         due_s, is_told = time.monotonic(), False
@@ -133,16 +129,15 @@ def main() -> int:
     # local node, before there are other threads.
     ctypes.CDLL(None).syscall(*map(ctypes.c_long, (_SET_MEMPOLICY, _MPOL_DEFAULT, 0, 0)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the decode server
-    with zmq.Context() as context:
-        with contextlib.closing(Channel.bind(context, server_pid)) as channel:
-            try:
-                serve(channel, arena_fd, epoch)
-                return 0
-            except ScoutError as e:
-                logger.error("%s", e)
-                channel.send(m.Failed(error=str(e)[: m.MAX_TEXT_CHARS]))
-                time.sleep(1.0)  # an exit could overtake the message; the server kills at once
-                return 1
+    with zmq.Context() as context, contextlib.closing(Channel.bind(context, server_pid)) as channel:
+        try:
+            serve(channel, arena_fd, epoch)
+            return 0
+        except ScoutError as e:
+            logger.error("%s", e)
+            channel.send(m.Failed(error=str(e)[: m.MAX_TEXT_CHARS]))
+            time.sleep(1.0)  # an exit could overtake the message; the server kills at once
+            return 1
 
 
 if __name__ == "__main__":

@@ -116,8 +116,6 @@ class ArenaSpec:
         )
 
 
-# The fields of ring.h's Header as numbers: the sizes, and offsets and strides in bytes.
-Layout = SimpleNamespace
 _SIZES = [x.name for x in fields(ArenaSpec) if x.name not in ("kv_dtype", "q_dtype", "checksums")]
 
 
@@ -133,9 +131,10 @@ def header_of(spec: ArenaSpec) -> np.ndarray:
     return header
 
 
-def layout_of(spec: ArenaSpec) -> Layout:
+def layout_of(spec: ArenaSpec) -> SimpleNamespace:
+    """The fields of ring.h's Header as numbers: the sizes, and offsets and strides in bytes."""
     header = header_of(spec)[0]
-    return Layout(**{name: header[name].item() for name in HEADER_DTYPE.names or ()})
+    return SimpleNamespace(**{name: header[name].item() for name in HEADER_DTYPE.names or ()})
 
 
 def read_header(memory: np.ndarray) -> ArenaSpec:
@@ -154,12 +153,9 @@ def read_header(memory: np.ndarray) -> ArenaSpec:
 def node_spans(
     spec: ArenaSpec, numa_nodes: Sequence[int], align_bytes: int
 ) -> list[tuple[int, int, int]]:
-    """Memory spans by node: (offset, bytes, node), in order, without gaps. The ring is on the first node.
-
-    Args:
-        numa_nodes: the system's ids of the nodes of the spec, in order; none: nothing is bound.
-        align_bytes: size of the system's pages. One that has host pages of two nodes is bound to the second.
-    """
+    """Memory spans by node: (offset, bytes, node), in order, without gaps. The ring is on the first node. A system page
+    of ``align_bytes`` that has host pages of two nodes is bound to the second. ``numa_nodes``: the system's ids of the
+    nodes of the spec, in order; none: nothing is bound."""
     if not numa_nodes:
         return []
     layout = layout_of(spec)

@@ -126,9 +126,7 @@ class WorkerStatus:
     busy_us: int = 0  # compute time summed over worker threads
     stale: int = 0  # records of another epoch that a worker skipped
     fallback_pages: int = 0  # that the caller computed instead
-    local_tickets: int = (
-        0  # posts that never went to a worker: none was ready, or the slot was busy
-    )
+    local_tickets: int = 0  # posts that went to no worker: none was ready, or the slot was busy
     late_tickets: int = 0  # waits that hit wait_timeout_s
 
 
@@ -175,33 +173,30 @@ class Supervisor:
             self._thread, self.status.state = None, "stopped"
 
     def _run(self) -> None:
+        config, failures = self._config, 0
+        backoff_s = config.backoff_min_s
         try:
-            self._keep_running()
+            while True:
+                served_s = self._run_process()
+                if self._stopping.is_set() or not self._first_outcome.is_set():
+                    return
+                failures = 0 if served_s else failures + 1
+                if served_s >= config.backoff_max_s:
+                    backoff_s = config.backoff_min_s
+                failed = failures >= config.max_start_failures
+                pause_s = config.retry_s if failed else backoff_s
+                self.status.state = "failed" if failed else "restarting"
+                logger.warning("%s; next start in %.1f s", self.status.last_error, pause_s)
+                if self._stopping.wait(pause_s):
+                    return
+                backoff_s = min(2 * backoff_s, config.backoff_max_s)
+                self.status.restarts += 1
         except Exception as e:  # a bug here must not leave a caller waiting for a worker
             logger.exception("supervisor of the CPU attention process")
             self.status.state, self.status.last_error = "failed", f"supervisor: {e!r}"
         finally:
             self._producer.set_live_epoch(0)
             self._first_outcome.set()
-
-    def _keep_running(self) -> None:
-        config, failures = self._config, 0
-        backoff_s = config.backoff_min_s
-        while True:
-            served_s = self._run_process()
-            if self._stopping.is_set() or not self._first_outcome.is_set():
-                return
-            failures = 0 if served_s else failures + 1
-            if served_s >= config.backoff_max_s:
-                backoff_s = config.backoff_min_s
-            failed = failures >= config.max_start_failures
-            pause_s = config.retry_s if failed else backoff_s
-            self.status.state = "failed" if failed else "restarting"
-            logger.warning("%s; next start in %.1f s", self.status.last_error, pause_s)
-            if self._stopping.wait(pause_s):
-                return
-            backoff_s = min(2 * backoff_s, config.backoff_max_s)
-            self.status.restarts += 1
 
     def _run_process(self) -> float:
         """Runs one worker from start to exit. Returns for how many s it was ready."""
@@ -252,7 +247,12 @@ class Supervisor:
                 elif isinstance(message, m.Failed):
                     return f"{who} failed: {message.error}"
                 elif isinstance(message, m.Ready):
-                    self._announce(process, message)
+                    self._ready_s = now_s
+                    self._producer.set_live_epoch(process.epoch)
+                    self.status.isa, self.status.state = message.isa, "ready"
+                    self._first_outcome.set()
+                    about = len(self._configure.cpus), message.isa, self.status.endpoint
+                    logger.info("%s ready: %d threads, %s, control socket %s", who, *about)
             refused = process.channel.refused + last.refused_messages
             self.status.refused_messages = refused_before + refused
             if ended:
@@ -272,11 +272,3 @@ class Supervisor:
         while (left_s := deadline_s - time.monotonic()) > 0 and not process.wait(left_s)[1]:
             pass
         return ""
-
-    def _announce(self, process: WorkerProcess, ready: m.Ready) -> None:
-        self._ready_s = time.monotonic()
-        self._producer.set_live_epoch(process.epoch)
-        self.status.isa, self.status.state = ready.isa, "ready"
-        self._first_outcome.set()
-        about = process.pid, len(self._configure.cpus), ready.isa, self.status.endpoint
-        logger.info("CPU attention process %d ready: %d threads, %s, control socket %s", *about)
