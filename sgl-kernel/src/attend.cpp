@@ -11,15 +11,16 @@
 namespace scout {
 namespace {
 
-constexpr int kMostRuns = 16;
+constexpr int kMaxBatchSplits = 16;
 
 struct Columns {
   int begin, end;
 };
 
-// The columns of run `run` of `runs`: each has as many pages as the others, give or take one.
-Columns columns_of(const int32_t* pages, int columns, int64_t count, uint32_t run, uint32_t runs) {
-  const int64_t first = count * run / runs, end = count * (run + 1) / runs;
+// The columns of one of `splits`: each has as many pages as the others, give or take one.
+Columns columns_of(const int32_t* pages, int columns, int64_t count, uint32_t split,
+                   uint32_t splits) {
+  const int64_t first = count * split / splits, end = count * (split + 1) / splits;
   Columns found{columns, columns};
   int64_t seen = 0;
   for (int i = 0; i < columns; ++i) {
@@ -65,7 +66,7 @@ void attend_batch(const KvPages& kv, const AttendParams& params, const AttendBat
   auto last_len = [&](int r) { return of.last_len != nullptr ? of.last_len[r / lists] : 0; };
   auto pages = [&](int r) { return of.pages + int64_t{r} * of.columns; };
 
-  uint32_t runs = 1;
+  uint32_t splits = 1;
   std::unique_ptr<int64_t[]> counts;
   if (threads > 1) {
     counts.reset(new int64_t[rows]);
@@ -78,9 +79,10 @@ void attend_batch(const KvPages& kv, const AttendParams& params, const AttendBat
       largest = std::max(largest, counts[r]);
     }
     const int64_t page_bytes = 2 * kv.page_size * (kv.kv_heads / lists) * head_bytes(kv);
-    runs = Split{threads, kMostRuns, min_run_pages(page_bytes)}.runs(sequences, total, largest);
+    splits = Split{threads, kMaxBatchSplits, min_split_pages(page_bytes)}.splits(sequences, total,
+                                                                                 largest);
   }
-  if (runs == 1) {
+  if (splits == 1) {
     parallel_for(rows, threads, [&](int r) {
       attend_sequence(heads_of_list(kv, r % lists, lists), params, of.q + r * q_floats, pages(r),
                       of.columns, last_page(r), last_len(r), of.out + r * q_floats,
@@ -90,14 +92,14 @@ void attend_batch(const KvPages& kv, const AttendParams& params, const AttendBat
   }
 
   const uint64_t stride = (q_floats + heads + 15) / 16 * 16;
-  std::unique_ptr<float[]> results(new float[stride * runs * rows]);
+  std::unique_ptr<float[]> results(new float[stride * splits * rows]);
   std::unique_ptr<std::atomic<uint32_t>[]> done(new std::atomic<uint32_t>[rows]());
-  parallel_for(rows * static_cast<int>(runs), threads, [&](int task) {
-    const int r = task / static_cast<int>(runs);
-    const uint32_t run = task % runs;
+  parallel_for(rows * static_cast<int>(splits), threads, [&](int task) {
+    const int r = task / static_cast<int>(splits);
+    const uint32_t split = task % splits;
     float* const result = results.get() + stride * task;
-    const Columns mine = columns_of(pages(r), of.columns, counts[r], run, runs);
-    const bool with_last = run + 1 == runs && last_page(r) >= 0;
+    const Columns mine = columns_of(pages(r), of.columns, counts[r], split, splits);
+    const bool with_last = split + 1 == splits && last_page(r) >= 0;
     if (mine.begin == mine.end && !with_last) {
       std::fill_n(result + q_floats, heads, -INFINITY);
     } else {
@@ -105,9 +107,9 @@ void attend_batch(const KvPages& kv, const AttendParams& params, const AttendBat
                       pages(r) + mine.begin, mine.end - mine.begin, with_last ? last_page(r) : -1,
                       with_last ? last_len(r) : 0, result, result + q_floats);
     }
-    if (done[r].fetch_add(1, std::memory_order_acq_rel) + 1 == runs)
-      merge_runs(heads, dim, runs, results.get() + stride * runs * r, stride, of.out + r * q_floats,
-                 of.lse + uint64_t{heads} * r);
+    if (done[r].fetch_add(1, std::memory_order_acq_rel) + 1 == splits)
+      merge_splits(heads, dim, splits, results.get() + stride * splits * r, stride,
+                   of.out + r * q_floats, of.lse + uint64_t{heads} * r);
   });
 }
 

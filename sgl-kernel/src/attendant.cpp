@@ -78,14 +78,15 @@ int64_t Attendant::compute(uint32_t slot) {
   const RecordHeader* record = ring_.record(slot);
   const uint32_t layer = load_relaxed(&record->layer);
   const uint32_t rows = load_relaxed(&record->rows);
-  const uint32_t parts = load_relaxed(&record->parts);
-  if (layer >= h.num_layers || rows < 1 || rows > h.max_batch || parts < 1 || parts > kMaxParts)
+  const uint32_t splits = load_relaxed(&record->splits);
+  if (layer >= h.num_layers || rows < 1 || rows > h.max_batch || splits < 1 || splits > kMaxSplits)
     return -1;
   int64_t total = 0;
   for (uint32_t row = 0; row < rows; ++row) {
-    const int64_t pages = row_attention_.attend(
-        ring_, layer, row, ring_.q(slot, row), ring_.pages(slot, row),
-        load_relaxed(ring_.n_pages(slot) + row), parts, ring_.out(slot, row), ring_.lse(slot, row));
+    const int64_t pages =
+        row_attention_.attend(ring_, layer, row, ring_.q(slot, row), ring_.pages(slot, row),
+                              load_relaxed(ring_.n_pages(slot) + row), splits, ring_.out(slot, row),
+                              ring_.lse(slot, row));
     if (pages < 0) return -1;
     total += pages;
   }

@@ -187,14 +187,14 @@ NB_MODULE(_native, m) {
   m.def("score_rotated", &score_rotated, no_gil,
         "Scores of the first n_full pages of each request by their rotated digests, or log masses "
         "of its query heads.");
-  m.attr("RUNS_PER_THREAD") = scout::kRunsPerThread;
+  m.attr("SPLITS_PER_THREAD") = scout::kSplitsPerThread;
   m.def(
-      "split_runs",
-      [](int32_t threads, int32_t most, int32_t min_pages, int64_t sequences, int64_t total,
+      "splits_of",
+      [](int32_t threads, int32_t max_splits, int32_t min_pages, int64_t sequences, int64_t total,
          int64_t largest) {
-        return scout::Split{threads, most, min_pages}.runs(sequences, total, largest);
+        return scout::Split{threads, max_splits, min_pages}.splits(sequences, total, largest);
       },
-      "Runs that each of so many sequences with pages is split into; see split.h.");
+      "Splits of each of so many sequences with pages; see split.h.");
   m.def(
       "isa", [] { return scout::isa_name(scout::current_isa()); },
       "Instruction set in use: avx512bf16, avx512 or avx2.");

@@ -41,7 +41,7 @@ T* pointer(uintptr_t address) {
 // q and out [B, HQ, D], lse [B, HQ], pages [B * lists, k], n_pages [B * lists].
 uint64_t post(Producer& self, uint32_t layer, uint64_t step, const Array<const float, 3>& q,
               const Array<const int32_t, 2>& pages, const Array<const int32_t, 1>& n_pages,
-              uint32_t parts) {
+              uint32_t splits) {
   const scout::Header& h = self.ring().header();
   const int64_t batch = q.shape(0), rows = batch * h.lists;
   const auto k = static_cast<uint32_t>(pages.shape(1));
@@ -51,7 +51,7 @@ uint64_t post(Producer& self, uint32_t layer, uint64_t step, const Array<const f
   std::optional<nb::gil_scoped_release> release;
   if (q.nbytes() > kSmallCopyBytes) release.emplace();
   return self.post(layer, step, static_cast<uint32_t>(rows), q.data(), pages.data(), k,
-                   n_pages.data(), parts);
+                   n_pages.data(), splits);
 }
 
 nb::tuple wait(Producer& self, uint64_t ticket, uint32_t layer, uint64_t step, int64_t timeout_us,
@@ -118,7 +118,7 @@ nb::dict dtype_of(size_t itemsize, std::initializer_list<Field> fields) {
 
 void bind_layout(nb::module_& m) {
   m.attr("RING_LAYOUT_VERSION") = scout::kLayoutVersion;
-  m.attr("RING_MAX_PARTS") = scout::kMaxParts;
+  m.attr("RING_MAX_SPLITS") = scout::kMaxSplits;
   m.attr("RING_MAX_NODES") = scout::kMaxNodes;
   m.attr("RING_CLOSED_ITEM") = scout::kClosed;
   nb::dict structs;
@@ -152,7 +152,7 @@ void bind_layout(nb::module_& m) {
   }
   {
     using S = scout::RecordHeader;
-    structs["RecordHeader"] = dtype_of(sizeof(S), {F(seq), F(layer), F(rows), F(parts), F(step)});
+    structs["RecordHeader"] = dtype_of(sizeof(S), {F(seq), F(layer), F(rows), F(splits), F(step)});
   }
   {
     using S = scout::ReplyHeader;
@@ -160,8 +160,9 @@ void bind_layout(nb::module_& m) {
   }
   {
     using S = scout::Event;
-    structs["Event"] = dtype_of(sizeof(S), {F(stamp), F(seq), F(step), F(begin_ns), F(end_ns),
-                                            F(layer), F(first_item), F(items), F(parts), F(pages)});
+    structs["Event"] =
+        dtype_of(sizeof(S), {F(stamp), F(seq), F(step), F(begin_ns), F(end_ns), F(layer),
+                             F(first_item), F(items), F(splits), F(pages)});
   }
 #undef F
   m.attr("RING_STRUCTS") = structs;
@@ -224,10 +225,11 @@ void bind_checksums(nb::module_& m) {
 void bind_runtime(nb::module_& m) {
   bind_layout(m);
   bind_checksums(m);
-  m.def("min_run_pages", &scout::min_run_pages,
-        "Pages of K and V of so many bytes in the shortest run that is worth a thread of its own.");
+  m.def(
+      "min_split_pages", &scout::min_split_pages,
+      "Pages of K and V of so many bytes in the shortest split that is worth a thread of its own.");
   m.def("partial_bytes", &scout::partial_bytes,
-        "What a RingRuntime reserves for the results of sequences that are split into parts.");
+        "What a RingRuntime reserves for the results of sequences in several splits.");
 
   nb::class_<Producer>(m, "RingProducer", "Posts records to the worker and takes its replies.")
       .def("__init__", [](Producer* self, uintptr_t address,
@@ -235,11 +237,11 @@ void bind_runtime(nb::module_& m) {
       .def("next_epoch", &Producer::next_epoch)
       .def("set_live_epoch", &Producer::set_live_epoch)
       .def("live_epoch", &Producer::live_epoch)
-      .def("set_split", [](Producer& self, int32_t threads, int32_t most,
-                           int32_t min_pages) { self.set_split({threads, most, min_pages}); })
+      .def("set_split", [](Producer& self, int32_t threads, int32_t max_splits,
+                           int32_t min_pages) { self.set_split({threads, max_splits, min_pages}); })
       // No implicit conversion: a result would be written into the converted copy.
       .def("post", &post, nb::arg("layer"), nb::arg("step"), nb::arg("q").noconvert(),
-           nb::arg("pages").noconvert(), nb::arg("n_pages").noconvert(), nb::arg("parts"))
+           nb::arg("pages").noconvert(), nb::arg("n_pages").noconvert(), nb::arg("splits"))
       .def("wait", &wait, nb::arg("ticket"), nb::arg("layer"), nb::arg("step"),
            nb::arg("timeout_us"), nb::arg("spin_us"), nb::arg("out").noconvert(),
            nb::arg("lse").noconvert())
@@ -277,15 +279,15 @@ void bind_runtime(nb::module_& m) {
       .def(
           "__init__",
           [](Runtime* self, uintptr_t address, uint64_t nbytes, uint32_t epoch,
-             std::vector<int> cpus, int64_t spin_us, uint32_t max_parts, std::vector<int> nodes,
+             std::vector<int> cpus, int64_t spin_us, uint32_t max_splits, std::vector<int> nodes,
              int64_t help_after_us) {
             const scout::RuntimeOptions options{epoch,   std::move(cpus), std::move(nodes),
-                                                spin_us, max_parts,       help_after_us};
+                                                spin_us, max_splits,      help_after_us};
             nb::gil_scoped_release release;
             new (self) Runtime(pointer<void>(address), nbytes, options);
           },
           nb::arg("address"), nb::arg("nbytes"), nb::arg("epoch"), nb::arg("cpus"),
-          nb::arg("spin_us"), nb::arg("max_parts"), nb::arg("nodes") = std::vector<int>(),
+          nb::arg("spin_us"), nb::arg("max_splits"), nb::arg("nodes") = std::vector<int>(),
           nb::arg("help_after_us") = scout::RuntimeOptions().help_after_us)
       .def("stop", &Runtime::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("progress", [](const Runtime& self) {

@@ -64,11 +64,11 @@ void Producer::set_live_epoch(uint32_t epoch) {
 }
 
 uint64_t Producer::post(uint32_t layer, uint64_t step, uint32_t rows, const float* q,
-                        const int32_t* pages, uint32_t k, const int32_t* n_pages, uint32_t parts) {
+                        const int32_t* pages, uint32_t k, const int32_t* n_pages, uint32_t splits) {
   const Header& h = ring_.header();
   if (layer >= h.num_layers) fail("layer", layer, 0, h.num_layers - 1);
   if (rows > h.max_batch) fail("rows", rows, 0, h.max_batch);
-  if (parts > kMaxParts) fail("parts", parts, 0, kMaxParts);
+  if (splits > kMaxSplits) fail("splits", splits, 0, kMaxSplits);
   int64_t sequences = 0, listed = 0, largest = 0, total = 0;  // total: without padding
   for (uint32_t b = 0; b < rows; ++b) {
     const int64_t limit = k < h.max_pages ? k : h.max_pages;
@@ -87,7 +87,7 @@ uint64_t Producer::post(uint32_t layer, uint64_t step, uint32_t rows, const floa
   const uint32_t live = live_epoch_.load(std::memory_order_acquire);
   slot.ticket = ++tickets_;
   slot.rows = rows;
-  slot.parts = parts > 0 ? parts : split_.runs(sequences, listed, largest);
+  slot.splits = splits > 0 ? splits : split_.splits(sequences, listed, largest);
   slot.pages = total;
   if (total == 0) {
     slot.kind = Kind::kEmpty;
@@ -186,7 +186,7 @@ void Producer::publish(uint32_t index, uint32_t live, uint32_t layer, uint64_t s
   store_relaxed(&record->seq, slot.seq);
   store_relaxed(&record->layer, layer);
   store_relaxed(&record->rows, slot.rows);
-  store_relaxed(&record->parts, slot.parts);
+  store_relaxed(&record->splits, slot.splits);
   store_relaxed(&record->step, step);
   SCOUT_POINT(kHeaderWritten, index);
   ring_.store_values(q, slot.rows * ring_.q_floats(), ring_.q(index, 0));
@@ -206,7 +206,7 @@ void Producer::publish(uint32_t index, uint32_t live, uint32_t layer, uint64_t s
   full_fence();
   SCOUT_POINT(kBellRaised, index);
   if (load_acquire(&bell->sleepers) != 0) {
-    const uint64_t items = uint64_t{slot.rows} * slot.parts;  // of each node
+    const uint64_t items = uint64_t{slot.rows} * slot.splits;  // of each node
     const int wanted = static_cast<int>(items < 1024 ? items : 1024);
     for (uint32_t node = 0; node < nodes; ++node) futex_wake(&bell->count, wanted, 1u << node);
   }
@@ -253,7 +253,7 @@ void Producer::compute(uint32_t layer, const Slot& slot, const char* q, float* o
   for (uint32_t b = 0; b < slot.rows; ++b) {
     if (row_attention_.attend(ring_, layer, b, q + b * row_bytes,
                               slot.page_ids.data() + uint64_t{b} * h.max_pages, slot.n_pages[b],
-                              slot.parts, row_.data(), lse + uint64_t{b} * h.row_heads) < 0)
+                              slot.splits, row_.data(), lse + uint64_t{b} * h.row_heads) < 0)
       throw std::runtime_error("wait: row " + std::to_string(b) + " has pages of two kinds");
     ring_.load_values(row_.data(), q_floats, out + b * q_floats);
   }

@@ -29,16 +29,16 @@ class Producer {
   // From now on records go to the worker of `epoch`, or to nobody (0). Wakes waiters to re-check.
   void set_live_epoch(uint32_t epoch);
 
-  // How post(parts = 0) splits; `most` is what the worker was started with, up to kMaxParts.
+  // How post(splits = 0) splits; `max_splits`: as the worker was started with, up to kMaxSplits.
   void set_split(const Split& split) { split_ = split; }
 
   // Posts rows [0, rows), a multiple of the lists of a request, to the worker. Returns the ticket.
   // Copies everything. q fp32 [rows, row_heads, D], which a record may hold in 16 bits; pages int32
-  // [rows, k], the first n_pages[b] of row b are valid, ids < 0 skipped; parts: runs per row, 0:
-  // according to set_split. Throws std::invalid_argument for a value out of range (nothing is
+  // [rows, k], the first n_pages[b] of row b are valid, ids < 0 skipped; splits: per row and node,
+  // 0: according to set_split. Throws std::invalid_argument for a value out of range (nothing is
   // posted then).
   uint64_t post(uint32_t layer, uint64_t step, uint32_t rows, const float* q, const int32_t* pages,
-                uint32_t k, const int32_t* n_pages, uint32_t parts);
+                uint32_t k, const int32_t* n_pages, uint32_t splits);
 
   // True if wait() would not sleep, so that the caller can keep the GIL.
   bool is_done(uint64_t ticket, uint32_t layer, uint64_t step) const;
@@ -65,7 +65,7 @@ class Producer {
     uint64_t seq = 0;     // last record published in this slot
     Kind kind = Kind::kEmpty;
     uint32_t rows = 0;
-    uint32_t parts = 1;
+    uint32_t splits = 1;
     int64_t pages = 0;
     // Copies of the posted arguments that no worker can write; grow to the largest seen.
     std::vector<int32_t> page_ids;

@@ -34,13 +34,13 @@
 // Numbers. post: 40 bits, from 1, incremented with every record, never reset. epoch: 24 bits, from
 // 1, incremented with every worker process, after the previous process is known to be dead.
 // seq = epoch << 40 | post identifies one record of one process. claim = post << 24 | item, where
-// item is the next row * parts + run to be taken.
+// item is the next row * splits + i to be taken, i being one of the row's splits.
 //
 // Rows. A request has `lists` rows of pages, 1 or one per KV head: row r is for the KV heads of
 // list r % lists, with their row_heads query heads.
 //
 // Nodes. Page i of every plane is on NUMA node i / stripe_pages. A row's pages are split by node,
-// in list order, and those of a node into `parts` runs: part node * parts + run. Empty parts are
+// in list order, and those of a node into `splits` splits: split node * splits + i. Empty ones are
 // items too. There is one claim per node; a thread takes items of its own node first.
 //
 // The log (post n at n % log_entries: n << 24 | slot) records the order in which slots were posted.
@@ -67,7 +67,7 @@ constexpr uint64_t kHugePage = 2 << 20;
 constexpr uint64_t kPostMask = (1ull << 40) - 1;
 constexpr uint64_t kItemMask = (1ull << 24) - 1;
 constexpr uint64_t kClosed = kItemMask;  // no item can be taken
-constexpr uint32_t kMaxParts = 16;
+constexpr uint32_t kMaxSplits = 16;
 constexpr uint32_t kMaxNodes = 16;
 
 struct Header {
@@ -131,7 +131,7 @@ struct Bell {
 static_assert(sizeof(Bell) == 384);
 
 struct StatLine {
-  alignas(128) uint64_t items;  // (row, part) items computed
+  alignas(128) uint64_t items;  // (row, split) items computed
   uint64_t pages;               // pages attended
   uint64_t busy_ns;             // time within items
   uint64_t refused;             // records refused: a field out of range
@@ -146,8 +146,8 @@ struct RecordHeader {
   alignas(128) uint64_t seq;
   uint32_t layer;
   uint32_t rows;
-  uint32_t parts;  // runs that each row's pages of a node are split into, merged in order
-  uint64_t step;   // decode step, for events only
+  uint32_t splits;  // of each row's pages of a node, merged in order
+  uint64_t step;    // decode step, for events only
 };
 static_assert(sizeof(RecordHeader) == 128);
 
@@ -170,9 +170,9 @@ struct Event {
   int64_t begin_ns;
   int64_t end_ns;
   uint32_t layer;
-  uint32_t first_item;  // row * num_nodes * parts + part
+  uint32_t first_item;  // row * num_nodes * splits + split
   uint32_t items;
-  uint32_t parts;
+  uint32_t splits;
   uint32_t pages;
 };
 static_assert(sizeof(Event) == 64);

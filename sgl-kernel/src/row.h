@@ -1,4 +1,4 @@
-// Attention of one row of a record, part by part; shared by worker, producer and attendant.
+// Attention of one row of a record, split by split; shared by worker, producer and attendant.
 #pragma once
 
 #include <cmath>
@@ -38,34 +38,34 @@ inline bool decode_ids(const Header& h, bool is_context, int32_t* ids, int32_t c
   return true;
 }
 
-// Attends to one part of the pages of row `row` of a record: run `part % parts` of those of node
-// `part / parts`. `scratch` [max_pages] holds their ids: they are read once, checked and then used,
-// so a record that changes concurrently cannot cause access outside the arena. `query` [q_floats]
-// receives `q` (in the record's dtype) as fp32. A damaged page is skipped: its word reports it to
-// the server, which fails the requests that own it. Returns the number of pages, or -1 if a count
-// or an id is out of range (then nothing is written). If a row has several parts, one without pages
-// writes only its lse.
-inline int32_t attend_part(const Ring& ring, uint32_t layer, uint32_t row, const void* q,
-                           const int32_t* pages, int32_t n, uint32_t part, uint32_t parts,
-                           int32_t* scratch, float* query, float* out, float* lse) {
+// Attends to one split of the pages of row `row` of a record: number `split % splits` of those of
+// node `split / splits`. `scratch` [max_pages] holds their ids: they are read once, checked and
+// then used, so a record that changes concurrently cannot cause access outside the arena. `query`
+// [q_floats] receives `q` (in the record's dtype) as fp32. A damaged page is skipped: its word
+// reports it to the server, which fails the requests that own it. Returns the number of pages, or
+// -1 if a count or an id is out of range (then nothing is written). If a row has several splits,
+// one without pages writes only its lse.
+inline int32_t attend_split(const Ring& ring, uint32_t layer, uint32_t row, const void* q,
+                            const int32_t* pages, int32_t n, uint32_t split, uint32_t splits,
+                            int32_t* scratch, float* query, float* out, float* lse) {
   const Header& h = ring.header();
   if (n < 0 || n > static_cast<int32_t>(h.max_pages)) return -1;
-  const uint32_t node = part / parts;
+  const uint32_t node = split / splits;
   const int64_t first = int64_t{h.stripe_pages} * node;
   const int64_t end = node + 1 == h.num_nodes ? id_end(h) : first + h.stripe_pages;
-  const uint32_t run = part % parts;
+  const uint32_t own = split % splits;
   int32_t listed = 0;
   for (int32_t i = 0; i < n; ++i) {
     const int32_t id = load_relaxed(pages + i);
     if (id >= id_end(h)) return -1;
     if (id < 0 || (id >= first && id < end)) scratch[listed++] = id;
   }
-  const int32_t lo = static_cast<int32_t>(int64_t{listed} * run / parts);
-  const int32_t hi = static_cast<int32_t>(int64_t{listed} * (run + 1) / parts);
+  const int32_t lo = static_cast<int32_t>(int64_t{listed} * own / splits);
+  const int32_t hi = static_cast<int32_t>(int64_t{listed} * (own + 1) / splits);
   int32_t count = 0;
   for (int32_t i = lo; i < hi; ++i)
     if (scratch[i] >= 0 && is_sound(ring, layer, scratch[i])) scratch[count++] = scratch[i];
-  if (count == 0 && parts * h.num_nodes > 1) {  // one of several: the merge ignores `out`
+  if (count == 0 && splits * h.num_nodes > 1) {  // one of several: the merge ignores `out`
     for (uint32_t head = 0; head < h.row_heads; ++head) lse[head] = -INFINITY;
     return 0;
   }
@@ -79,32 +79,32 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, uint32_t row, const
   return count;
 }
 
-// Attends to whole rows outside the worker, part by part like a worker, so bit-identical.
+// Attends to whole rows outside the worker, split by split like a worker, so bit-identical.
 class RowAttention {
  public:
   // Writes out [row_heads, D] in q_dtype and lse [row_heads]. Returns the number of pages, or -1
-  // like attend_part.
+  // like attend_split.
   int64_t attend(const Ring& ring, uint32_t layer, uint32_t row, const void* q,
-                 const int32_t* pages, int32_t n, uint32_t parts, void* out, float* lse) {
+                 const int32_t* pages, int32_t n, uint32_t splits, void* out, float* lse) {
     const Header& h = ring.header();
-    const uint32_t all = parts * h.num_nodes;
+    const uint32_t all = splits * h.num_nodes;
     const uint64_t stride = ring.q_floats() + h.row_heads;
     ids_.resize(h.max_pages);
     query_.resize(ring.q_floats());
     results_.resize((all + 1) * stride);
     int64_t total = 0;
-    for (uint32_t part = 0; part < all; ++part) {
-      float* to = results_.data() + part * stride;
+    for (uint32_t split = 0; split < all; ++split) {
+      float* to = results_.data() + split * stride;
       float* to_lse = all == 1 ? lse : to + ring.q_floats();
-      const int32_t count = attend_part(ring, layer, row, q, pages, n, part, parts, ids_.data(),
-                                        query_.data(), to, to_lse);
+      const int32_t count = attend_split(ring, layer, row, q, pages, n, split, splits, ids_.data(),
+                                         query_.data(), to, to_lse);
       if (count < 0) return -1;
       total += count;
     }
     float* result = results_.data();
     if (all > 1) {
       result += all * stride;
-      merge_runs(h.row_heads, h.head_dim, all, results_.data(), stride, result, lse);
+      merge_splits(h.row_heads, h.head_dim, all, results_.data(), stride, result, lse);
     }
     ring.store_values(result, ring.q_floats(), out);
     return total;

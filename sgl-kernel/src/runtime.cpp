@@ -39,19 +39,19 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
   if (options_.cpus.size() > h.stat_lines)
     throw std::runtime_error("CPU attention: " + std::to_string(options_.cpus.size()) +
                              " CPUs, the arena has room for " + std::to_string(h.stat_lines));
-  max_parts_ = options_.max_parts * h.num_nodes;
+  max_splits_ = options_.max_splits * h.num_nodes;
   const uint64_t slots = ring_.num_slots();
   partial_floats_ = partial_floats(h.row_heads, h.head_dim);
-  if (max_parts_ > 1) {
-    // calloc maps fresh zero pages, which take no memory until written: only by runs with pages, of
-    // rows that are split.
+  if (max_splits_ > 1) {
+    // calloc maps fresh zero pages, which take no memory until written: only by splits with pages,
+    // of rows that are split.
     const uint64_t bytes =
-        partial_bytes(h.num_layers, h.max_batch, h.row_heads, h.head_dim, max_parts_);
+        partial_bytes(h.num_layers, h.max_batch, h.row_heads, h.head_dim, max_splits_);
     partials_.reset(static_cast<float*>(std::calloc(bytes, 1)));
     if (!partials_)
       throw std::runtime_error("CPU attention: no memory for " + std::to_string(bytes) +
                                " bytes of partial results");
-    parts_done_.reset(new std::atomic<uint64_t>[slots * h.max_batch]());
+    splits_done_.reset(new std::atomic<uint64_t>[slots * h.max_batch]());
   }
   rows_done_.reset(new std::atomic<uint64_t>[slots]());
   refused_.reset(new std::atomic<uint64_t>[slots]());
@@ -215,13 +215,13 @@ void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node
     const uint64_t seq = load_acquire(&record->seq);
     const uint32_t layer = load_acquire(&record->layer);
     const uint32_t rows = load_acquire(&record->rows);
-    const uint32_t parts = load_acquire(&record->parts);
+    const uint32_t splits = load_acquire(&record->splits);
     const uint64_t step = load_acquire(&record->step);
     SCOUT_POINT(kHeaderRead, slot);
     const bool own = epoch_of(seq) == options_.epoch;
     const bool valid = seq == make_seq(options_.epoch, post) && layer < h.num_layers &&
                        slot % h.num_layers == layer && rows >= 1 && rows <= h.max_batch &&
-                       parts >= 1 && parts <= options_.max_parts;
+                       splits >= 1 && splits <= options_.max_splits;
     if (!own || !valid) {
       // The thread that closes the first claim counts the record, and notifies the producer, using
       // the post number on which log and claim agree.
@@ -236,7 +236,7 @@ void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node
       return;
     }
     const uint64_t item = claim & kItemMask;
-    if (item >= uint64_t{rows} * parts) return;
+    if (item >= uint64_t{rows} * splits) return;
     if (not_before_ns != 0 && now_ns() < not_before_ns) {
       if (stopping_.load(std::memory_order_relaxed)) return;
       for (int i = 0; i < 32 && load_relaxed(&claims[node]) == claim; ++i) cpu_pause();
@@ -248,17 +248,17 @@ void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node
                                      __ATOMIC_ACQUIRE))
       continue;
     SCOUT_POINT(kItemClaimed, slot);
-    const uint32_t row = static_cast<uint32_t>(item / parts);
-    const uint32_t part = node * parts + static_cast<uint32_t>(item % parts);
+    const uint32_t row = static_cast<uint32_t>(item / splits);
+    const uint32_t split = node * splits + static_cast<uint32_t>(item % splits);
     if (me.span.items == 0) {
       me.span.seq = seq;
       me.span.step = step;
       me.span.layer = layer;
-      me.span.first_item = row * h.num_nodes * parts + part;
-      me.span.parts = parts;
+      me.span.first_item = row * h.num_nodes * splits + split;
+      me.span.splits = splits;
       me.span.pages = 0;
     }
-    run_item(me, slot, seq, layer, row, rows, part, parts);
+    run_item(me, slot, seq, layer, row, rows, split, splits);
   }
 }
 
@@ -271,27 +271,27 @@ uint32_t Runtime::place_of(uint32_t slot, uint32_t row) const {
 }
 
 void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, uint32_t row,
-                       uint32_t rows, uint32_t part, uint32_t parts) {
+                       uint32_t rows, uint32_t split, uint32_t splits) {
   const Header& h = ring_.header();
   const int64_t begin_ns = now_ns();
-  const uint32_t row_parts = parts * h.num_nodes;
+  const uint32_t row_splits = splits * h.num_nodes;
   const int32_t n = load_relaxed(ring_.n_pages(slot) + row);
-  const bool merged = row_parts > 1 && n != 0;
+  const bool merged = row_splits > 1 && n != 0;
   const uint32_t place = merged ? place_of(slot, row) : 0;
-  float* out = merged ? partial(slot, place, part, row_parts) : me.result.data();
+  float* out = merged ? partial(slot, place, split, row_splits) : me.result.data();
   const int32_t attended =
-      attend_part(ring_, layer, row, ring_.q(slot, row), ring_.pages(slot, row), n, part, parts,
-                  me.pages.data(), me.query.data(), out, out + ring_.q_floats());
+      attend_split(ring_, layer, row, ring_.q(slot, row), ring_.pages(slot, row), n, split, splits,
+                   me.pages.data(), me.query.data(), out, out + ring_.q_floats());
   const bool refused = attended < 0;
   const uint64_t tag = post_of(seq) << 24;
   if (refused) refused_[slot].store(tag | 1, std::memory_order_relaxed);
   SCOUT_POINT(kItemComputed, slot);
   bool last = true;
-  if (row_parts > 1) {
-    last = count_one(parts_done_[uint64_t{slot} * h.max_batch + row], tag) == row_parts;
+  if (row_splits > 1) {
+    last = count_one(splits_done_[uint64_t{slot} * h.max_batch + row], tag) == row_splits;
     if (last && merged) {
-      merge_runs(h.row_heads, h.head_dim, row_parts, partial(slot, place, 0, row_parts),
-                 partial_floats_, me.result.data(), me.result.data() + ring_.q_floats());
+      merge_splits(h.row_heads, h.head_dim, row_splits, partial(slot, place, 0, row_splits),
+                   partial_floats_, me.result.data(), me.result.data() + ring_.q_floats());
     } else if (last) {
       std::memset(out, 0, ring_.q_floats() * sizeof(float));
     }
@@ -309,7 +309,7 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   const int64_t end_ns = now_ns();
   if (!refused) {
     add_own<uint64_t>(&me.stats->pages, static_cast<uint64_t>(attended));
-    if (part / parts != me.node)
+    if (split / splits != me.node)
       add_own<uint64_t>(&me.stats->remote_pages, static_cast<uint64_t>(attended));
     me.span.pages += static_cast<uint32_t>(attended);
   }

@@ -14,25 +14,25 @@
 namespace scout {
 
 struct RuntimeOptions {
-  uint32_t epoch = 1;      // of this process; records of any other are refused
-  std::vector<int> cpus;   // one thread pinned to each
-  std::vector<int> nodes;  // of each CPU, 0..num_nodes-1 of the header; empty: all 0
-  int64_t spin_us = 50;    // how long an idle thread spins before it sleeps
-  uint32_t max_parts = 1;  // most threads of a node on one sequence
+  uint32_t epoch = 1;       // of this process; records of any other are refused
+  std::vector<int> cpus;    // one thread pinned to each
+  std::vector<int> nodes;   // of each CPU, 0..num_nodes-1 of the header; empty: all 0
+  int64_t spin_us = 50;     // how long an idle thread spins before it sleeps
+  uint32_t max_splits = 1;  // most threads of a node on one sequence
   // Delay before threads steal items of another node. Waking one of its threads takes half of this.
   int64_t help_after_us = 50;
 };
 
-// Size of one part's result of one sequence: out and lse, rounded up to whole cache lines.
+// Size of one split's result of one sequence: out and lse, rounded up to whole cache lines.
 inline uint64_t partial_floats(uint32_t q_heads, uint32_t head_dim) {
   return (uint64_t{q_heads} * (head_dim + 1) + 31) / 32 * 32;
 }
 
-// Memory for partial results of sequences split into up to `parts` parts, over all nodes.
+// Memory for partial results of sequences in up to `splits` splits, over all nodes.
 inline uint64_t partial_bytes(uint32_t num_layers, uint32_t max_batch, uint32_t q_heads,
-                              uint32_t head_dim, uint32_t parts) {
+                              uint32_t head_dim, uint32_t splits) {
   const uint64_t rows = uint64_t{2} * num_layers * max_batch;
-  return parts > 1 ? rows * parts * partial_floats(q_heads, head_dim) * sizeof(float) : 0;
+  return splits > 1 ? rows * splits * partial_floats(q_heads, head_dim) * sizeof(float) : 0;
 }
 
 // The worker's own view of its progress, for heartbeats.
@@ -42,8 +42,8 @@ struct Progress {
 };
 
 // Threads that serve the ring from construction until stop(). Every thread visits all posts in
-// order; items (row, part) are claimed one at a time, so a sequence is served by up to as many
-// threads as it has parts. A thread takes items of its own node first, and steals those of another
+// order; items (row, split) are claimed one at a time, so a sequence is served by up to as many
+// threads as it has splits. A thread takes items of its own node first, and steals those of another
 // node only when they have been unclaimed for a while. The loop allocates nothing, takes no locks
 // and never enters Python.
 class Runtime {
@@ -78,32 +78,32 @@ class Runtime {
   void serve_record(Thread& me, uint32_t index, uint64_t post);
   void serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node, int64_t not_before_ns);
   void run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, uint32_t row,
-                uint32_t rows, uint32_t part, uint32_t parts);  // parts: of one node
+                uint32_t rows, uint32_t split, uint32_t splits);  // splits: of one node
   void finish_row(Thread& me, uint32_t slot, uint64_t seq, uint32_t rows);
   void publish_done(uint32_t slot, uint64_t seq, ReplyStatus status);
   void sleep(const Thread& me, uint64_t cursor);
 
   uint32_t place_of(uint32_t slot, uint32_t row) const;
 
-  // Part `part` of `parts` (over all nodes) of the row with index `place` among those with pages.
-  // Packed densely per record, so that records with few rows in many parts and with many rows in
-  // few parts reuse the same memory.
-  float* partial(uint32_t slot, uint32_t place, uint32_t part, uint32_t parts) const {
-    const uint64_t first = uint64_t{slot} * ring_.header().max_batch * max_parts_;
-    return partials_.get() + (first + uint64_t{place} * parts + part) * partial_floats_;
+  // Split `split` of `splits` (over all nodes) of the row with index `place` among those with
+  // pages. Packed densely per record, so that records with few rows in many splits and with many
+  // rows in few splits reuse the same memory.
+  float* partial(uint32_t slot, uint32_t place, uint32_t split, uint32_t splits) const {
+    const uint64_t first = uint64_t{slot} * ring_.header().max_batch * max_splits_;
+    return partials_.get() + (first + uint64_t{place} * splits + split) * partial_floats_;
   }
 
   Ring ring_;
   RuntimeOptions options_;
   uint64_t first_post_ = 0;  // posts up to this one belong to earlier epochs
   uint64_t partial_floats_ = 0;
-  uint32_t max_parts_ = 0;  // of a row, over all nodes
+  uint32_t max_splits_ = 0;  // of a row, over all nodes
   uint32_t node_threads_[kMaxNodes] = {};
   std::unique_ptr<float[], void (*)(void*)> partials_{nullptr,
-                                                      std::free};  // only with max_parts_ > 1
+                                                      std::free};  // only with max_splits_ > 1
   // Each tagged with its record, see count_one.
-  std::unique_ptr<std::atomic<uint64_t>[]> parts_done_;  // [slots * max_batch]
-  std::unique_ptr<std::atomic<uint64_t>[]> rows_done_;   // [slots]
+  std::unique_ptr<std::atomic<uint64_t>[]> splits_done_;  // [slots * max_batch]
+  std::unique_ptr<std::atomic<uint64_t>[]> rows_done_;    // [slots]
   std::unique_ptr<std::atomic<uint64_t>[]> refused_;  // [slots]: some row of the record was refused
   std::vector<std::unique_ptr<Thread>> threads_;
   std::atomic<bool> stopping_{false};

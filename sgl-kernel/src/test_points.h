@@ -9,7 +9,7 @@ namespace scout {
 enum class Point : uint32_t {
   // Producer, in the order of Producer::publish and await_done.
   kClosed,         // the slot's previous record can no longer be claimed
-  kHeaderWritten,  // seq, layer, rows, parts
+  kHeaderWritten,  // seq, layer, rows, splits
   kDataWritten,    // q, pages, n_pages
   kOpened,         // items can be claimed
   kLogged,

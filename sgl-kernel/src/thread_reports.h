@@ -42,7 +42,7 @@ inline void copy_event(Event* to, const Event* from) {
   store_relaxed(&to->layer, load_relaxed(&from->layer));
   store_relaxed(&to->first_item, load_relaxed(&from->first_item));
   store_relaxed(&to->items, load_relaxed(&from->items));
-  store_relaxed(&to->parts, load_relaxed(&from->parts));
+  store_relaxed(&to->splits, load_relaxed(&from->splits));
   store_relaxed(&to->pages, load_relaxed(&from->pages));
 }
 
@@ -60,9 +60,9 @@ inline void write_event(const Ring& ring, uint32_t line, const Event& event) {
 
 inline bool is_possible(const Header& h, const Event& e, uint32_t last_epoch) {
   const uint64_t epoch = epoch_of(e.seq);
-  const uint64_t items = uint64_t{h.max_batch} * h.num_nodes * e.parts;
-  return epoch >= 1 && epoch <= last_epoch && e.layer < h.num_layers && e.parts >= 1 &&
-         e.parts <= kMaxParts && e.items >= 1 && e.items <= items &&
+  const uint64_t items = uint64_t{h.max_batch} * h.num_nodes * e.splits;
+  return epoch >= 1 && epoch <= last_epoch && e.layer < h.num_layers && e.splits >= 1 &&
+         e.splits <= kMaxSplits && e.items >= 1 && e.items <= items &&
          e.first_item <= items - e.items && e.pages <= uint64_t{h.max_batch} * h.max_pages &&
          e.begin_ns > 0 && e.begin_ns <= e.end_ns && e.end_ns <= now_ns();
 }

@@ -91,13 +91,13 @@ struct Answer {
 
 struct Request {
   uint32_t rows = 0;
-  uint32_t parts = 1;
+  uint32_t splits = 1;
   std::vector<float> q;
   std::vector<int32_t> pages;  // [rows, kMaxPages]
   std::vector<int32_t> n_pages;
   std::vector<Answer> answers;  // by layer
 
-  uint64_t items(uint32_t nodes) const { return uint64_t{rows} * parts * nodes; }
+  uint64_t items(uint32_t nodes) const { return uint64_t{rows} * splits * nodes; }
 };
 
 inline Answer answer_of(const Arena& arena, uint32_t layer, const Request& r) {
@@ -111,10 +111,10 @@ inline Answer answer_of(const Arena& arena, uint32_t layer, const Request& r) {
 }
 
 // Has at least one page, so that the record is really posted.
-inline Request random_request(const Arena& arena, Rng& rng, uint32_t max_parts) {
+inline Request random_request(const Arena& arena, Rng& rng, uint32_t max_splits) {
   Request r;
   r.rows = 1 + rng() % 6;
-  r.parts = 1 + rng() % max_parts;
+  r.splits = 1 + rng() % max_splits;
   std::normal_distribution<float> normal;
   r.q.resize(uint64_t{r.rows} * kRowFloats);
   for (float& x : r.q) {  // exactly representable in a record
@@ -136,10 +136,10 @@ inline Request random_request(const Arena& arena, Rng& rng, uint32_t max_parts) 
 }
 
 inline std::vector<Request> random_requests(const Arena& arena, uint64_t seed, int count,
-                                            uint32_t max_parts = kMaxSplit) {
+                                            uint32_t max_splits = kMaxSplit) {
   Rng rng(seed);
   std::vector<Request> requests;
-  for (int i = 0; i < count; ++i) requests.push_back(random_request(arena, rng, max_parts));
+  for (int i = 0; i < count; ++i) requests.push_back(random_request(arena, rng, max_splits));
   return requests;
 }
 

@@ -50,7 +50,7 @@ void die_here(scout::Point point, uint32_t) {
   o.cpus = pick_cpus(2);
   o.nodes = pick_nodes(2, arena.ring.header().num_nodes);
   o.spin_us = rng() % 2 * 50;
-  o.max_parts = kMaxSplit;
+  o.max_splits = kMaxSplit;
   scout::Runtime runtime(arena.base, arena.bytes, o);
   scout::store_release(&board->ready, epoch);
   while (scout::load_acquire(&board->stop) < 2) usleep(500);
@@ -78,7 +78,7 @@ void die_here(scout::Point point, uint32_t) {
     const uint32_t layer = n % kLayers;
     const Request& r = requests[rng() % requests.size()];
     const InFlight next{producer.post(layer, n / kLayers, r.rows, r.q.data(), r.pages.data(),
-                                      kMaxPages, r.n_pages.data(), r.parts),
+                                      kMaxPages, r.n_pages.data(), r.splits),
                         &r};
     if (before.request != nullptr) {
       const uint32_t at = (n - 1) % kLayers;

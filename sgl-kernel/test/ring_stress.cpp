@@ -86,7 +86,7 @@ class Poster {
     const Request& r = requests_[rng_() % requests_.size()];
     InFlight f{0, step_, layer_, &r};
     f.ticket = producer_.post(layer_, step_, r.rows, r.q.data(), r.pages.data(), kMaxPages,
-                              r.n_pages.data(), r.parts);
+                              r.n_pages.data(), r.splits);
     items += r.items(nodes_);
     if (rng_() % 32 == 0) usleep(rng_() % 200);  // lets the worker fall asleep
     return f;
@@ -115,13 +115,13 @@ class Poster {
 };
 
 std::unique_ptr<scout::Runtime> begin_epoch(const Arena& arena, scout::Producer& producer, Rng& rng,
-                                            uint32_t threads, uint32_t max_parts) {
+                                            uint32_t threads, uint32_t max_splits) {
   scout::RuntimeOptions o;
   o.epoch = producer.next_epoch();
   o.cpus = pick_cpus(threads);
   o.nodes = pick_nodes(threads, arena.ring.header().num_nodes);
   o.spin_us = rng() % 3 == 0 ? 0 : rng() % 100;
-  o.max_parts = max_parts;
+  o.max_splits = max_splits;
   auto runtime = std::make_unique<scout::Runtime>(arena.base, arena.bytes, o);
   producer.set_live_epoch(o.epoch);
   return runtime;

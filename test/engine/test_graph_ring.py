@@ -29,10 +29,12 @@ from ring_cases import (
 )
 from ring_view import RingView
 from sglang_scout import _native
-from sglang_scout.ops.triton.doorbell import runs_of
+from sglang_scout.ops.triton.doorbell import splits_of
 from sglang_scout.worker.ring import Split
 
-SPLIT = Split(threads=6, most=3, min_pages=2)  # gives requests here different numbers of runs
+SPLIT = Split(
+    threads=6, max_splits=3, min_pages=2
+)  # gives requests here different numbers of splits
 
 pytestmark = ring_cases.NEEDS_KERNELS
 
@@ -87,7 +89,7 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena):
         device.post(layer, q, pages, n)
     for got, want in zip(shared_bytes(arena), expected, strict=True):
         assert np.array_equal(got, want)
-    assert len({int(ring.record(slot)["parts"]) for slot in (0, 3, 4, 5)}) > 1
+    assert len({int(ring.record(slot)["splits"]) for slot in (0, 3, 4, 5)}) > 1
     assert device.state.tolist() == [epoch, 9, len(requests), 0]
     assert device.errors() == []
 
@@ -97,8 +99,8 @@ def rule_kernel(cases, out):
     at = cases + 6 * tl.program_id(0)
     sequences, total, largest = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     threads, most, min_pages = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
-    runs = runs_of(sequences, total, largest, threads, most, min_pages)
-    tl.store(out + tl.program_id(0), runs)
+    splits = splits_of(sequences, total, largest, threads, most, min_pages)
+    tl.store(out + tl.program_id(0), splits)
 
 
 def test_the_rule_for_runs_in_a_kernel():
@@ -110,7 +112,7 @@ def test_the_rule_for_runs_in_a_kernel():
         counts[0] = counts[0] * rng.integers(1, 8)
         batch = len(counts), int(counts.sum()), int(counts.max())
         cases.append([*batch, *split])
-        expected.append(_native.split_runs(*split, *batch))
+        expected.append(_native.splits_of(*split, *batch))
     out = torch.zeros(len(cases), dtype=torch.int32, device=DEVICE)
     rule_kernel[(len(cases),)](torch.tensor(cases, dtype=torch.int32, device=DEVICE), out)
     assert out.tolist() == expected and len(set(expected)) == 16
@@ -125,7 +127,9 @@ def test_answers_are_merged(arena, attended, split, has_worker):
     epoch, cpu = producer.next_epoch(), sorted(os.sched_getaffinity(0))[-1]
     threads = None
     if has_worker:
-        threads = _native.RingRuntime(arena.address, arena.nbytes, epoch, [cpu], 0, split.most)
+        threads = _native.RingRuntime(
+            arena.address, arena.nbytes, epoch, [cpu], 0, split.max_splits
+        )
         producer.set_live_epoch(epoch)
     try:
         ring = ring_of(arena, epoch, split=split)

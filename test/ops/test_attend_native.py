@@ -157,7 +157,7 @@ def test_threads_share_a_sequence(agree, threads, dtype, per_head, rows, count):
     pages_of = (pages >= 0).sum(1)
     split = Split(count, 16, min_pages=lists * (4 if dtype == torch.bfloat16 else 2))
     batch = int((pages_of > 0).sum()), int(pages_of.sum()), int(pages_of.max())
-    runs = _native.split_runs(*split, *batch)
+    runs = _native.splits_of(*split, *batch)
     assert torch.equal(shared[0], alone[0]) == (runs == 1)  # split: sums in another order
 
 

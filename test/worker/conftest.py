@@ -37,9 +37,9 @@ def make_arena() -> Iterator[Callable[..., Arena]]:
 class Ring:
     """A producer on an arena, and worker threads for the epochs that a test starts."""
 
-    def __init__(self, arena: Arena, cpus: list[int], parts=1, nodes=(), help_after_us=50) -> None:
+    def __init__(self, arena: Arena, cpus: list[int], splits=1, nodes=(), help_after_us=50) -> None:
         self.arena, self.view = arena, RingView(arena)
-        self.cpus, self.parts = cpus, parts
+        self.cpus, self.splits = cpus, splits
         self.nodes, self.help_after_us = nodes, help_after_us
         self.at = arena.address, arena.nbytes
         self.producer = _native.RingProducer(*self.at)
@@ -47,7 +47,7 @@ class Ring:
 
     def live(self, spin_us: int = 50) -> int:
         self.die()
-        epoch, settings = self.mute(), (spin_us, self.parts, self.nodes, self.help_after_us)
+        epoch, settings = self.mute(), (spin_us, self.splits, self.nodes, self.help_after_us)
         self.runtime = _native.RingRuntime(*self.at, epoch, self.cpus, *settings)
         return epoch
 
@@ -64,7 +64,7 @@ class Ring:
             self.runtime = None
 
     def post(self, layer: int, step: int, q, pages, n_pages) -> int:
-        return self.producer.post(layer, step, q, pages, n_pages, self.parts)
+        return self.producer.post(layer, step, q, pages, n_pages, self.splits)
 
     def wait(self, ticket: int, layer: int, step: int, batch: int, timeout_us: int = 10_000_000):
         """out, lse, and the pages that the caller computed."""

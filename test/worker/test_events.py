@@ -47,7 +47,7 @@ def test_events_are_in_order_and_say_what_was_done(traced):
     for n, (event, (_, pages, n_pages)) in enumerate(zip(events, requests, strict=True)):
         assert int(event["seq"]) == epoch << 40 | n + 1
         assert (event["layer"], event["step"]) == (n % 3, n // 3)
-        assert (event["first_item"], event["items"], event["parts"]) == (0, 3, 1)
+        assert (event["first_item"], event["items"], event["splits"]) == (0, 3, 1)
         assert event["pages"] == sum((pages[b, : n_pages[b]] >= 0).sum() for b in range(3))
     times = [before_ns, *(int(e[k]) for e in events for k in ("begin_ns", "end_ns"))]
     assert times == sorted(times) and times[-1] <= time.monotonic_ns()
@@ -74,7 +74,7 @@ def test_wrap_around_keeps_the_newest(traced, first):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("stamp", 77), ("layer", 3), ("items", 5), ("first_item", 0xFFFFFFFF), ("parts", 17)],
+        *[("stamp", 77), ("layer", 3), ("items", 5), ("first_item", 0xFFFFFFFF), ("splits", 17)],
         *[("pages", 33), ("seq", 1), ("seq", 9 << 40 | 1)],  # no epoch, an epoch to come
         *[("end_ns", 1), ("end_ns", 1 << 62)],  # before it begins, in the future
     ],

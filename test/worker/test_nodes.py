@@ -91,11 +91,11 @@ def test_a_worker_takes_memory_where_it_runs_wherever_its_server_must(make_arena
     assert {policy for _, policy, *_ in own} == {"default"}
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_threads_read_the_pages_of_their_own_node(make_arena, make_ring, parts):
+@pytest.mark.parametrize("splits", [1, 2])
+def test_threads_read_the_pages_of_their_own_node(make_arena, make_ring, splits):
     arena = make_arena(num_nodes=3)
     threads = [2, 0, 1, 2]
-    ring = make_ring(arena, len(threads), parts, threads, NEVER_US)
+    ring = make_ring(arena, len(threads), splits, threads, NEVER_US)
     ring.producer.set_trace(True)
     ring.live()
     expected = np.zeros(3, np.int64)
@@ -115,7 +115,7 @@ def test_threads_read_the_pages_of_their_own_node(make_arena, make_ring, parts):
         for line in lines:
             events = RingView(arena).events[line]
             events = events[events["stamp"] > 0]
-            assert (events["first_item"] // parts % 3 == node).all() and len(events) > 0
+            assert (events["first_item"] // splits % 3 == node).all() and len(events) > 0
 
 
 def test_threads_of_each_node_sleep_and_wake(make_arena, make_ring):

@@ -18,7 +18,7 @@ from worker_cases import close, make_request, oracle, until
 TWO_LISTS = {"lists": 2, "max_batch": 8}
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
     ("kv_dtype", "sizes", "threads"),
     [
@@ -33,12 +33,12 @@ TWO_LISTS = {"lists": 2, "max_batch": 8}
     ],
 )
 def test_the_worker_s_answer_is_the_oracle_s_and_bitwise_the_caller_s(
-    make_arena, make_ring, kv_dtype, sizes, threads, parts
+    make_arena, make_ring, kv_dtype, sizes, threads, splits
 ):
     rounds = kv_dtype == "bfloat16"  # queries, and results: by half a unit in the last place
     q_dtype = "bfloat16" if rounds else "float32"
     arena = make_arena(kv_dtype=kv_dtype, q_dtype=q_dtype, **sizes)
-    ring = make_ring(arena, threads=len(threads), parts=parts, nodes=threads)
+    ring = make_ring(arena, threads=len(threads), splits=splits, nodes=threads)
     for layer in range(arena.spec.num_layers):
         request = make_request(arena.spec, 2 + layer, layer)
         ring.live()
@@ -54,31 +54,31 @@ def test_the_worker_s_answer_is_the_oracle_s_and_bitwise_the_caller_s(
     assert ring.producer.totals()["local_tickets"] == arena.spec.num_layers, "the callers'"
 
 
-def runs_of(split: Split, pages: list[int]) -> int:
-    return _native.split_runs(*split, sum(n > 0 for n in pages), sum(pages), max(pages))
+def splits_of(split: Split, pages: list[int]) -> int:
+    return _native.splits_of(*split, sum(n > 0 for n in pages), sum(pages), max(pages))
 
 
 @pytest.mark.parametrize("counts", [[8], [1, 0, 8], [8] * 64])
 @pytest.mark.parametrize("split", [Split(12, 4, 1), Split(6, 3, 4), Split(3, 4, 2), Split(1, 1, 5)])
 def test_the_producer_splits_by_the_rule(make_arena, make_ring, counts, split):
-    ring = make_ring(make_arena(max_batch=64), threads=2, parts=4)
+    ring = make_ring(make_arena(max_batch=64), threads=2, splits=4)
     ring.live()
     q, pages, n_pages = make_request(ring.arena.spec, len(counts), 1, full=True)
     n_pages[:] = counts
     pages[:, 1::2] = -1  # padding counts, as in the device's kernel, which does not check ids
     ring.producer.set_split(*split)
-    ring.parts = 0
+    ring.splits = 0
     assert ring.serve(0, 0, (q, pages, n_pages))[2] == 0
-    assert int(ring.view.record(0)["parts"]) == runs_of(split, counts)
+    assert int(ring.view.record(0)["splits"]) == splits_of(split, counts)
 
 
 @pytest.mark.parametrize(
-    ("pages", "runs"),
+    ("pages", "splits"),
     [
         ([64], 8),  # one sequence: up to `most` threads
-        ([3], 1),  # runs of at least two pages
+        ([3], 1),  # splits of at least two pages
         ([64] * 5, 7),  # 36 threads: seven each, one left over
-        ([64] * 10, 7),  # two rounds of nine pages; three runs each would be one round of 21
+        ([64] * 10, 7),  # two rounds of nine pages; three splits each would be one round of 21
         ([64] * 36, 1),
         ([64] * 37, 8),  # one each would leave the last to a single thread
         ([8, 64, 0, 0, 8], 8),
@@ -86,9 +86,9 @@ def test_the_producer_splits_by_the_rule(make_arena, make_ring, counts, split):
         ([0, 0], 1),
     ],
 )
-def test_what_keeps_36_threads_busy(pages, runs):
-    assert runs_of(Split(), pages) == 1, "one thread splits nothing"
-    assert runs_of(Split(threads=36, most=8, min_pages=2), pages) == runs
+def test_what_keeps_36_threads_busy(pages, splits):
+    assert splits_of(Split(), pages) == 1, "one thread splits nothing"
+    assert splits_of(Split(threads=36, max_splits=8, min_pages=2), pages) == splits
 
 
 @given(
@@ -96,11 +96,11 @@ def test_what_keeps_36_threads_busy(pages, runs):
     st.builds(Split, st.integers(1, 256), st.integers(1, 16), st.integers(1, 600)),
 )
 def test_runs_are_within_bounds_and_no_shorter_than_worth_it(pages, split):
-    runs = runs_of(split, pages)
-    assert 1 <= runs <= split.most
-    if runs > 1:
-        assert max(pages) >= runs * split.min_pages
-        assert runs * sum(n > 0 for n in pages) <= _native.RUNS_PER_THREAD * split.threads
+    splits = splits_of(split, pages)
+    assert 1 <= splits <= split.max_splits
+    if splits > 1:
+        assert max(pages) >= splits * split.min_pages
+        assert splits * sum(n > 0 for n in pages) <= _native.SPLITS_PER_THREAD * split.threads
 
 
 def test_no_pages_sends_nothing(make_ring):
@@ -174,7 +174,7 @@ def raw_post(arena: Arena, at: tuple[int, int], epoch: int, request, **changes) 
     for words, values in zip(view.record_data(slot), request, strict=True):
         words[: len(q)] = values
     post = int(view.control["head"]) + 1
-    fields = {"seq": epoch << 40 | post, "layer": layer, "rows": len(q), "parts": 1} | changes
+    fields = {"seq": epoch << 40 | post, "layer": layer, "rows": len(q), "splits": 1} | changes
     for name, value in fields.items():
         view.record(slot)[name] = value
     view.reply(slot)["claim"] = post << 24
@@ -196,7 +196,7 @@ BAD_RECORDS = {  # changes of the header's fields, of (pages, n_pages)
     "one bad row of four": ({}, lambda pages, n: (pages, n + [0, 0, 1, 0])),
     "layer": ({"layer": 3}, None),
     "layer of another slot": ({"layer": 1}, None),
-    "parts": ({"parts": 2}, None),
+    "splits": ({"splits": 2}, None),
     "huge rows": ({"rows": 0xFFFFFFFF}, None),
 }
 

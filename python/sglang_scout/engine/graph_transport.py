@@ -34,7 +34,7 @@ class GraphTransport(Transport):
     Args:
         arena: with the ring, at an address that is the device's too.
         epoch: of the attention process for records of the next step; never 0.
-        split: into how many runs the pages of each row are split, a `worker.ring.Split`.
+        split: how many splits each row's pages have, a `worker.ring.Split`.
         timeout_us: how long a merge waits for CPU attention, above 0.
         faults: [R] int64 in host memory that the device can write to, one word for each of R ranks that step together.
             None: one word, allocated here.

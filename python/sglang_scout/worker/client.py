@@ -78,7 +78,7 @@ class WorkerClient:
             cpus=self._cpus,
             background_cpus=list(background_cpus),
             cpu_nodes=cpu_nodes,
-            max_threads=self.split.most,
+            max_threads=self.split.max_splits,
             config=self._config,
         )
         self._supervisor = Supervisor(self._producer, arena, configure)
@@ -132,7 +132,7 @@ class WorkerClient:
             ValueError: a shape, count or page id is wrong; nothing was posted.
             TypeError: a dtype, or not contiguous.
         """
-        by_rule = 0  # runs of a sequence
+        by_rule = 0  # splits of a sequence
         return Ticket(layer, step, self._producer.post(layer, step, q, pages, n_pages, by_rule))
 
     def wait(self, ticket: Ticket, out: np.ndarray, lse: np.ndarray) -> Reply:

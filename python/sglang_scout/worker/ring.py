@@ -176,15 +176,15 @@ class Split(NamedTuple):
     """Parameters of the rule in ``sgl-kernel/src/split.h``, which splits the pages of a batch among threads."""
 
     threads: int = 1  # that serve the batch; with several NUMA nodes those of one of them
-    most: int = 1  # runs of a sequence, each for one thread
-    # Of a run of the longest sequence; with several nodes of all runs together.
+    max_splits: int = 1  # of a sequence, each for one thread
+    # Of a split of the longest sequence; with several nodes of all splits together.
     min_pages: int = 1
 
 
 def split_of(spec: ArenaSpec, node_cpus: int) -> Split:
     """The rule for an arena; ``node_cpus``: of the NUMA node that has the fewest."""
     list_bytes = 2 * spec.page_bytes // spec.lists  # of a page
-    min_pages = _native.min_run_pages(list_bytes) * spec.num_nodes
+    min_pages = _native.min_split_pages(list_bytes) * spec.num_nodes
     return Split(node_cpus, min(node_cpus, MAX_THREADS_PER_GROUP), min_pages)
 
 
@@ -193,14 +193,14 @@ def worker_memory(spec: ArenaSpec, node_cpus: Sequence[int]) -> list[tuple[str, 
 
     ``node_cpus``: the worker's on each NUMA node.
     """
-    nodes, threads = spec.num_nodes, split_of(spec, min(node_cpus)).most
+    nodes, threads = spec.num_nodes, split_of(spec, min(node_cpus)).max_splits
     # The arena without pages: requests, replies, events.
     rows = [("ring", spec.max_batch // spec.lists, layout_of(spec).kv_offset)]
     # Partial results of threads that share a sequence, allocated lazily: for each record that may be in flight one
     # result per sequence, node and run of the largest record, unless there is only one.
     result_bytes = _native.partial_bytes(spec.num_layers, 1, spec.row_heads, spec.head_dim, 2) // 2
-    max_runs = min(spec.max_batch * threads, _native.RUNS_PER_THREAD * min(node_cpus))
-    shared = max_runs if threads > 1 else 0
+    max_splits = min(spec.max_batch * threads, _native.SPLITS_PER_THREAD * min(node_cpus))
+    shared = max_splits if threads > 1 else 0
     if results := nodes * max(shared, spec.max_batch if nodes > 1 else 0):
         rows.append(("partial results", threads, results * result_bytes))
     return rows

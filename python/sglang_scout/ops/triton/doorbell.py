@@ -40,8 +40,8 @@ def _at(struct: str, *names: str) -> list[tl.constexpr]:
 
 
 [CONTROL_HEAD] = _at("Control", "head")
-RECORD_SEQ, RECORD_LAYER, RECORD_ROWS, RECORD_PARTS, RECORD_STEP = _at(
-    "RecordHeader", "seq", "layer", "rows", "parts", "step"
+RECORD_SEQ, RECORD_LAYER, RECORD_ROWS, RECORD_SPLITS, RECORD_STEP = _at(
+    "RecordHeader", "seq", "layer", "rows", "splits", "step"
 )
 REPLY_DONE, REPLY_CLAIM, REPLY_STATUS = _at("ReplyHeader", "done", "claim", "status")
 
@@ -64,20 +64,20 @@ def at_array(address, dtype: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
-MAX_RUNS = tl.constexpr(_native.RING_MAX_PARTS)
-RUNS_PER_THREAD = tl.constexpr(_native.RUNS_PER_THREAD)
+MAX_SPLITS = tl.constexpr(_native.RING_MAX_SPLITS)
+SPLITS_PER_THREAD = tl.constexpr(_native.SPLITS_PER_THREAD)
 
 
 @triton.jit
-def runs_of(sequences, total, largest, threads, most, min_pages):
-    """`Split::runs` of sgl-kernel/src/split.h, for all run counts at once; ties go to the smallest. 32 bits are enough
+def splits_of(sequences, total, largest, threads, max_splits, min_pages):
+    """`Split::splits` of sgl-kernel/src/split.h, for all counts at once; ties go to the smallest. 32 bits are enough
     for 8 million pages: where more than one run is allowed, rounds are 16 or fewer."""
-    runs = 1 + tl.arange(0, MAX_RUNS)
-    useful = tl.minimum(largest // min_pages, threads * RUNS_PER_THREAD // sequences)
-    every = sequences * runs
+    splits = 1 + tl.arange(0, MAX_SPLITS)
+    useful = tl.minimum(largest // min_pages, threads * SPLITS_PER_THREAD // sequences)
+    every = sequences * splits
     rounds = tl.cdiv(every, threads)
-    time = (rounds - 1) * 16 * total // every + 16 * largest // runs + rounds * min_pages
-    allowed = (runs == 1) | (runs <= tl.minimum(most, useful))
+    time = (rounds - 1) * 16 * total // every + 16 * largest // splits + rounds * min_pages
+    allowed = (splits == 1) | (splits <= tl.minimum(max_splits, useful))
     return 1 + tl.argmin(tl.where(allowed, time, 0x7FFFFFFF), axis=0, tie_break_left=True)
 
 
@@ -85,7 +85,7 @@ def runs_of(sequences, total, largest, threads, most, min_pages):
 @triton.jit(do_not_specialize=["layer"])
 def post_kernel(
     q, pages, n_pages, state, open_seq, awaited, asked, arrivals, control, log, records,
-    replies, record_stride, reply_stride, pages_offset, n_pages_offset, layer, rows, threads, most, min_pages,
+    replies, record_stride, reply_stride, pages_offset, n_pages_offset, layer, rows, threads, max_splits, min_pages,
     nodes, k, max_pages, max_batch, log_entries,
     L: tl.constexpr, WIDTH: tl.constexpr, Q: tl.constexpr, Q_AT: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -135,11 +135,11 @@ def post_kernel(
         if wanted & (blocked == 0):
             largest = tl.max(counts, axis=0)
             sequences = tl.sum((counts > 0).to(tl.int32), axis=0)
-            runs = runs_of(sequences, total, largest, threads, most, min_pages)
+            splits = splits_of(sequences, total, largest, threads, max_splits, min_pages)
             seq = (epoch << 40) | post
             tl.store(at_half(record + RECORD_LAYER), layer)
             tl.store(at_half(record + RECORD_ROWS), rows)
-            tl.store(at_half(record + RECORD_PARTS), runs)
+            tl.store(at_half(record + RECORD_SPLITS), splits)
             tl.store(at_word(record + RECORD_STEP), step)
             store_release(at_word(record + RECORD_SEQ), seq)
             for node in range(0, nodes):
