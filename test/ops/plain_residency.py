@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from sglang_scout.ops.residency import SWAP_MARGIN
+from sglang_scout.ops.residency import EXCHANGE_MARGIN
 
 FREE, RESERVED = -1, -2
 
@@ -85,10 +85,10 @@ class PlainResidency:
             order = sorted(missing, key=lambda page: (-self.frequency[layer, page], page))
             free = max(len(self.free[layer]) - (0 if is_forced else self.held_back), 0)
             if before_step is not None and len(missing) > free:
-                below = self.frequency[layer, order[free]] * np.float32(1.001 / SWAP_MARGIN)
+                below = self.frequency[layer, order[free]] * np.float32(1.001 / EXCHANGE_MARGIN)
                 found = self._least_frequent(layer, before_step, False, below)
                 for page, (frequency, _, slot) in zip(order[free:], found, strict=False):
-                    if self.frequency[layer, page] > SWAP_MARGIN * frequency:
+                    if self.frequency[layer, page] > EXCHANGE_MARGIN * frequency:
                         self._vacate(layer, slot)
                         free += 1
             chosen = sorted(order[:free])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plain_residency import PlainResidency
-from sglang_scout.ops.residency import SWAP_MARGIN, Reservation, ResidencyTable
+from sglang_scout.ops.residency import EXCHANGE_MARGIN, Reservation, ResidencyTable
 
 LAYERS, PAGES, BATCH, K = 3, 60, 3, 5
 EVERY = np.arange(LAYERS)
@@ -161,7 +161,7 @@ def test_two_pages_of_equal_use_do_not_change_places_and_a_clearly_more_frequent
     assert moved <= 2
     loser = resident(made)[0]
     while not len(made.exchange(0, ids(9), step).pages):
-        assert made.uses.frequency[0, 9] <= SWAP_MARGIN * made.uses.frequency[0, loser]
+        assert made.uses.frequency[0, 9] <= EXCHANGE_MARGIN * made.uses.frequency[0, loser]
         step += 1
         touch(made, ids(9), step)
     assert step < 110

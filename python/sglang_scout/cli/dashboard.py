@@ -91,7 +91,7 @@ def view(before: State, now: State, seconds: float) -> State:
         return (now[key] - before[key]) / seconds / unit
 
     steps = now["steps"] - before["steps"]
-    # A new worker starts at 0.
+    # A new process starts at 0.
     worker_pages = max(0, now["worker"]["pages"] - before["worker"]["pages"])
     host_pages = next(row for row in now["plan"] if row["what"] == "host pages")
     worker_bytes = worker_pages * host_pages["bytes"] / host_pages["count"] / layers

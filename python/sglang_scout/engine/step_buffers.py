@@ -167,7 +167,7 @@ class LaunchedStep:
     cuts: list[Cut] = field(default_factory=list)  # of its timeline
     pages: Ints = field(init=False)  # [L, B, C * k] selected by lists, -1 padded
     missing: Ints = field(init=False)  # [L, B, C * k] of them, not resident
-    waited_ns: Ids = field(init=False)  # [L] for the worker, since the last step
+    waited_ns: Ids = field(init=False)  # [L] for CPU attention, since the last step
     cosine: npt.NDArray[np.float32] = field(init=False)  # [L] of predicted and real queries, or NaN
 
 

@@ -28,7 +28,7 @@ Pages = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 
-SWAP_MARGIN = 1.5
+EXCHANGE_MARGIN = 1.5
 """Factor by which a page must be more frequent than another to evict it: measured, it halves the copies for the same
 misses."""
 
@@ -211,7 +211,7 @@ class ResidencyTable:
 
     def exchange(self, layer: Ints, pages: Ints, before_step: int) -> Reservation:
         """Like :meth:`reserve`, but once spare slots run out, unpinned pages last selected before ``before_step`` are
-        evicted, each for one ``SWAP_MARGIN`` times as frequent; first, the slots to hold back are replenished. The
+        evicted, each for one ``EXCHANGE_MARGIN`` times as frequent; first, the slots to hold back are replenished. The
         layer's slots must have been read in this step."""
         if self.held_back:
             self.evict(distinct(layer), self.held_back, before_step, is_forced=False)
@@ -222,7 +222,7 @@ class ResidencyTable:
             best = np.zeros(self.num_layers, np.float32)  # of the first page without a spare slot
             is_best = rank == spare[layers]
             best[layers[is_best]] = frequency[is_best]
-            below = best * np.float32(1.001 / SWAP_MARGIN)  # with slack for rounding
+            below = best * np.float32(1.001 / EXCHANGE_MARGIN)  # with slack for rounding
             below = np.minimum(below, self._evictable_below(is_forced=False))
             before = self.uses.stamp_of(before_step)
             found_layers, slots, slot_frequency = self.metadata.least_frequent(short, before, below)
@@ -230,7 +230,7 @@ class ResidencyTable:
             contender = np.searchsorted(layers, found_layers) + spare[found_layers]
             contender += rank_within(found_layers)
             # Contenders are in descending and slots in ascending order of frequency, so wins come first.
-            wins = frequency[contender] > SWAP_MARGIN * slot_frequency
+            wins = frequency[contender] > EXCHANGE_MARGIN * slot_frequency
             self._note(self.metadata.vacate(found_layers[wins], slots[wins]))
             spare += np.bincount(found_layers[wins], minlength=self.num_layers)
             keys = np.sort(keys[rank < spare[layers]])

@@ -58,9 +58,9 @@ class ImportantPages(Residency):
         self.is_due = (self.intervals > 0) & (turns == 0)
 
     def pick(self, missed: Ints, ages: Ids, uses: PageUses) -> tuple[Ids, Ids]:
-        warming = ages < self.grace_steps
-        counts = self.is_due[:, None] | warming
-        return uses.most_frequent(np.arange(len(missed)), missed, counts, warming, self.granted)
+        in_grace = ages < self.grace_steps
+        counts = self.is_due[:, None] | in_grace
+        return uses.most_frequent(np.arange(len(missed)), missed, counts, in_grace, self.granted)
 
     def describe(self) -> dict[str, Any]:
         return {"intervals": self.intervals.tolist()}
@@ -124,7 +124,7 @@ class RecallController(ImportantPages):
         missed = report.missed[:, settled].sum(axis=1)
         capacity = report.budget_pages * int(settled.sum())
         self._follow_ratio(report, missed, capacity)
-        warming = report.absent[:, ~settled].sum(axis=1)
+        of_grace = report.absent[:, ~settled].sum(axis=1)
 
         self._since += 1
         absent = report.absent[:, settled].sum(axis=1)
@@ -134,7 +134,7 @@ class RecallController(ImportantPages):
         self._since[self.is_due] = 0
 
         pages = max(0, int(self.limit_pages) - report.late_pages)
-        first = share(pages, warming, np.ones_like(self._worth))
+        first = share(pages, of_grace, np.ones_like(self._worth))
         wanted = np.where(self.is_due, absent, 0)
         self.granted = first + share(pages - int(first.sum()), wanted, self._worth)
         self.spare_pages = pages - int(self.granted.sum())

@@ -24,13 +24,13 @@ from .attend import merge_rows
 from .common import load_acquire, now_ns, pause, rounded, store_release
 
 # Words of the state tensor, int64. The host writes the first two between steps.
-EPOCH = tl.constexpr(0)  # epoch of the worker that records go to; 0: post nothing
+EPOCH = tl.constexpr(0)  # of the process that records go to; 0: post nothing
 STEP = tl.constexpr(1)
 POSTS = tl.constexpr(2)  # the number of the last post
 ERRORS = tl.constexpr(3)  # bits below, kept until the host clears them
 
 LATE = tl.constexpr(1)  # no answer within the deadline
-REFUSED = tl.constexpr(2)  # the worker refused the record
+REFUSED = tl.constexpr(2)  # the process refused the record
 BUSY = tl.constexpr(4)  # the slot still holds a record without an answer
 
 # Offsets within the ring's structs, in bytes.
@@ -253,7 +253,7 @@ def merge_answer_kernel(
             if (word != seq) & (word != -seq):
                 store_release(fault, tl.full([], LATE, tl.int64))
         got = got & (seq != 0) & (word == seq)
-        # Volatile: the worker has just written this, so it must not come from a cache.
+        # Volatile: CPU attention has just written this, so it must not come from a cache.
         # [BLOCK_R, BLOCK_D]
         values = at_array(reply, OUT) + OUT_AT + at
         their_out = tl.load(values, mask=mask & got[:, None], other=0.0, volatile=True)

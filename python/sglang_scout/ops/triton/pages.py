@@ -8,8 +8,8 @@ import triton.language as tl
 from .common import as_loaded, fp8_bits, rounded, stored_as, widened
 
 _COPY_WORDS = 4096  # per program and iteration: 16 KiB with 4-byte words
-# A recall is overlapped with a step: just enough programs to saturate the bus, as polls of the worker's answer queue
-# behind all in-flight reads from the host.
+# A recall is overlapped with a step: just enough programs to saturate the bus, as polls for the answer of CPU attention
+# queue behind all in-flight reads from the host.
 _COPY_PROGRAMS = 16
 _STAGE_WORDS = 2048
 
