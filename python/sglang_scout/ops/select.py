@@ -68,8 +68,8 @@ def select_pages_reference(scores, table, n_full, slot_of, k, sink_pages, recent
         key[:, :sink_pages] = torch.inf
     key.masked_fill_(void, -torch.inf)
     top, best = torch.topk(key, min(k, N), dim=1)
-    pages = table.gather(1, best).masked_fill_(top == -torch.inf, -1)
-    pages = torch.nn.functional.pad(pages, (0, max(0, k - N)), value=-1)
+    found = table.gather(1, best).masked_fill_(top == -torch.inf, -1)
+    pages = found if k <= N else torch.nn.functional.pad(found, (0, k - N), value=-1)
     lacks_slot = (resident_slots(slot_of, pages) < 0) & (pages >= 0)
     # Pack to the left: a missing page goes to its prefix count, others scatter -1 to index 0, without effect.
     place = lacks_slot.cumsum(1).sub_(1).mul_(lacks_slot)
