@@ -147,7 +147,8 @@ def parts_of_a_step() -> Iterator[Case]:
     yield attend.merge_states, "", (out, lse, out, lse)
     yield write_stamp, "", (empty(64, dtype=I64), 3)
     for N, chosen in ((4096, 64), (1250, 64), (8192, 512), (128, 16)):
-        arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
+        of_table = empty(4, N, dtype=I32), row, empty(99, dtype=I32)
+        arguments = (empty(4, N), *of_table, chosen, 1, 1)
         yield kernels.select.select_pages, f", {N} pages, k={chosen}", arguments
     new = empty(4, 8, 128, dtype=BF16)
     for dtype in (BF16, E4M3, E5M2):

@@ -107,10 +107,10 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
     table, n_full = pools.ids(B, N, pages=pools.num_digests), pools.full(N, B)
     given = [pools.uniform(B, N) for _ in range(REPEATS)]
     slot_of = pools.slots()
+    of_row = table, n_full, slot_of, k, 1, 1
 
     def check() -> str:
-        arguments = (given[0], table, n_full, slot_of, k)
-        got, want = (f(*arguments) for f in (SELECT.kernel, SELECT.reference))
+        got, want = (f(given[0], *of_row) for f in (SELECT.kernel, SELECT.reference))
         # Forced pages come first, in any order among themselves; random scores have no ties.
         same = list(map(set, got[0].tolist())) == list(map(set, want[0].tolist()))
         return "" if same and torch.equal(got[2], want[2]) else "other pages than the reference"
@@ -119,7 +119,7 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
         "select_pages",
         {"B": B, "N": N, "k": k},
         B * (8 * N + 12 * k + 4),
-        [lambda s=s: SELECT.kernel(s, table, n_full, slot_of, k) for s in given],
+        [lambda s=s: SELECT.kernel(s, *of_row) for s in given],
         check,
     )
 

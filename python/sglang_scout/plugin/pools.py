@@ -172,7 +172,7 @@ class DigestKVPool(MHATokenToKVPool):
 
 
 def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
-    """The buffers' pointers, bytes and item bytes with those of digests, and of hints (``engine/digest_pool.py``).
+    """The buffers' pointers, bytes and item bytes with those of digests, and of hints (``engine/requests.py``).
 
     SGLang halves the lists into keys and values, so ``[K.., first.., V.., second..]`` sends the two parts of a page's
     digest with its K and V, each buffer with its own item length. Groups 0, 1 and 2 are K and V, digests, hints.
