@@ -135,6 +135,15 @@ def test_bad_sizes_are_named(change, text):
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, ScoutError)
 
 
+def test_too_large_is_refused_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setenv(host_memory.OVERRIDE, "1")
+    with pytest.raises(ArenaError) as caught:
+        Arena.create(small_spec(num_pages=10_000_000))
+    text = str(caught.value)
+    assert "1.000 GiB of host memory are available" in text and "3 layers x 10000000 pages" in text
+    assert "lower --kv-offload-host-gb" in text
+
+
 @pytest.mark.usefixtures("populates")
 def test_an_arena_that_relies_on_growth_is_taken_at_once_or_refused(monkeypatch, tmp_path):
     """On a machine of 16 MiB that says it grows to 1 GiB."""

@@ -189,17 +189,19 @@ def _shortest_pool(
 
 def take(address: int, spec: ArenaSpec, nodes: Sequence[int]) -> None:
     """Makes sure that a new arena outside of the pool will get its memory, on first write. A node must have its share,
-    as what is bound to it cannot be elsewhere; what a machine gets only as it is used is allocated at once. Whether the
-    machine has enough is what a server asks before. Raises ArenaError."""
+    as what is bound to it cannot be elsewhere; what a machine gets only as it is used is allocated at once. Raises
+    ArenaError."""
     needed = spec.bytes_by_node(nodes, mmap.PAGESIZE)
-    nbytes = needed.pop(None)
     for node, of_node in needed.items():
         if of_node > (free := available_bytes(node)):
-            raise ArenaError(
-                f"{spec.describe()} is bound to NUMA nodes {list(nodes)}: node {node} would hold {gib(of_node)} and "
-                f"has {gib(free)}; lower --kv-offload-host-gb, or name no CPUs of that node in --kv-offload-cpus; "
-                f"{LAST_RESORT}"
-            )
+            what = f"{spec.describe()} does not fit: {gib(free)} of host memory are available"
+            fix = "lower --kv-offload-host-gb"
+            if node is not None:
+                what = f"{spec.describe()} is bound to NUMA nodes {list(nodes)}: node {node} would hold "
+                what += f"{gib(of_node)} and has {gib(free)}"
+                fix += ", or name no CPUs of that node in --kv-offload-cpus"
+            raise ArenaError(f"{what}; {fix}; {LAST_RESORT}")
+    nbytes = needed.pop(None)
 
     def now() -> int:
         return min([bytes_now(), *(len(needed) * bytes_now(node) for node in needed)])
