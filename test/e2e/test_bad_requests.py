@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "sampling_params.stop_token_ids": (["a"],),
     "sampling_params.logit_bias": ({"999999": 5.0}, {"5": 1e308}),
     "sampling_params.n": (3,),
-    "sampling_params.regex": ("(((",),
+    "sampling_params.regex": ("(((", "\0"),
     "sampling_params.json_schema": ("{bad",),
     "sampling_params.foo": (1,),
     "return_hidden_states": (True,),

@@ -145,6 +145,8 @@ def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> No
     if not isinstance(obj.sampling_params, dict):
         raise ValueError("sampling_params must be one object for one prompt")
     _check(obj.sampling_params, manager.sampling_params_class, "sampling_params")
+    if "\0" in (obj.sampling_params.get("regex") or ""):  # ends a scheduler with xgrammar 0.2.1
+        raise ValueError("regex has a NUL character")
     for token, bias in (obj.sampling_params.get("logit_bias") or {}).items():
         if not abs(bias) <= FLOAT32_MAX:
             raise ValueError(f"logit_bias of token {token} is {bias}, not a finite 32-bit float")
