@@ -101,6 +101,7 @@ def test_what_a_policy_needs(monkeypatch, tmp_path, policy, keys, state, parts):
     [
         ("0.4.0", "", "failed", ["0.4.0, expected 0.5.23 or 0.5.15.post1", "sglang==0.5.23"]),
         ("0.5.23", "libcuda.so.1: cannot open", "failed", ["libcuda", "scripts/no_driver.sh"]),
+        ("0.5.23", "No module named common_ops", "failed", ["common_ops", "install SGLang again"]),
         ("0.5.15.post1", "libcuda.so.1: cannot open", "ok", []),
     ],
 )

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from sglang_scout import __version__
 from sglang_scout.core.errors import ScoutError
 
-__all__ = ["main"]
 GIB = 2**30
 DESCRIPTION = (
     "Tools for SGLang servers that run with --kv-offload. Start the servers themselves with SGLang's "

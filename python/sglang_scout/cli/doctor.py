@@ -64,10 +64,11 @@ def check_sglang() -> Check:
         fix = f"pip install sglang=={supported[0]}; supported are only {' and '.join(supported)}"
         return Check(text, fix, values, failed=True)
     done = python("-c", "import sgl_kernel")
-    if "libcuda.so.1" in done.stderr and found != "0.5.15.post1":  # which works without them
-        fix = "without a GPU: run scripts/no_driver.sh VENV, then . scripts/cpu_env.sh; with a GPU: install its driver"
-        text = f"{found}; its kernels do not load: {reason(done)}"
-        return Check(text, fix, values, failed=True)
+    if done.returncode and found != "0.5.15.post1":  # which works without them
+        fix = "install SGLang again, with its kernels (sglang-kernel)"
+        if "libcuda.so.1" in done.stderr:
+            fix = "with a GPU: install its driver; without: run scripts/no_driver.sh VENV, then . scripts/cpu_env.sh"
+        return Check(f"{found}; its kernels do not load: {reason(done)}", fix, values, failed=True)
     return Check(found, values=values)
 
 
