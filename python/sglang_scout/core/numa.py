@@ -20,8 +20,7 @@ ENOUGH_THREADS = 16
 ATTENTION = "attention threads, one each"
 
 SYS = Path("/sys")
-_NODES = "devices/system/node"
-_PCI = "bus/pci/devices"
+_NODES, _PCI = "devices/system/node", "bus/pci/devices"
 _ANY_CPU = set(range(1 << 16))
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI class 03: display controllers, 0302 without a screen
 # Stricter than int(), which also accepts 1_0, +0 and digits of other scripts.

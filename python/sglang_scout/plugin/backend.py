@@ -20,6 +20,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.flags import check_files
 from sglang_scout.core.profile import StepLog, selection_of
 from sglang_scout.engine.graph_transport import GraphTransport
 from sglang_scout.engine.step import StepEngine
@@ -35,7 +36,6 @@ from sglang_scout.worker.host_memory import MAX_THREADS
 logger = logging.getLogger(__name__)
 
 DEVICE_SPIN_US = 20_000  # as long as a step: a kernel cannot wake a sleeping thread, and the attendant does so late
-READY_TIMEOUT_S = 60.0
 NOISE_PAGES = 1021  # a prime: no period of a prompt's pages aligns with that of the noise
 
 Ids = npt.NDArray[np.int64]
@@ -79,7 +79,8 @@ class ScoutAttnBackend(AttentionBackend):
         parts = Parts(policy, pool.shape, sizes, *stores, tracer, ranks)
         attention = self._graph_transport(device) if in_graph else self.worker
         log = None
-        if config.step_log:  # the launcher has checked that it can be written
+        if config.step_log:
+            check_files(config)  # the launcher has checked those of rank 0
             about = {"identity": model.model_identity(runner.model_config)}
             log = StepLog(config.step_log, facts | about | {"selection": selection_of(config)})
         self.engine = StepEngine(parts, projectors, attention, config.verify, log)
@@ -100,7 +101,7 @@ class ScoutAttnBackend(AttentionBackend):
     def _make_worker(self, device: str, in_graph: bool) -> WorkerClient:
         cpus = self.pool.cpus
         config = WorkerConfig(
-            ready_timeout_s=READY_TIMEOUT_S,
+            ready_timeout_s=60.0,
             spin_us=DEVICE_SPIN_US if in_graph else WorkerConfig.spin_us,
             populate=torch.device(device).type == "cuda",  # the pages were allocated by locking
         )

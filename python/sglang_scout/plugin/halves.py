@@ -29,7 +29,6 @@ from sglang_scout.plugin.requests import aborted, refuse
 logger = logging.getLogger(__name__)
 
 ROUTE = "/kv_offload/halves"
-GONE = "The decode server is gone. Send the request again."
 OTHER_HALF_S = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
 """How long a prefill server waits for a decode server that has not told that it has the other half."""
 _MISSED = (
@@ -136,7 +135,7 @@ class Halves:
 
     async def _listen(self, socket: Any) -> None:
         self._sockets[socket] = asyncio.get_running_loop()
-        told = [room.told for room in list(self._rooms.values()) if room.told][-MAX_TOLD:]
+        told = [half for room in list(self._rooms.values()) if (half := room.told)][-MAX_TOLD:]
         if self._manager and self._manager.server_args.disaggregation_mode == "decode":
             mine = (one for one in self._requests() if hasattr(one, "kv_offload_nth"))
             told += [Half(one.bootstrap_room, one.kv_offload_nth) for one in mine]
@@ -184,7 +183,8 @@ class Halves:
             if nth := getattr(one, "kv_offload_nth", None):
                 link, newest = self._room(one.bootstrap_room).there
                 if link is socket and nth <= newest:
-                    self._end(one, HTTPStatus.SERVICE_UNAVAILABLE, GONE)
+                    gone = "The decode server is gone. Send the request again."
+                    self._end(one, HTTPStatus.SERVICE_UNAVAILABLE, gone)
 
     def _miss(self, room: int, nth: int) -> None:
         link, newest = self._room(room).there

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -76,16 +77,16 @@ def around_resolve(original, self: ServerArgs) -> None:
     try:
         _resolve(original, self)
     except ConfigError:
-        sys.excepthook = _print_refusal
+        sys.excepthook = partial(_print_refusal, sys.excepthook)
         raise
 
 
-def _print_refusal(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _print_refusal(otherwise: Any, kind: type[BaseException], error: Any, trace: Any) -> None:
     """An uncaught refusal ends the launcher with its message, without a traceback."""
     if isinstance(error, ConfigError):
         print(f"sglang-scout: {error}", file=sys.stderr)
     else:
-        sys.__excepthook__(kind, error, trace)
+        otherwise(kind, error, trace)
 
 
 def _resolve(original: Callable[..., None], self: ServerArgs) -> None:

@@ -173,12 +173,13 @@ class RankMemory(NamedTuple):
         of_digests = self.ranks.size * (least - 1) * size.page_bytes
         if of_digests >= total:
             return total
+        limited = f"--kv-offload-host-gb not given: limited to {of_digests / 2**30:.1f} GiB of KV pages, whose digests "
+        limited += f"fit on the device beside {room.num_slots} resident slots"
+        logger.info(limited)
         if room.num_slots < size.wanted_slots:
             logger.warning(
-                f"--kv-offload-host-gb not given: limited to {of_digests / 2**30:.1f} GiB of KV pages, whose digests "
-                f"fit on the device beside {room.num_slots} resident slots; a budget for each of "
-                f"--max-running-requests {size.max_batch} would need {size.wanted_slots}: lower that flag, or raise "
-                "--mem-fraction-static"
+                f"--max-running-requests {size.max_batch}: a budget for each would need {size.wanted_slots} slots; "
+                "lower it, or raise --mem-fraction-static"
             )
         return of_digests
 

@@ -20,8 +20,6 @@ from sglang_scout.worker.channel import Configure, WorkerConfig
 from sglang_scout.worker.ring import EVENT_DTYPE, split_of
 from sglang_scout.worker.supervisor import Supervisor, WorkerStatus
 
-ATTENDANT_POLL_US = 50
-
 
 class Ticket(NamedTuple):
     """A posted request; valid for one wait. ``number`` counts all posts of a client."""
@@ -106,7 +104,7 @@ class WorkerClient:
         attendant thread rings the bell on its behalf, and answers records that no live worker will. Call once, before
         :meth:`start`."""
         self._own_epoch = self._producer.next_epoch()
-        self._attendant = _native.RingAttendant(self._producer, ATTENDANT_POLL_US)
+        self._attendant = _native.RingAttendant(self._producer, 50)  # us between polls
 
     @property
     def device_epoch(self) -> int:
