@@ -22,6 +22,7 @@ from sglang_scout.ops.rotated import (
     score_rotated_reference,
 )
 from sglang_scout.ops.select import select_pages
+from sglang_scout.policy.learned import half_means, score_embeddings_reference
 
 LENGTH, START = 640, 512
 
@@ -159,7 +160,8 @@ def test_bounds_choose_what_the_servers_op_chooses():
     N, D, k = 23, 64, 6
     pages, by_page, q, grouped, table = made(3, N, D)
     full = torch.tensor([23, 22, 20, 7, 6])
-    u = Digest("minmax-32", pages).scores(grouped, N, pages[:, :0]).view(H, W, G, N)
+    every = full.repeat_interleave(G)
+    u = Digest("minmax-32", pages).scores(grouped, N, pages[:, :0], every).view(H, W, G, N)
     setting = Setting(k * 32)
     chosen = choose(setting, page_scores(setting, u, full), full)[0]
     bounds = by_page.amin(1), by_page.amax(1)
@@ -182,10 +184,46 @@ def test_digests_score_as_the_servers_op():
     expected = score_rotated_reference(q, *(x[0] for x in parts), table, full, D**-0.5)
     digest, norms = Digest("rotated-2", pages), values.norm(dim=-1).log().permute(2, 0, 1)
     u, of_values = (
-        digest.scores(grouped, N, pages[:, :0], x).view(H, W, G, N) for x in (None, norms)
+        digest.scores(grouped, N, pages[:, :0], full.repeat_interleave(G), x).view(H, W, G, N)
+        for x in (None, norms)
     )
     found = reduced("value", u, (0, 2), of_values)
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=1e-4)
+
+
+def test_windows_score_as_the_servers_op():
+    """A window counts only if it ends in a full page of its query, though later tokens of the text are known."""
+    N, D = 9, 64
+    pages, by_page, q, grouped, table = made(6, N, D)
+    full = torch.tensor([9, 8, 5, 2, 1])
+    vectors = grouped.view(H, W, G, D)[:, :, 0]
+    expected = score_embeddings_reference(
+        vectors.transpose(0, 1).flatten(0, 1), half_means(by_page), table, full.int()
+    )
+    found = Digest("window", pages).scores(vectors, 6, pages[:, 6:], full)
+    offered = torch.arange(N) < full[:, None]
+    found = found.masked_fill(~offered, -torch.inf).transpose(0, 1).flatten(0, 1)
+    torch.testing.assert_close(found, expected)
+
+
+def test_sparda_s_own_sparse_attention_sums_the_heads_before_it_pools_windows():
+    N, D = 7, 64
+    pages, _, _, grouped, _ = made(7, N, D)
+    full = torch.tensor([7, 6, 4, 3, 2])
+    digest, setting = (
+        Digest("window", pages),
+        Setting(64, "window", reduce="windows", grain="head"),
+    )
+    finer = digest.windows(grouped, N, pages[:, :0], full.repeat_interleave(G)).view(H, W, G, N, 2)
+    found = page_scores(setting, finer.amax(-1), full, finer)
+    halves = pages.unflatten(2, (2, 16)).mean(3).flatten(1, 2)  # [H, 2 N, D]
+    for row, count in enumerate(full.tolist()):
+        means = (halves[:, : 2 * count - 1] + halves[:, 1 : 2 * count]) / 2
+        logits = grouped.view(H, W, G, D)[:, row] @ means.mT
+        shares = logits.softmax(-1).sum(1)  # [H, 2 n - 1]
+        best = torch.nn.functional.pad(shares, (0, 1)).unflatten(-1, (-1, 2)).amax(-1)
+        torch.testing.assert_close(found[:, row, :count], best)
+        assert not found[:, row, count:].any()
 
 
 def short_documents(model_path, numbers):

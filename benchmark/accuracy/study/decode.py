@@ -155,7 +155,7 @@ class Attention:
                 else:
                     remote = _remote(chosen, at // S, previous) & ~of_prompt
                     previous = chosen[:, -1:]
-                    self._replace(logits, real, chooser, estimate, remote)
+                    self._replace(logits, real, chooser, estimate, remote, at // S)
                     weights = logits.masked_fill_(~counts, -torch.inf).softmax(-1)
             mass += float((caught * ~of_prompt[:, None]).sum())
             part = weights.flatten(1, 2) @ self.values
@@ -163,24 +163,31 @@ class Attention:
         chosen = torch.cat(kept, 1) if kept else torch.empty(0)
         return out, mass / max(1, (W - self.prefilled) * HQ), chosen
 
-    def _scores(self, q: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Of pages by queries [H, w * G, D]: [H, w, G, N]; ``tokens``: see Digest.scores."""
-        assert self.digest is not None
+    def _scored(self, q: Tensor, full: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
+        """Arguments of a digest's scores by queries [H, w * G, D] of tokens with so many full pages [w]."""
         size = self.setting.page_tokens
         of_window = self.keys[:, self.start : self.full_tokens]
         new = of_window.unflatten(1, (of_window.shape[1] // size, size))
-        found = self.digest.scores(q, self.start // size, new, tokens)
+        return q, self.start // size, new, full.repeat_interleave(self.group)
+
+    def _scores(self, q: Tensor, full: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Of pages: [H, w, G, N]; ``tokens``: see Digest.scores."""
+        assert self.digest is not None
+        found = self.digest.scores(*self._scored(q, full), tokens)
         return found.unflatten(1, (-1, self.group))
 
     def _choose(self, chooser: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
         """The selection [H or 1, w, N] of tokens with so many full pages [w], and the scores [H, w, G, N]."""
         assert self.digest is not None
-        estimate, of_values = self._scores(chooser), None
+        estimate, finer = self._scores(chooser, full), None
         if self.setting.reduce == "value":
             pages = self.values[:, : self.full_tokens]
             norms = self.digest.log_norms(pages.unflatten(1, (-1, self.setting.page_tokens)))
-            of_values = self._scores(chooser, norms)
-        score = page_scores(self.setting, estimate, full, of_values)
+            finer = self._scores(chooser, full, norms)
+        elif self.setting.reduce == "windows":
+            found = self.digest.windows(*self._scored(chooser, full))
+            finer = found.unflatten(1, (-1, self.group))
+        score = page_scores(self.setting, estimate, full, finer)
         return choose(self.setting, score, full), estimate
 
     def _counted(self, chosen: Tensor, at: Tensor) -> Tensor:
@@ -192,14 +199,20 @@ class Attention:
         return (counts | ~in_full)[:, :, None]
 
     def _replace(
-        self, logits: Tensor, real: Tensor, chooser: Tensor, estimate: Tensor, remote: Tensor
+        self,
+        logits: Tensor,
+        real: Tensor,
+        chooser: Tensor,
+        estimate: Tensor,
+        remote: Tensor,
+        full: Tensor,
     ) -> None:
         """The logits of the pages ``remote`` become those of the query that selects."""
         theirs = (chooser @ self.keys[:, : self.full_tokens].mT).unflatten(1, (-1, self.group))
         if self.setting.attends.startswith("reweighed"):
             exact, expected = (
                 u.masked_fill(~remote[:, :, None], -torch.inf).logsumexp(-1, keepdim=True)
-                for u in (self._scores(real), estimate)
+                for u in (self._scores(real, full), estimate)
             )
             theirs += (exact - expected).nan_to_num(nan=0.0)
         far = remote.repeat_interleave(self.setting.page_tokens, -1)[:, :, None]

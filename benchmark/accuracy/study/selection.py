@@ -8,7 +8,8 @@ the page's log mass, log sum exp(q.k):
     rotated-2     for rotated keys, the mean in int8, and each token's difference from it with two bits per channel and
                   a scale: ops/rotated.py, for any page size
     minmax-R      bounds over R consecutive tokens; minmax-S is that of Quest, the paper and ops/minmax.py
-    window        the mean key of the best window of a page, stride half a page, from halves of 16 tokens: SparDA
+    window        the mean key of the best window of a page, stride half a page, from halves of 16 tokens: SparDA;
+                  a window that reaches into the next page counts only if that one is full
     pilot         a trained page embedding times one of the queries of a group: RheoServe; both policy/learned
 """
 
@@ -24,7 +25,7 @@ from sglang_scout.ops.rotated import FIRST, SECOND, rotate
 
 KINDS = ("keys", "rotated", "minmax", "window", "pilot")
 CHOICES = {
-    "reduce": ("mass", "value"),
+    "reduce": ("mass", "value", "windows"),
     "grain": ("layer", "head"),
     "query": ("real", "predicted", "forecast"),
     "attends": ("real", "predicted-missing", "reweighed-missing"),
@@ -138,17 +139,28 @@ class Digest:
             norms = (norms / step).round() * step
         return norms.log()
 
-    def scores(self, q: Tensor, pages: int, more: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def windows(self, q: Tensor, pages: int, more: Tensor, full: Tensor) -> Tensor:
+        """[H, M, N, 2] logits of the two windows that begin in each page, of the kind "window"; -inf where a window has
+        tokens beyond a query's full pages. Arguments as of `scores`."""
+        halves = torch.cat([self._text[0][:, :pages], *self._summary(more)], 1)
+        first, second = torch.einsum("hmd,hnwd->hmnw", q, halves).unbind(-1)
+        following = torch.nn.functional.pad(first, (0, 1))[..., 1:]
+        found = torch.stack([first + second, second + following], -1) / 2
+        last = torch.arange(first.shape[-1])[:, None] + torch.arange(2)  # page of a window
+        return found.masked_fill(last >= full[:, None, None], -torch.inf)
+
+    def scores(
+        self, q: Tensor, pages: int, more: Tensor, full: Tensor, tokens: Tensor | None = None
+    ) -> Tensor:
         """[H, M, N] for scaled queries ``q`` [H, M, D]: N are the first ``pages`` of the text, then ``more`` pages.
 
-        ``tokens`` [H, N, S]: the log weight of each token, for digests with per-token estimates.
+        Args:
+            full: [M] each query's number of full pages.
+            tokens: [H, N, S], the log weight of each token, for digests with per-token estimates.
         """
-        text = tuple(x[:, :pages] for x in self._text)
         if self.kind == "window":
-            halves = torch.cat([text[0], *self._summary(more)], 1)
-            first, second = torch.einsum("hmd,hnwd->hmnw", q, halves).unbind(-1)
-            following = torch.nn.functional.pad(first, (0, 1), value=-torch.inf)[..., 1:]
-            return (second + torch.maximum(first, following)) / 2
+            return self.windows(q, pages, more, full).amax(-1)
+        text = tuple(x[:, :pages] for x in self._text)
         if self.kind == "pilot":
             H, M, D = q.shape
             embeddings = torch.cat([text[0], *self._summary(more)], 1)
@@ -176,30 +188,32 @@ class Digest:
         return u.sub_(largest).exp_().sum(-1).log_().add_(largest[..., 0])
 
 
-def reduced(how: str, u: Tensor, heads: tuple[int, ...], of_values: Tensor | None = None) -> Tensor:
+def reduced(how: str, u: Tensor, heads: tuple[int, ...], finer: Tensor | None = None) -> Tensor:
     """Reduces scores over the dimensions ``heads`` of u [..., N] to one per page; void pages are -inf.
 
-    mass: sum of the heads' softmax over pages; value: the same with each token weighted by its value norm,
-    ``of_values`` like u (as in ops/rotated.py).
+    mass: sum of the heads' softmax over pages.
+    value: the same with each token weighted by its value norm; ``finer`` is u so weighted (as in ops/rotated.py).
+    windows: sum of the heads' softmax over windows, of which a page has its largest; ``finer`` [..., N, 2] are theirs
+        (InfLLM-V2, the sparse attention that SparDA replaces: arXiv 2606.04511, section 4.3).
     """
     if how == "value":
-        assert of_values is not None
-        return (of_values - u.logsumexp(-1, keepdim=True)).exp().sum(heads)
+        assert finer is not None
+        return (finer - u.logsumexp(-1, keepdim=True)).exp().sum(heads)
+    if how == "windows":
+        assert finer is not None
+        summed = finer.flatten(-2).softmax(-1).sum(heads)
+        return summed.unflatten(-1, finer.shape[-2:]).amax(-1)
     return u.softmax(-1).sum(heads)
 
 
-def page_scores(
-    setting: Setting, u: Tensor, full: Tensor, of_values: Tensor | None = None
-) -> Tensor:
-    """[H or 1, W, N] scores of pages from ``u`` [H, W, G, N] and each query's number of full pages [W].
-
-    ``of_values``: like ``u``, with each token weighted by its value norm; for "value".
-    """
+def page_scores(setting: Setting, u: Tensor, full: Tensor, finer: Tensor | None = None) -> Tensor:
+    """[H or 1, W, N] scores of pages from ``u`` [H, W, G, N] and each query's number of full pages [W]; ``finer``: see
+    `reduced`."""
     page = torch.arange(u.shape[-1])
     offered = page < full[:, None]  # [W, N]
     heads = (0, 2) if setting.grain == "layer" else (2,)
     u = u.masked_fill(~offered[:, None], -torch.inf)
-    score = reduced(setting.reduce, u, heads, of_values)
+    score = reduced(setting.reduce, u, heads, finer)
     return score.view(-1, *offered.shape).masked_fill(~offered, 0.0)
 
 
