@@ -12,7 +12,9 @@ from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.study import run, table
 from benchmark.accuracy.study.decode import Text, decode_window
 from benchmark.accuracy.study.model import Model
+from benchmark.accuracy.study.residents import Residents
 from benchmark.accuracy.study.selection import Digest, Setting, choose, page_scores, reduced
+from sglang_scout.engine import RESULT_DELAY_STEPS
 from sglang_scout.ops.minmax import score_pages_reference
 from sglang_scout.ops.pages import LayerPages
 from sglang_scout.ops.rotated import (
@@ -131,6 +133,36 @@ def test_a_window_is_what_decoding_token_by_token_gives(decoder, setting):
         rows = torch.arange(70)
         assert chosen[0, :, 0].all() and chosen[0, rows, full - 1].all()
         assert not (chosen[0] & (torch.arange(chosen.shape[-1]) >= full[:, None])).any()
+
+
+def test_all_that_the_device_cache_holds_is_attended_to(decoder):
+    model, text, tokens = decoder
+    setting, few = Setting(64, "keys", cache_tokens=256), tokens[START : START + 40]
+    window = decode_window(model, text, START, few, setting, keep_chosen=True)
+    expected = token_by_token(model, text, few, setting, window.chosen)
+    torch.testing.assert_close(window.log_probs, expected, atol=2e-4, rtol=1e-4)
+    assert (window.chosen[0].sum(-1) > 2).any()
+    assert (window.resident_mass <= window.mass + 1e-6).all() and (window.resident_mass > 0).all()
+
+
+def test_a_device_cache_gets_pages_one_step_after_their_selection_is_known():
+    """RheoServe's: promotion takes free slots at once, an exchange those of less important pages at its turn."""
+    text_pages, cache, budget = 40, 7, 4
+    for layer, room in ((0, 3), (5, 0)):
+        residents = Residents(layer, 32, text_pages, cache + room, budget)
+        at = 30 * 32 + torch.arange(32)
+        chosen = torch.zeros(2, 32, text_pages, dtype=torch.bool)
+        chosen[:, :, [0, 29]] = True
+        chosen[0, 4:, 7] = True
+        chosen[1, :, 24:27] = True
+        held = residents.follow(chosen, at)
+        assert held[:, [0, 29]].all() and (held.sum(-1) <= cache + room + 1).all()
+        assert held[0].nonzero().ravel().tolist() == [0, 26, 27, 28, 29]
+        got = int(held[:, 7].nonzero()[0])
+        if room:
+            assert got == 4 + RESULT_DELAY_STEPS + 1
+        else:  # after the step of the layer's turn, one in 16; that of the first token is layer + 1
+            assert got == 16 - layer
 
 
 def test_prefilled_tokens_attend_to_everything(decoder):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmark.accuracy.study.model import KV, Model
+from benchmark.accuracy.study.residents import Residents
 from benchmark.accuracy.study.selection import Digest, Setting, choose, page_scores
 
 ROWS = 64  # queries per block
@@ -45,11 +46,13 @@ class Window:
         log_probs: [W, V], of the token after each.
         mass: [L] share of the real query's attention mass that was attended to, mean over heads and the tokens that
             were not prefilled.
-        chosen: per layer bool [H or 1, W, N], if requested; empty with full attention.
+        resident_mass: [L] the same of the pages in the device cache and the partially filled one; 0 without a cache.
+        chosen: per layer bool [H or 1, W, N], pages attended to, if requested; empty with full attention.
     """
 
     log_probs: Tensor
     mass: Tensor
+    resident_mass: Tensor
     chosen: list[Tensor] = field(default_factory=list)
 
 
@@ -66,7 +69,7 @@ def decode_window(
 
     Args:
         prefilled: number of leading tokens that belong to the prompt: they attend to everything.
-        keep_chosen: store the selection in the result.
+        keep_chosen: store which pages were attended to.
     Raises:
         ValueError: ``start`` lies within a page.
     """
@@ -78,7 +81,7 @@ def decode_window(
     if setting.budget_tokens is not None:
         digests = [*text.digests(setting.digest, setting.page_tokens)]
     x, before = model.embed(tokens), None
-    window = Window(torch.empty(0), torch.ones(layers))
+    window = Window(torch.empty(0), torch.ones(layers), torch.zeros(layers))
     for layer, (text_k, text_v) in enumerate(text.kv):
         q = model.query(layer, x, position)
         k, v = model.keys_values(layer, x, position)
@@ -89,7 +92,13 @@ def decode_window(
         ahead = q if setting.query == "real" else predicted
         sizes = group, start, prefilled
         attention = Attention(setting, digests[layer], keys, values, *sizes)
-        out, window.mass[layer], chosen = attention(q * model.scale, ahead * model.scale)
+        residents = None
+        if setting.cache_tokens:
+            pages = (keys.shape[1], setting.cache_tokens, setting.budget_tokens or 0)
+            counts = (n // setting.page_tokens for n in pages)
+            residents = Residents(layer, setting.page_tokens, *counts)
+        out, shares, chosen = attention(q * model.scale, ahead * model.scale, residents)
+        window.mass[layer], window.resident_mass[layer] = shares
         if keep_chosen:
             window.chosen.append(chosen)
         before, x = x, model.after_attention(layer, x, out)
@@ -122,17 +131,21 @@ class Attention:
         size = self.setting.page_tokens
         return self.keys.shape[1] // size * size
 
-    def __call__(self, q: Tensor, ahead: Tensor) -> tuple[Tensor, float, Tensor]:
+    def __call__(
+        self, q: Tensor, ahead: Tensor, residents: Residents | None = None
+    ) -> tuple[Tensor, tuple[float, float], Tensor]:
         """Attention by blocks of tokens.
 
         Args:
             q, ahead: [W, HQ, D], scaled: the real query, and the one that selects.
+            residents: the layer's device cache.
         Returns:
-            out [W, HQ, D], the share of attention mass covered, and the selection, bool [H or 1, W, N].
+            out [W, HQ, D], the shares of attention mass attended to and resident, and the pages attended to, bool [H or
+            1, W, N].
         """
         (W, HQ, _), (H, T, _) = q.shape, self.keys.shape
         S = self.setting.page_tokens
-        out, mass, kept = torch.empty_like(q), 0.0, []
+        out, mass, resident_mass, kept = torch.empty_like(q), 0.0, 0.0, []
         previous: Tensor | None = None  # selection of the token before a block
         for rows in torch.arange(W).split(ROWS):
             at = self.start + rows
@@ -148,6 +161,14 @@ class Attention:
                 chooser = _grouped(ahead[rows], H)
                 chosen, estimate = self._choose(chooser, at // S)
                 counts = self._counted(chosen, at) | of_prompt[:, None]
+                if residents is not None:
+                    decoded = ~of_prompt[:, 0]
+                    held = torch.zeros(chosen.shape[1:], dtype=torch.bool)
+                    held[decoded] = residents.follow(chosen[:, decoded], at[decoded])
+                    here = self._counted(held[None], at) & ~of_prompt[:, None]
+                    resident_mass += float((weights * here).sum())
+                    counts |= here
+                    chosen = chosen | held
                 caught = weights.mul_(counts).sum(-1, keepdim=True)
                 kept.append(chosen)
                 if self.setting.attends == "real":
@@ -161,7 +182,8 @@ class Attention:
             part = weights.flatten(1, 2) @ self.values
             out[rows] = part.unflatten(1, (-1, self.group)).transpose(0, 1).flatten(1, 2)
         chosen = torch.cat(kept, 1) if kept else torch.empty(0)
-        return out, mass / max(1, (W - self.prefilled) * HQ), chosen
+        of_all = max(1, (W - self.prefilled) * HQ)
+        return out, (mass / of_all, resident_mass / of_all), chosen
 
     def _scored(self, q: Tensor, full: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
         """Arguments of a digest's scores by queries [H, w * G, D] of tokens with so many full pages [w]."""

@@ -15,6 +15,7 @@ A row is one setting on one part of one document; every list has an entry for ea
     text:   cut, tokens; nats, full_nats, kl, agree, mass    means over the window's tokens; agree: same top-1 token
     others: cut, kind; right, full_right (a list, one per number asked for); nats, full_nats (of the answer's
             numbers, sums); mass
+    all:    resident_mass    with a device cache
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 
 from benchmark.accuracy import planted
 from benchmark.accuracy.planted import real_documents
-from benchmark.accuracy.study.decode import Text, decode_window
+from benchmark.accuracy.study.decode import Text, Window, decode_window
 from benchmark.accuracy.study.model import Model
 from benchmark.accuracy.study.selection import Setting
 from benchmark.accuracy.study.settings import SETS
@@ -54,8 +55,15 @@ def plain_text(model: Model, text: Text, cut: int, setting: Setting) -> Row:
         "full_nats": -float(full.gather(1, target).mean()),
         "kl": float((full.exp() * (full - found)).sum(-1).mean()),
         "agree": float((full.argmax(-1) == found.argmax(-1)).float().mean()),
-        "mass": float(window.mass.mean()),
+        **masses(window),
     }
+
+
+def masses(window: Window) -> Row:
+    """Means over layers."""
+    resident = window.resident_mass
+    more = {"resident_mass": float(resident.mean())} if resident.any() else {}
+    return {"mass": float(window.mass.mean()), **more}
 
 
 def ask(
@@ -73,7 +81,7 @@ def ask(
         right.append(int((given.argmax(-1) == target).all()))
         nats -= float(given.gather(1, target[:, None]).sum())
     found = {"cut": question.cut, "kind": question.kind, "right": right, "nats": nats}
-    return {**found, "mass": float(window.mass.mean())}
+    return {**found, **masses(window)}
 
 
 def measure(

@@ -45,6 +45,8 @@ class Setting:
         attends: whose query attends to the selected pages, except the first and the newest, which are always on the
             device: the real one; the predicted one for those that the previous token had not selected ("-missing");
             "reweighed": with their joint log mass corrected by the digest, + est(q) - est(predicted q).
+        cache_tokens: of a device cache whose pages RheoServe's policy moves (residents.py); the real query attends to
+            all that it holds, beside the selected ones.
     """
 
     budget_tokens: int | None = None
@@ -54,6 +56,7 @@ class Setting:
     page_tokens: int = 32
     query: str = "real"
     attends: str = "real"
+    cache_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -61,6 +64,8 @@ class Setting:
                 raise ValueError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
         if self.attends != "real" and self.query in ("real", "forecast"):
             raise ValueError(f"attends = {self.attends!r} needs a predicted query")
+        if self.cache_tokens and self.attends != "real":
+            raise ValueError("cache_tokens: all pages need the real query")
         if self.budget_tokens is not None and self.budget_tokens < 2 * self.page_tokens:
             raise ValueError(f"budget_tokens = {self.budget_tokens}: less than two pages")
 

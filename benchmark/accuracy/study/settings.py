@@ -49,12 +49,19 @@ SYSTEMS = [
         Setting(budget, TWO_BITS, query="predicted", reduce="value"),
         Setting(budget, BOUNDS, query="predicted"),
         Setting(budget, "window", query="forecast", grain="head"),
-        Setting(budget, "window", query="predicted", grain="head"),
-        Setting(budget, "pilot", grain="head"),
+        *(
+            Setting(budget, "window", "windows", query=query, grain="head")
+            for query in ("real", "predicted")
+        ),
+        *(
+            Setting(budget, "pilot", grain="head", cache_tokens=times * budget)
+            for times in (0, 1, 2)
+        ),
     )
 ]
-"""scout, scout as in the paper, InfiniGen with either digest, SparDA with its forecast or with the next layer's
-projection instead, RheoServe."""
+"""scout, scout as in the paper, InfiniGen with either digest, SparDA with its forecast, the sparse attention that it
+replaces (with the real query), that with the next layer's projection, RheoServe without its resident pages and with a
+device cache of a budget or two for each request."""
 
 SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "main": dict.fromkeys(("facts", "prompt", "text"), MAIN),
