@@ -47,13 +47,18 @@ class Window:
         mass: [L] share of the real query's attention mass that was attended to, mean over heads and the tokens that
             were not prefilled.
         resident_mass: [L] the same of the pages in the device cache and the partially filled one; 0 without a cache.
+        cpu: [L] share of the selected pages that the predicted query attended to: the CPU compute ratio.
         chosen: per layer bool [H or 1, W, N], pages attended to, if requested; empty with full attention.
+        changes: per layer [n, 3], if requested, of query heads: the change of the missing pages' log mass from the
+            predicted query to the real one, the digests' estimate of it, and these pages' share of the attention mass.
     """
 
     log_probs: Tensor
     mass: Tensor
     resident_mass: Tensor
+    cpu: Tensor
     chosen: list[Tensor] = field(default_factory=list)
+    changes: list[Tensor] = field(default_factory=list)
 
 
 def decode_window(
@@ -63,13 +68,13 @@ def decode_window(
     tokens: Tensor,
     setting: Setting,
     prefilled: int = 0,
-    keep_chosen: bool = False,
+    keep: bool = False,
 ) -> Window:
     """Decode ``tokens`` [W] at positions from ``start`` on, after the first ``start`` tokens of ``text``.
 
     Args:
         prefilled: number of leading tokens that belong to the prompt: they attend to everything.
-        keep_chosen: store which pages were attended to.
+        keep: store which pages were attended to, and changes of mass.
     Raises:
         ValueError: ``start`` lies within a page.
     """
@@ -81,7 +86,7 @@ def decode_window(
     if setting.budget_tokens is not None:
         digests = [*text.digests(setting.digest, setting.page_tokens)]
     x, before = model.embed(tokens), None
-    window = Window(torch.empty(0), torch.ones(layers), torch.zeros(layers))
+    window = Window(torch.empty(0), *torch.zeros(3, layers))
     for layer, (text_k, text_v) in enumerate(text.kv):
         q = model.query(layer, x, position)
         k, v = model.keys_values(layer, x, position)
@@ -91,22 +96,23 @@ def decode_window(
             predicted = model.forecast(layer, x if before is None else before, position)
         ahead = q if setting.query == "real" else predicted
         sizes = group, start, prefilled
-        attention = Attention(setting, digests[layer], keys, values, *sizes)
-        residents = None
+        attention = Attention(setting, digests[layer], keys, values, *sizes, keep)
         if setting.cache_tokens:
             pages = (keys.shape[1], setting.cache_tokens, setting.budget_tokens or 0)
             counts = (n // setting.page_tokens for n in pages)
-            residents = Residents(layer, setting.page_tokens, *counts)
-        out, shares, chosen = attention(q * model.scale, ahead * model.scale, residents)
-        window.mass[layer], window.resident_mass[layer] = shares
-        if keep_chosen:
+            attention.residents = Residents(layer, setting.page_tokens, *counts)
+        out, chosen = attention(q * model.scale, ahead * model.scale)
+        shares = attention.mass, attention.resident_mass, attention.cpu
+        window.mass[layer], window.resident_mass[layer], window.cpu[layer] = shares
+        if keep:
             window.chosen.append(chosen)
+            window.changes.append(torch.cat([torch.empty(0, 3), *attention.changes]))
         before, x = x, model.after_attention(layer, x, out)
     window.log_probs = model.log_probs(x)
     return window
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attention:
     """One layer's attention of the tokens from position ``start`` on.
 
@@ -115,6 +121,9 @@ class Attention:
         keys, values: [H, T, D] from position 0 on.
         group: query heads of each of H.
         prefilled: number of leading tokens that attend to everything.
+        keep: fill ``changes``.
+        residents: the layer's device cache.
+        mass, resident_mass, cpu, changes: of one call; see `Window`.
     """
 
     setting: Setting
@@ -124,6 +133,12 @@ class Attention:
     group: int
     start: int
     prefilled: int
+    keep: bool = False
+    residents: Residents | None = None
+    mass: float = 0.0
+    resident_mass: float = 0.0
+    cpu: float = 0.0
+    changes: list[Tensor] = field(default_factory=list)
 
     @property
     def full_tokens(self) -> int:
@@ -131,22 +146,19 @@ class Attention:
         size = self.setting.page_tokens
         return self.keys.shape[1] // size * size
 
-    def __call__(
-        self, q: Tensor, ahead: Tensor, residents: Residents | None = None
-    ) -> tuple[Tensor, tuple[float, float], Tensor]:
+    def __call__(self, q: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
         """Attention by blocks of tokens.
 
         Args:
             q, ahead: [W, HQ, D], scaled: the real query, and the one that selects.
-            residents: the layer's device cache.
         Returns:
-            out [W, HQ, D], the shares of attention mass attended to and resident, and the pages attended to, bool [H or
-            1, W, N].
+            out [W, HQ, D], and the pages attended to, bool [H or 1, W, N].
         """
         (W, HQ, _), (H, T, _) = q.shape, self.keys.shape
         S = self.setting.page_tokens
-        out, mass, resident_mass, kept = torch.empty_like(q), 0.0, 0.0, []
-        previous: Tensor | None = None  # selection of the token before a block
+        out, kept = torch.empty_like(q), []
+        mass, resident_mass, on_cpu = 0.0, 0.0, 0
+        previous: Tensor | None = None  # selections of ``resident_steps`` tokens before a block
         for rows in torch.arange(W).split(ROWS):
             at = self.start + rows
             of_prompt = (at < self.start + self.prefilled)[:, None]
@@ -161,10 +173,10 @@ class Attention:
                 chooser = _grouped(ahead[rows], H)
                 chosen, estimate = self._choose(chooser, at // S)
                 counts = self._counted(chosen, at) | of_prompt[:, None]
-                if residents is not None:
+                if self.residents is not None:
                     decoded = ~of_prompt[:, 0]
                     held = torch.zeros(chosen.shape[1:], dtype=torch.bool)
-                    held[decoded] = residents.follow(chosen[:, decoded], at[decoded])
+                    held[decoded] = self.residents.follow(chosen[:, decoded], at[decoded])
                     here = self._counted(held[None], at) & ~of_prompt[:, None]
                     resident_mass += float((weights * here).sum())
                     counts |= here
@@ -174,16 +186,23 @@ class Attention:
                 if self.setting.attends == "real":
                     weights /= caught
                 else:
-                    remote = _remote(chosen, at // S, previous) & ~of_prompt
-                    previous = chosen[:, -1:]
+                    steps = self.setting.resident_steps
+                    if previous is None:
+                        previous = chosen[:, :1].expand(-1, steps, -1)
+                    known = torch.cat([previous, chosen], 1)
+                    remote = _remote(known, at // S) & ~of_prompt
+                    previous = known[:, -steps:]
+                    on_cpu += int(remote.sum())
                     self._replace(logits, real, chooser, estimate, remote, at // S)
                     weights = logits.masked_fill_(~counts, -torch.inf).softmax(-1)
             mass += float((caught * ~of_prompt[:, None]).sum())
             part = weights.flatten(1, 2) @ self.values
             out[rows] = part.unflatten(1, (-1, self.group)).transpose(0, 1).flatten(1, 2)
-        chosen = torch.cat(kept, 1) if kept else torch.empty(0)
+        chosen = torch.cat(kept, 1) if kept else torch.empty(0, 0)
         of_all = max(1, (W - self.prefilled) * HQ)
-        return out, (mass / of_all, resident_mass / of_all), chosen
+        self.mass, self.resident_mass = mass / of_all, resident_mass / of_all
+        self.cpu = on_cpu / max(1, int(chosen[:, self.prefilled :].sum()))
+        return out, chosen
 
     def _scored(self, q: Tensor, full: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
         """Arguments of a digest's scores by queries [H, w * G, D] of tokens with so many full pages [w]."""
@@ -231,26 +250,41 @@ class Attention:
     ) -> None:
         """The logits of the pages ``remote`` become those of the query that selects."""
         theirs = (chooser @ self.keys[:, : self.full_tokens].mT).unflatten(1, (-1, self.group))
+        change = torch.zeros(1, 1, 1, 1)
         if self.setting.attends.startswith("reweighed"):
             exact, expected = (
                 u.masked_fill(~remote[:, :, None], -torch.inf).logsumexp(-1, keepdim=True)
                 for u in (self._scores(real, full), estimate)
             )
-            theirs += (exact - expected).nan_to_num(nan=0.0)
+            change = self.setting.reweigh * (exact - expected).nan_to_num(nan=0.0)
         far = remote.repeat_interleave(self.setting.page_tokens, -1)[:, :, None]
         of_full = logits[..., : self.full_tokens]
-        of_full.copy_(torch.where(far, theirs, of_full))
+        if self.keep:
+            ours, other = (x.masked_fill(~far, -torch.inf).logsumexp(-1) for x in (of_full, theirs))
+            share = (ours - logits.logsumexp(-1)).exp()
+            found = torch.stack([ours - other, torch.zeros_like(ours) + change[..., 0], share], -1)
+            self.changes.append(found[far.any(-1).expand(share.shape)])
+        of_full.copy_(torch.where(far, theirs + change, of_full))
 
 
-def _remote(chosen: Tensor, full: Tensor, previous: Tensor | None) -> Tensor:
-    """Those of the selected pages [H or 1, w, N] that the predicted query attends to: which the previous token had not
-    selected, without the first and the newest."""
-    remote = chosen.clone()
+def _remote(chosen: Tensor, full: Tensor) -> Tensor:
+    """Those of the selected pages that the predicted query attends to: which none of the previous tokens had selected,
+    without the first and the newest.
+
+    Args:
+        chosen: [H or 1, p + w, N] of w tokens and the p before them.
+        full: [w] full pages of each.
+    Returns:
+        [H or 1, w, N].
+    """
+    w, p = len(full), chosen.shape[1] - len(full)
+    remote = chosen[:, -w:].clone()
     remote[..., 0] = False
     newest = (full - 1).clamp(min=0).expand(len(chosen), -1)[..., None]
     remote.scatter_(-1, newest, False)
-    first = chosen[:, :1] if previous is None else previous
-    return remote & ~torch.cat([first, chosen[:, :-1]], 1)
+    for first in range(p):
+        remote &= ~chosen[:, first : first + w]
+    return remote
 
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:

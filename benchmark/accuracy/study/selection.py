@@ -43,8 +43,10 @@ class Setting:
         query: which query selects: the layer's own, the next layer's projection of this layer's input, or one trained
             vector per key-value head.
         attends: whose query attends to the selected pages, except the first and the newest, which are always on the
-            device: the real one; the predicted one for those that the previous token had not selected ("-missing");
+            device: the real one; the predicted one for those that no token shortly before had selected ("-missing");
             "reweighed": with their joint log mass corrected by the digest, + est(q) - est(predicted q).
+        resident_steps: a page stays on the device for so many tokens after one that selected it.
+        reweigh: the share of that correction that is applied.
         cache_tokens: of a device cache whose pages RheoServe's policy moves (residents.py); the real query attends to
             all that it holds, beside the selected ones.
     """
@@ -56,6 +58,8 @@ class Setting:
     page_tokens: int = 32
     query: str = "real"
     attends: str = "real"
+    resident_steps: int = 1
+    reweigh: float = 1.0
     cache_tokens: int = 0
 
     def __post_init__(self) -> None:

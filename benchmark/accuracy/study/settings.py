@@ -10,9 +10,9 @@ from benchmark.accuracy.study.selection import Setting
 TWO_BITS, BOUNDS = "rotated-2", "minmax-32"
 
 
-def _paper(budget: int) -> Setting:
+def _paper(budget: int, **more: object) -> Setting:
     """ScoutAttention's design: Quest's digests, predicted queries, which also attend to the missing pages."""
-    return Setting(budget, query="predicted", attends="predicted-missing")
+    return Setting(budget, query="predicted", attends="predicted-missing", **more)  # type: ignore[arg-type]
 
 
 def _system(budget: int, digest: str = TWO_BITS, **more: object) -> Setting:
@@ -40,6 +40,27 @@ BUDGETS = [
 """The default of ``--kv-offload scout``; Quest's bounds with the real query and a choice per KV head. Quest itself has
 pages of 16, a choice per query head, and full attention in the first two layers."""
 
+GRAIN = [
+    setting
+    for budget in (512, 1024, 2048)
+    for setting in (
+        _system(budget),
+        *(_paper(budget, grain=grain) for grain in ("layer", "head")),
+        *(Setting(budget, BOUNDS, grain=grain) for grain in ("layer", "head")),
+    )
+] + [_system(budget, grain="head") for budget in (256, 512, 1024)]
+"""A choice of pages for all heads of a layer, or one per KV head: of the default, of the paper's choices, and of bounds
+with the real query."""
+
+SHARES = [
+    setting(budget, resident_steps=steps)
+    for setting, budget in ((_paper, 1024), (_paper, 2048), (_system, 1024))
+    for steps in (2, 4, 8, 16)
+]
+"""The same at lower CPU compute ratios."""
+
+REWEIGH = [_system(budget, reweigh=share) for budget in (512, 1024) for share in (0.0, 0.5, 0.75)]
+
 SYSTEMS = [
     setting
     for budget in (512, 1024)
@@ -66,5 +87,8 @@ device cache of a budget or two for each request."""
 SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "main": dict.fromkeys(("facts", "prompt", "text"), MAIN),
     "budgets": dict.fromkeys(("facts", "prompt"), BUDGETS),
+    "grain": dict.fromkeys(("facts", "prompt", "text"), GRAIN),
+    "shares": dict.fromkeys(("facts", "prompt", "text"), SHARES),
+    "reweigh": dict.fromkeys(("facts", "prompt", "text"), REWEIGH),
     "systems": dict.fromkeys(("facts", "prompt", "text"), SYSTEMS),
 }
