@@ -87,6 +87,7 @@ PROFILE = RecallProfile(
         ({"identity": change(IDENTITY, num_layers=3)}, ["2 layers", "'/models/m' with 3"]),
         ({"config": replace(CONFIG, page_size_tokens=64)}, ["pages of 32", "64"]),
         ({"config": replace(CONFIG, budget_tokens=256)}, ["--kv-offload-budget 256", "to 128"]),
+        ({"config": replace(CONFIG, recall="fixed", recall_threshold=0.1)}, ["0.12", "= 0.1 in"]),
         ({"config": replace(CONFIG, digest="minmax")}, ["'minmax'", "--kv-offload-config"]),
         ({"identity": change(IDENTITY, architecture="Llama")}, ["Llama"]),
         ({"identity": change(IDENTITY, config_digest="fedc")}, ["fedc"]),
@@ -94,6 +95,8 @@ PROFILE = RecallProfile(
 )
 def test_a_profile_of_something_else_is_refused_by_name(server, parts):
     check_profile(PROFILE, "p.json", **SERVER)
+    adaptive = replace(CONFIG, recall_threshold=0.1)  # takes it as a first estimate
+    check_profile(PROFILE, "p.json", **SERVER | {"config": adaptive})
     for selection in ({}, PROFILE.selection | {"mass": 0.9}):  # a key of an earlier release
         check_profile(change(PROFILE, identity=None, selection=selection), "p.json", **SERVER)
     with pytest.raises(ValueError, match=FLAG) as caught:

@@ -163,12 +163,17 @@ def test_a_key_that_changes_defaults_gives_way_to_what_is_said():
         return parse_config(policy=policy, policies=policies(), available_cpus={0}, config=keys)
 
     def choices(config):
-        return config.paper, config.digest, config.reweigh, config.recall
+        of_recall = config.recall, config.recall_threshold
+        return config.paper, config.digest, config.budget_tokens, config.reweigh, *of_recall
 
-    assert choices(parsed("scout")) == (False, "rotated-2", True, "adaptive")
-    assert choices(parsed("scout", paper=True)) == (True, "minmax", False, "fixed")
+    assert choices(parsed("scout")) == (False, "rotated-2", 1024, True, "adaptive", None)
+    assert choices(parsed("scout", paper=True)) == (True, "minmax", 2048, False, "fixed", 0.12)
     said = parsed("scout", paper=True, digest="rotated-2", recall="off")
-    assert choices(said) == (True, "rotated-2", False, "off")
+    assert choices(said) == (True, "rotated-2", 2048, False, "off", 0.12)
+    said = parse_config(
+        policy="scout", policies=policies(), budget_tokens=512, config={"paper": True}
+    )
+    assert said.budget_tokens == 512
     assert parsed("scout", paper=False) == parsed("scout")
     with pytest.raises(
         ConfigError, match="paper = True has no effect with --kv-offload rheo; it is for scout"

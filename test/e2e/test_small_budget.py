@@ -2,6 +2,7 @@
 and the command line tools on a step log."""
 
 import json
+import signal
 
 import pytest
 
@@ -45,16 +46,27 @@ def test_metrics_and_trace(servers, outputs):
 
 
 @pytest.mark.slow  # two servers
-def test_bf16(tiny_model):
-    config = {"verify": True, "recall": "fixed", "recall_interval": 4}
+def test_bf16_as_in_the_paper(tiny_model, tmp_path):
+    """At the intervals that the tool made of the decode server's own log, as the refusal without them says."""
+    paper, (log, profile) = {"paper": True}, (str(tmp_path / name) for name in "sp")
+    served = {"prefill": paper, "decode": paper | {"recall": "off", "step_log": log}}
     with PDCluster(
         tiny_model("qwen3", dtype="bfloat16"),
         server_args=SCOUT + flags(dtype="bfloat16", max_running_requests=8, max_total_tokens=32768),
-        servers={"decode": flags(kv_offload_config=json.dumps(config))},
+        servers={name: flags(kv_offload_config=json.dumps(keys)) for name, keys in served.items()},
         router_args=None,
     ) as pair:
         pair.generate(PROMPTS, "decode", max_new_tokens=60)
+        assert main(["profile", log, "--output", profile]) == 0
+        decode = pair.servers["decode"]
+        decode.signal(signal.SIGKILL)
+        config = json.dumps(paper | {"verify": True})
+        decode.command += flags(kv_offload_config=config, kv_offload_recall_profile=profile)
+        pair.restart("decode")
+        pair.generate(PROMPTS, "decode", max_new_tokens=60)
         state = pair.kv_offload()
+    assert state["recall"] == {"mode": "fixed", "intervals": load_profile(profile).intervals}
+    assert state["digests_received"] > 0
     assert state["verify_checks"] == 4 * state["steps"]
     assert 0 < state["verify_max_rel_error"] <= 1e-2
     assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0

@@ -43,6 +43,22 @@ def test_a_covering_budget_is_exact_full_attention(make, settings, layers):
     assert "resident_tokens" in settings or not worker.missing.asked
 
 
+@pytest.mark.parametrize("requests", [1, 4])
+@pytest.mark.parametrize("resident_tokens", [None, SIZE])
+def test_a_covered_request_is_exact_while_the_cpu_computes_none_of_its_pages(
+    make, requests, resident_tokens
+):
+    """The smallest cache has room for one such request, the default one for all."""
+    worker = make(budget_tokens=512, resident_tokens=resident_tokens)
+    worker.run(12, *[480] * requests)
+    counters, row = worker.engine.parts.counters, requests - 1
+    errors = [(out[row] - worker.dense(row, i)).abs().max() for i, out in enumerate(worker.outputs)]
+    if requests == 1 or resident_tokens is None:
+        assert counters.cpu_pages == 0 and max(errors) < 2e-5
+    else:
+        assert counters.cpu_pages > 0 and max(errors) > 1e-3, "a predicted query has attended"
+
+
 @pytest.mark.parametrize("policy", ["scout", "infinigen"])
 @pytest.mark.parametrize("digest", ["minmax", "rotated-2"])
 def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):

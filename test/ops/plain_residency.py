@@ -31,7 +31,7 @@ class PlainResidency:
             self.frequency[self.frequency < 2.0**-60] = 0.0
             self.scaled_at, grown = step, 0.0
         weight = np.float32(2.0**grown)
-        heavy = np.float32(weight * (1 / (1 - 2 ** (-1 / self.half_life_steps))))
+        heavy = np.float32(weight * (1 / (1 - 2 ** (-1 / min(self.half_life_steps, 8.0)))))
         for layer, rows in zip(layers, pages, strict=True):
             for row, is_fresh in zip(rows, fresh, strict=True):
                 for page in row[row >= 0]:

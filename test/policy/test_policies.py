@@ -51,13 +51,19 @@ def due_in(residency, steps):
 
 def test_the_paper_s_choices():
     """Sections 2.2, 3.3 and 3.4."""
-    policy = make(config(config='{"paper": true}'), 4)
+    policy = make(config(config='{"paper": true}', recall_profile="p.json"), 3, PROFILE)
     rule, residency = policy.rule, policy.residency
     assert (rule.digest.name, rule.reweigh, rule.only_selected) == ("minmax", False, True)
-    assert policy.query.targets(0, 4) == (0, 1) and policy.query.attends
-    due = [np.flatnonzero(layer) for layer in np.array(list(due_in(residency, 16))).T]
+    assert policy.query.targets(0, 3) == (0, 1) and policy.query.attends
+    due = [np.flatnonzero(layer) for layer in np.array(list(due_in(residency, 60))).T]
+    assert [set(np.diff(steps)) for steps in due] == [{2}, set(), {30}]
+
+
+def test_layers_take_turns():
+    policy = make(config(config='{"recall": "fixed"}'), 4)
+    due = [np.flatnonzero(layer) for layer in np.array(list(due_in(policy.residency, 16))).T]
     assert all(len(steps) == 2 and steps[1] - steps[0] == 8 for steps in due)
-    assert len({steps[0] for steps in due}) == 4, "layers take turns"
+    assert len({steps[0] for steps in due}) == 4
 
 
 def test_recall_off():

@@ -80,9 +80,11 @@ class World:
         self.missing = np.minimum(self.missing + self.drift * CAPACITY, CAPACITY)
         self.measured.append(self.missing.copy())
         self.ratios.append(self.missing / CAPACITY)
+        warmed = np.minimum(self.control.granted, warming_missed)  # there by the next step
         wanted = np.where(self.control.is_due, np.floor(self.missing - self.queued), 0)
-        self.started = np.minimum(self.control.granted, np.maximum(wanted, 0)).astype(np.int64)
-        self.queued += self.started
+        recalled = np.clip(wanted, 0, self.control.granted - warmed).astype(np.int64)
+        self.started = warmed + recalled
+        self.queued += recalled
         carried = min(1.0, self.link_pages / max(self.queued.sum(), 1e-9)) * self.queued
         self.landed = np.floor(carried + 1e-9).astype(np.int64)
         self.queued -= self.landed
@@ -203,6 +205,18 @@ def test_newcomers_come_first_and_do_not_look_like_drift():
         assert control.granted.sum() == 150
     assert (control.ratio < 0.1).all() and not control.is_due.any()
     assert control.describe()["intervals"] == intervals
+
+
+def test_a_layer_stays_due_while_newcomers_take_all_copies():
+    """Their pages are not recalls of the settled requests, whose misses stay."""
+    world, due = World(controller(1, step_pages=80), [0.0]), []
+    world.missing[0] = 0.25 * CAPACITY
+    for _ in range(30):
+        world.step(warming_missed=80)
+        due.append(bool(world.control.is_due[0]))
+    assert due == [False] * RESULT_DELAY_STEPS + [True] * (30 - RESULT_DELAY_STEPS)
+    world.run(2)
+    assert np.ravel(world.copies[-2:]).tolist() == [64, 0], "all, in the first step without them"
 
 
 def test_eager_layers_recall_whatever_they_miss():

@@ -23,6 +23,7 @@ Digest = Literal["minmax", "rotated-2"]
 DEFAULT_DIGEST = "rotated-2"
 # Half of the paper's (section 4.3), at a smaller loss with the default digest (docs/results/real_model.md).
 DEFAULT_BUDGET_TOKENS = 1024
+PAPER_BUDGET_TOKENS = 2048
 DEFAULT_HOST_SHARE = 0.5  # of the available memory, for KV pages without --kv-offload-host-gb
 DEFAULT_RECALL_THRESHOLD = 0.12  # the paper's β: CPU compute ratio not to exceed (section 3.4)
 LARGE = 2**30  # limits from here on keep out what no machine has, and are not in the documents
@@ -122,8 +123,8 @@ class OffloadConfig:
     recall_threshold: Share | None = _key(
         None,
         "CPU compute ratio that no layer should exceed with `adaptive` (the paper's β). Lower it to move work from "
-        "the CPU to the link, raise it if steps wait for recalls. Default: the profile's threshold, or "
-        f"{DEFAULT_RECALL_THRESHOLD} without a profile",
+        "the CPU to the link, raise it if steps wait for recalls. With `fixed`, a profile of a higher one is refused. "
+        f"Default: the profile's threshold, or {DEFAULT_RECALL_THRESHOLD} without a profile",
     )
     recall_step_mib: Annotated[float, Meta(ge=0.001, le=2**30)] = _key(
         256.0,  # half of the paper's 20 ms at 25 GB/s
@@ -149,9 +150,11 @@ class OffloadConfig:
 
     paper: bool = _of_policies(
         False,
-        "The paper's choices: `digest: minmax`, `recall: fixed`, and results of CPU attention merged as computed "
-        "with the predicted query. To compare with the paper; give it to both servers, with `--kv-offload-budget "
-        "2048`",
+        f"The paper's choices: `digest: minmax`, a budget of {PAPER_BUDGET_TOKENS} tokens, results of CPU attention "
+        "merged as computed with the predicted query, and `recall: fixed` at profiled intervals: the decode server "
+        "needs `--kv-offload-recall-profile`, made with a threshold of at most "
+        f"{DEFAULT_RECALL_THRESHOLD}. What other flags and keys say comes first. To compare with the paper; give it "
+        "to both servers",
     )
     page_checksums: bool = _of_policies(
         False,

@@ -84,9 +84,6 @@ def parse_config(
             f"{FLAGS['policy']} {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
         )
     own = policies.get(policy, {})
-    asked = {} if budget_tokens is None else {"budget_tokens": budget_tokens}
-    defaults = {"budget_tokens": DEFAULT_BUDGET_TOKENS, **own, **asked}
-    _check_budget(defaults["budget_tokens"])
     raw = load_json(config) if isinstance(config, str) else config or {}
     keys = {name: _check_value(name, value) for name, value in raw.items()}
     for name in keys:
@@ -96,10 +93,15 @@ def parse_config(
                 f"{FLAGS['config']}: {name} = {keys[name]!r} has no effect with {FLAGS['policy']} {policy}; it is for "
                 f"{' and '.join(owners)}; drop it"
             )
-    for name, changes in own.items():
-        if isinstance(changes, Mapping):
-            del defaults[name]
-            defaults |= changes if keys.get(name) else {}
+    defaults = {"budget_tokens": DEFAULT_BUDGET_TOKENS}
+    for name, value in own.items():
+        if not isinstance(value, Mapping):
+            defaults[name] = value
+        elif keys.get(name):
+            defaults |= value
+    if budget_tokens is not None:
+        defaults["budget_tokens"] = budget_tokens
+    _check_budget(defaults["budget_tokens"])
     result = OffloadConfig(
         policy=policy,
         host_gb=host_gb,
@@ -164,8 +166,15 @@ def _written_files(config: OffloadConfig) -> dict[str, str]:
 
 
 def check_files(config: OffloadConfig) -> None:
-    """Refuse files that cannot be written, by opening them, in the process that uses them. Their contents are kept; the
-    target of a dangling link is created."""
+    """Refuse a decode server without a file that it needs, and files that cannot be written, by opening them, in the
+    process that uses them. Their contents are kept; the target of a dangling link is created."""
+    if config.paper and config.recall == "fixed" and config.recall_profile is None:
+        raise ConfigError(
+            f"{FLAGS['config']}: paper = True: needs {FLAGS['recall_profile']} FILE, as the paper's recall intervals "
+            'are profiled; to make one, let this server serve requests longer than the budget with \'{"paper": true, '
+            '"recall": "off", "step_log": "steps.jsonl"}\', then run `sglang-scout profile steps.jsonl --output '
+            "FILE`"
+        )
     for what, path in _written_files(config).items():
         # os.path, unlike pathlib, also returns False for paths that cannot be accessed.
         folder = os.path.dirname(path) or "."

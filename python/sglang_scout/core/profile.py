@@ -248,7 +248,8 @@ def check_profile(
     model: str,
     identity: ModelIdentity,
 ) -> None:
-    """Refuse a profile of another model, page size, budget or page selection; ``model`` is for the message."""
+    """Refuse a profile of another model, page size, budget or page selection, or of a threshold above that of fixed
+    recall; ``model`` is for the message."""
     name, theirs = profile.model, profile.identity or identity
     page, budget = profile.page_size_tokens, profile.budget_tokens
 
@@ -265,6 +266,10 @@ def check_profile(
     if budget != config.budget_tokens:
         flag = f"--kv-offload-budget {config.budget_tokens}"
         refuse(f"a budget of {budget} tokens", flag, budget)
+    highest = config.recall_threshold
+    if config.recall == "fixed" and highest is not None and profile.threshold > highest:
+        made = f"a threshold of {profile.threshold:g}"
+        refuse(made, f"recall_threshold = {highest:g} in {FLAGS['config']}", profile.threshold)
     for key, here in selection_of(config).items():
         if (made := profile.selection.get(key, here)) != here:
             refuse(f"{key} = {made!r}", f"{key} = {here!r} in --kv-offload-config", made)

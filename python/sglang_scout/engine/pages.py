@@ -179,7 +179,7 @@ class Pages:
     def fill_free_slots(self, table: Ints, full: Ids) -> None:
         """If all pages of all requests fit, prefetch those not missed yet.
 
-        Then nothing will be missing, and attention is exact. Otherwise selection decides: most copies would be wasted.
+        Then nothing will be missing. Otherwise selection decides: most copies would be wasted.
         """
         left = self._policy.residency.spare_pages
         if left <= 0 or full.sum() + len(table) > self._table.num_slots:

@@ -15,7 +15,7 @@ from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine import Ids, Ints
 from sglang_scout.engine.digests import DigestKind
 from sglang_scout.engine.stores import ModelShape, Parts, Sizes
-from sglang_scout.ops.residency import PageUses
+from sglang_scout.ops.residency import HALF_LIFE_STEPS, PageUses
 
 if TYPE_CHECKING:
     from sglang_scout.engine.ahead import QueryProjector, Selector
@@ -114,11 +114,13 @@ class Residency:
     """Which pages stay on the device and when missing ones are recalled. This one recalls nothing.
 
     Attributes:
+        half_life_steps: after how many steps a selection counts half in a page's frequency.
         pin_share: share of a layer's slots whose pages, the most frequent, are evicted only by forced pages.
         patience_us: how long a step boundary waits for copies of the previous step; None: until they are done.
         spare_pages: pages that the upcoming step may prefetch before any miss, into spare slots.
     """
 
+    half_life_steps: float = HALF_LIFE_STEPS
     pin_share: float = 0.0
     patience_us: float | None = None
     spare_pages: int = 0

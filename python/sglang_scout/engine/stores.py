@@ -265,4 +265,5 @@ class Parts:
         self.counters = Counters(shape.num_layers)
         self.resident = ResidentCache(shape, sizes.num_slots, digests.device)
         self.device: torch.device = self.resident.k.device  # with its index
-        self.table = ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots)
+        counts = shape.num_layers, host.num_pages, sizes.num_slots
+        self.table = ResidencyTable(*counts, policy.residency.half_life_steps)

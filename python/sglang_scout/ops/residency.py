@@ -9,8 +9,7 @@ All methods are batched over layers, which are independent: ``layer`` is a numbe
 
 The *decayed frequency* of a (layer, page) grows by one for each list of a request and step that selects it and halves
 every ``half_life_steps``; non-resident pages have one too. A page evicts another only if it is clearly more frequent:
-with recency alone, a page selected once would evict one selected every other step. If each KV head has its own list,
-this is the accumulated importance score of RheoServe's cache recorder, which specifies neither decay nor score.
+with recency alone, a page selected once would evict one selected every other step.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ Pages = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 
+HALF_LIFE_STEPS = 8.0
+"""Unless a policy remembers uses for longer."""
 EXCHANGE_MARGIN = 1.5
 """Factor by which a page must be more frequent than another to evict it: measured, it halves the copies for the same
 misses."""
@@ -62,8 +63,9 @@ class PageUses:
         self._metadata, self._half_life_steps = metadata, half_life_steps
         self.frequency, self.stamp = metadata.frequency, metadata.stamp
         self._scaled_at_step = self._first_step = 0
-        # Steady-state frequency, in selections, of a page that is selected in every step.
-        self._steady = 1 / (1 - 2 ** (-1 / half_life_steps))
+        # Steady-state frequency, in selections, of a page that is selected in every step. However long uses are
+        # remembered, that is too much for pages of a single step.
+        self._steady = 1 / (1 - 2 ** (-1 / min(half_life_steps, HALF_LIFE_STEPS)))
 
     def stamp_of(self, step: int) -> int:
         return step - self._first_step
@@ -139,7 +141,11 @@ class ResidencyTable:
     """
 
     def __init__(
-        self, num_layers: int, num_pages: int, num_slots: int, half_life_steps: float = 8.0
+        self,
+        num_layers: int,
+        num_pages: int,
+        num_slots: int,
+        half_life_steps: float = HALF_LIFE_STEPS,
     ) -> None:
         if min(num_layers, num_pages, num_slots) <= 0:
             raise ValueError(f"sizes must be above 0: {num_layers=} {num_pages=} {num_slots=}")

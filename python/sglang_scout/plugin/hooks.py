@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, KEYS
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, KEYS, PAPER_BUDGET_TOKENS
 from sglang_scout.core.flags import ADAPTERS, check_version
 from sglang_scout.policy import policies
 
@@ -41,7 +41,7 @@ _HELP = {
     "32. A request whose context fits the budget gets exact attention while the device's cache holds its pages, a "
     "longer one an approximation. A larger budget is closer to full attention and takes more GPU memory, CPU time and "
     "copies. "
-    f"Default: {DEFAULT_BUDGET_TOKENS}{_OTHER_BUDGETS}.",
+    f"Default: {DEFAULT_BUDGET_TOKENS}{_OTHER_BUDGETS}; {PAPER_BUDGET_TOKENS} with the key `paper`.",
     "kv_offload_host_gb": "Host memory for KV pages in GiB, over all ranks; it limits how many tokens the decode "
     "server can hold. Set it to what `sglang-scout plan` prints, because the default depends on what else is running "
     "at the start. `--max-total-tokens` can only lower it. Default: half of the host memory that is available at the "

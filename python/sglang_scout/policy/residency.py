@@ -114,6 +114,7 @@ class RecallController(ImportantPages):
         self._expected = deque(np.zeros((RESULT_DELAY_STEPS, layers)), maxlen=RESULT_DELAY_STEPS)
         self._worth = np.ones(layers)  # share of the copied pages that the next step selected
         self._since = np.zeros(layers, np.int64)  # steps since the last recall
+        self._first = np.zeros(layers, np.int64)  # of `granted`: for requests in their grace steps
         self._ceiling, self._calm_steps = float(step_pages), 0
 
     def plan(self, report: StepReport) -> None:
@@ -130,13 +131,15 @@ class RecallController(ImportantPages):
         absent = report.absent[:, settled].sum(axis=1)
         growing = self._expected[-1] + self._drift > self._target
         self.is_due = (absent > 0) & (growing | (self._since >= MAX_INTERVAL_STEPS))
-        self.intervals[self.is_due] = self._since[self.is_due]
-        self._since[self.is_due] = 0
 
         pages = max(0, int(self.limit_pages) - report.late_pages)
-        first = share(pages, of_grace, np.ones_like(self._worth))
+        self._first = share(pages, of_grace, np.ones_like(self._worth))
         wanted = np.where(self.is_due, absent, 0)
-        self.granted = first + share(pages - int(first.sum()), wanted, self._worth)
+        granted = share(pages - int(self._first.sum()), wanted, self._worth)
+        recalls = granted > 0
+        self.intervals[recalls] = self._since[recalls]
+        self._since[recalls] = 0
+        self.granted = self._first + granted
         self.spare_pages = pages - int(self.granted.sum())
 
     def _follow_ratio(self, report: StepReport, missed: Ids, capacity: int) -> None:
@@ -153,8 +156,8 @@ class RecallController(ImportantPages):
         for expected in self._expected:
             expected += _FOLLOW_RATIO * surprise
         self._drift = np.clip(self._drift + _FOLLOW_DRIFT * surprise, 0.0, 1.0)
-        # Pages recalled in the last step are no longer missing in the upcoming one.
-        recalled = np.where(self.is_due, np.minimum(report.started, missed), 0) / capacity
+        # Pages recalled in the last step are no longer missing in the upcoming one; those of grace rows came first.
+        recalled = np.clip(report.started - self._first, 0, missed) / capacity
         level = self._expected[-1] + self._drift - self._worth * recalled
         self._expected.append(np.maximum(level, 0.0))
 

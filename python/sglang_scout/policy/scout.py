@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD
+from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, PAPER_BUDGET_TOKENS
 from sglang_scout.engine.policy import Policy, QuerySource, Residency
 from sglang_scout.policy import Context, selection_rule
 from sglang_scout.policy.residency import ImportantPages, RecallController
 
 DEFAULTS: dict[str, Any] = {
-    "paper": {"digest": "minmax", "reweigh": False, "recall": "fixed"},
+    "paper": {
+        "digest": "minmax",
+        "budget_tokens": PAPER_BUDGET_TOKENS,
+        "reweigh": False,
+        "recall": "fixed",
+        "recall_threshold": DEFAULT_RECALL_THRESHOLD,
+    },
     "page_checksums": False,
 }
 

@@ -41,3 +41,28 @@ def test_slots_are_held_back_for_what_comes_before_the_next_exchange():
     ):
         assert residency.reserve(lengths, np.array(max_new)) == expected
     assert [residency.loaded_pages(full, 4) for full in (0, 3, 9)] == [0, 3, 4]
+
+
+def test_a_page_that_was_important_for_long_outlives_a_pause(make):
+    """Against pages selected once; and the first step of a request is no history."""
+    rheo = {"policy": "rheo", "config": '{"digest": "minmax"}'}
+    worker = make(budget_tokens=64, resident_tokens=32, max_batch=1, pages=400, **rheo)
+    table, slots, none = worker.table, worker.table.num_slots, np.zeros(1, bool)
+
+    def select(pages, step, is_new=none):
+        """And exchange all of them."""
+        table.uses.touch(np.array([0]), np.array([[pages]], np.int32), step, is_new)
+        table.commit(table.exchange(0, np.array(pages), step), step)
+
+    step, others = 0, iter(range(9, 400))
+    for page in range(1, slots + 1):
+        select([page], step := step + 1, ~none if page == 2 else none)
+    for _ in range(100):
+        select([1], step := step + 1)
+    for _ in range(200):
+        select([next(others)], step := step + 1)
+    assert table.slot_of[0, 1] >= 0, "selected in 101 of 300 steps, though not in the last 200"
+    for _ in range(20):
+        for page in range(50, 50 + slots - 1):
+            select([page], step := step + 1)
+    assert table.slot_of[0, 1] >= 0 and table.slot_of[0, 2] < 0

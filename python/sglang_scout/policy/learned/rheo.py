@@ -1,9 +1,18 @@
 """RheoServe: each KV head selects by low-rank page embeddings; pages with long-term importance stay on the device.
 
 The CPU attends to selected pages that are not resident, with the real query, concurrently with the device, which
-attends to all that are. Among other points, three differ from its description: heads whose data are mostly on the CPU
-are not offloaded as a whole, as its steps 5 and 6 contradict that; the recorder counts selections, not scores; and room
-is reserved for growth until a layer's next exchange, not for all that ``max_new_tokens`` allows.
+attends to all that are. What the description of RheoServe has and this has not:
+
+    heads          go to the CPU as a whole if most of their data are there: its steps 5 and 6 contradict that
+    residency      by head; here a page is resident for all heads as soon as one of them needs it
+    recorder (10)  accumulates scores; here selections, and they count half after ``half_life_steps``, so that pages of
+                   new requests can compete with those of old ones, whose slots these share
+    budget         room for all expected growth is reserved; here for that until a layer's next exchange
+    batches (2)    wait for enough requests, in slots of their own; here SGLang's
+    pilot cache    blocks of 64 tokens, updated with each token (8); here pages of 32, when they are full
+    promotion      in idle cycles; here in each step, of what was missed
+
+It gives no rank, period, shares, order of layers or half-life: these are ours.
 """
 
 from __future__ import annotations
@@ -44,17 +53,17 @@ class HistoryAware(ImportantPages):
     """Pages with long-term importance stay: decides by accumulated scores alone, so that runs are deterministic.
 
     item              here
-    recorder (10)     the decayed frequency of pages (``ops/residency.py``)
-    exchange (11)     each layer every ``period`` steps, the hottest missing pages against the least important ones
+    recorder (10)     the slowly decaying frequency of pages (``ops/residency.py``), one per list that selects them
+    exchange (11)     each layer every ``period`` steps, the hottest missing pages that it selected since the last one
+                      against the least important ones
     pinning           the most frequent share of a layer's pages is evicted only by pages that must be resident
     promotion         in the steps between, as many missed pages as find a spare slot
     warm-up (2)       a new request's newest pages, as many as the budget
     budget controller ``reserve``
-
-    Period, shares and the order of layers are ours: the description of RheoServe has no numbers.
     """
 
     pin_share = 0.25
+    half_life_steps = 1024.0
 
     def __init__(self, num_layers: int, page_size: int, spare_pages: int, period: int = 16) -> None:
         super().__init__((period,) * num_layers, grace_steps=0)
