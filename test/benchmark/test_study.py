@@ -122,7 +122,9 @@ def token_by_token(model, text, tokens, setting, chosen):
 )
 def test_a_window_is_what_decoding_token_by_token_gives(decoder, setting):
     model, text, tokens = decoder
-    window = decode_window(model, text, START, tokens[START : START + 70], setting, keep=True)
+    window = decode_window(
+        model, text, START, tokens[START : START + 70], setting, keep_chosen=True
+    )
     expected = token_by_token(model, text, tokens[START : START + 70], setting, window.chosen)
     torch.testing.assert_close(window.log_probs, expected, atol=2e-4, rtol=1e-4)
     for chosen in window.chosen:
@@ -136,7 +138,7 @@ def test_a_window_is_what_decoding_token_by_token_gives(decoder, setting):
 def test_all_that_the_device_cache_holds_is_attended_to(decoder):
     model, text, tokens = decoder
     setting, few = Setting(64, "keys", cache_tokens=256), tokens[START : START + 40]
-    window = decode_window(model, text, START, few, setting, keep=True)
+    window = decode_window(model, text, START, few, setting, keep_chosen=True)
     expected = token_by_token(model, text, few, setting, window.chosen)
     torch.testing.assert_close(window.log_probs, expected, atol=2e-4, rtol=1e-4)
     assert (window.chosen[0].sum(-1) > 2).any()
@@ -169,16 +171,18 @@ def test_pages_stay_on_the_device_after_the_tokens_that_selected_them(decoder):
     for steps in (1, 3):
         how = {"attends": "reweighed-missing", "resident_steps": steps}
         setting = Setting(128, "keys", query="predicted", **how)
-        window = decode_window(model, text, START, tokens[START:][:70], setting, keep=True)
+        window = decode_window(model, text, START, tokens[START:][:70], setting, keep_chosen=True)
         for chosen, share, changes in zip(window.chosen, window.cpu, window.changes, strict=True):
             remote = chosen[0].clone()
             remote[:, 0] = remote[rows, (START + rows) // 32 - 1] = False
             for back in range(1, steps + 1):
                 remote &= ~chosen[0, (rows - back).clamp(min=0)]
             assert float(share) == pytest.approx(float(remote.sum() / chosen.sum()))
-            assert len(changes) == int(remote.any(-1).sum()) * model.config.q_heads
-            # The keys themselves estimate the change of mass exactly.
-            torch.testing.assert_close(changes[:, 0], changes[:, 1], atol=1e-4, rtol=1e-4)
+            weight, size, error, product, square = changes.tolist()
+            assert 0 < weight < int(remote.any(-1).sum()) * model.config.q_heads
+            # The keys themselves estimate the change of mass exactly. Layer 0 has its real query.
+            assert error < 1e-3 and product == pytest.approx(square, abs=1e-3)
+            assert size >= error
         shares.append(window.cpu.mean())
     assert shares[1] < shares[0]
 

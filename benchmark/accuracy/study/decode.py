@@ -49,16 +49,17 @@ class Window:
         resident_mass: [L] the same of the pages in the device cache and the partially filled one; 0 without a cache.
         cpu: [L] share of the selected pages that the predicted query attended to: the CPU compute ratio.
         chosen: per layer bool [H or 1, W, N], pages attended to, if requested; empty with full attention.
-        changes: per layer [n, 3], if requested, of query heads: the change of the missing pages' log mass from the
-            predicted query to the real one, the digests' estimate of it, and these pages' share of the attention mass.
+        changes: [L, 5] sums over query heads and tokens with missing pages, weighted by these pages' attention mass, of
+            1, |change|, |change - estimate|, change x estimate and estimate^2: the change of their log mass from the
+            predicted query to the real one, and the estimate of it that is applied.
     """
 
     log_probs: Tensor
     mass: Tensor
     resident_mass: Tensor
     cpu: Tensor
+    changes: Tensor
     chosen: list[Tensor] = field(default_factory=list)
-    changes: list[Tensor] = field(default_factory=list)
 
 
 def decode_window(
@@ -68,13 +69,13 @@ def decode_window(
     tokens: Tensor,
     setting: Setting,
     prefilled: int = 0,
-    keep: bool = False,
+    keep_chosen: bool = False,
 ) -> Window:
     """Decode ``tokens`` [W] at positions from ``start`` on, after the first ``start`` tokens of ``text``.
 
     Args:
         prefilled: number of leading tokens that belong to the prompt: they attend to everything.
-        keep: store which pages were attended to, and changes of mass.
+        keep_chosen: store which pages were attended to.
     Raises:
         ValueError: ``start`` lies within a page.
     """
@@ -86,7 +87,7 @@ def decode_window(
     if setting.budget_tokens is not None:
         digests = [*text.digests(setting.digest, setting.page_tokens)]
     x, before = model.embed(tokens), None
-    window = Window(torch.empty(0), *torch.zeros(3, layers))
+    window = Window(torch.empty(0), *torch.zeros(3, layers), torch.zeros(layers, 5))
     for layer, (text_k, text_v) in enumerate(text.kv):
         q = model.query(layer, x, position)
         k, v = model.keys_values(layer, x, position)
@@ -96,7 +97,7 @@ def decode_window(
             predicted = model.forecast(layer, x if before is None else before, position)
         ahead = q if setting.query == "real" else predicted
         sizes = group, start, prefilled
-        attention = Attention(setting, digests[layer], keys, values, *sizes, keep)
+        attention = Attention(setting, digests[layer], keys, values, *sizes)
         if setting.cache_tokens:
             pages = (keys.shape[1], setting.cache_tokens, setting.budget_tokens or 0)
             counts = (n // setting.page_tokens for n in pages)
@@ -104,9 +105,9 @@ def decode_window(
         out, chosen = attention(q * model.scale, ahead * model.scale)
         shares = attention.mass, attention.resident_mass, attention.cpu
         window.mass[layer], window.resident_mass[layer], window.cpu[layer] = shares
-        if keep:
+        window.changes[layer] = attention.changes
+        if keep_chosen:
             window.chosen.append(chosen)
-            window.changes.append(torch.cat([torch.empty(0, 3), *attention.changes]))
         before, x = x, model.after_attention(layer, x, out)
     window.log_probs = model.log_probs(x)
     return window
@@ -121,7 +122,6 @@ class Attention:
         keys, values: [H, T, D] from position 0 on.
         group: query heads of each of H.
         prefilled: number of leading tokens that attend to everything.
-        keep: fill ``changes``.
         residents: the layer's device cache.
         mass, resident_mass, cpu, changes: of one call; see `Window`.
     """
@@ -133,12 +133,11 @@ class Attention:
     group: int
     start: int
     prefilled: int
-    keep: bool = False
     residents: Residents | None = None
     mass: float = 0.0
     resident_mass: float = 0.0
     cpu: float = 0.0
-    changes: list[Tensor] = field(default_factory=list)
+    changes: Tensor = field(default_factory=lambda: torch.zeros(5))
 
     @property
     def full_tokens(self) -> int:
@@ -259,11 +258,11 @@ class Attention:
             change = self.setting.reweigh * (exact - expected).nan_to_num(nan=0.0)
         far = remote.repeat_interleave(self.setting.page_tokens, -1)[:, :, None]
         of_full = logits[..., : self.full_tokens]
-        if self.keep:
-            ours, other = (x.masked_fill(~far, -torch.inf).logsumexp(-1) for x in (of_full, theirs))
-            share = (ours - logits.logsumexp(-1)).exp()
-            found = torch.stack([ours - other, torch.zeros_like(ours) + change[..., 0], share], -1)
-            self.changes.append(found[far.any(-1).expand(share.shape)])
+        ours, other = (x.masked_fill(~far, -torch.inf).logsumexp(-1) for x in (of_full, theirs))
+        weight = (ours - logits.logsumexp(-1)).exp()  # 0 without missing pages
+        true, found = (ours - other).nan_to_num(nan=0.0), change[..., 0]
+        terms = torch.ones_like(true), true.abs(), (true - found).abs(), true * found, found**2
+        self.changes += torch.stack([(weight * x).sum() for x in terms])
         of_full.copy_(torch.where(far, theirs + change, of_full))
 
 

@@ -13,13 +13,11 @@ A row is one setting on one part of one document; every list has an entry for ea
     document, source
     part    "text"; "facts": the question is decoded too; "prompt": it is part of the prompt, which is prefilled
     text:   cut, tokens; nats, full_nats, kl, agree, mass    means over the window's tokens; agree: same top-1 token
-            cpu, cpu_by_layer                                CPU compute ratio: mean, and [L]
-            changes: if the predicted query attends, [L] of sums over heads and tokens with missing pages, weighted by
-            these pages' attention mass: of 1, |change|, |change - estimate|, change x estimate, estimate^2, the change
-            being that of their log mass
     others: cut, kind; right, full_right (a list, one per number asked for); nats, full_nats (of the answer's
-            numbers, sums); mass, cpu
+            numbers, sums); mass
     all:    resident_mass    with a device cache
+            cpu_by_layer     if the predicted query attends, CPU compute ratio; changes: [5], see Window; both lists of
+                             layers, over all windows
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
 from benchmark.accuracy import planted
 from benchmark.accuracy.planted import real_documents
@@ -50,9 +47,7 @@ PARTS = ("facts", "prompt", "text")
 
 def plain_text(model: Model, text: Text, cut: int, setting: Setting) -> Row:
     tokens = text.tokens[cut : cut + planted.WINDOW_TOKENS]
-    is_ahead = setting.attends != "real"
-    window = decode_window(model, text, cut, tokens[:-1], setting, keep=is_ahead)
-    changes = {"changes": [changes_of(x) for x in window.changes]} if is_ahead else {}
+    window = decode_window(model, text, cut, tokens[:-1], setting)
     full = model.log_probs(text.last[cut : cut + len(tokens) - 1])
     found, target = window.log_probs, tokens[1:, None]
     return {
@@ -62,24 +57,17 @@ def plain_text(model: Model, text: Text, cut: int, setting: Setting) -> Row:
         "full_nats": -float(full.gather(1, target).mean()),
         "kl": float((full.exp() * (full - found)).sum(-1).mean()),
         "agree": float((full.argmax(-1) == found.argmax(-1)).float().mean()),
-        "cpu_by_layer": [round(x, 4) for x in window.cpu.tolist()],
-        **changes,
         **masses(window),
     }
 
 
 def masses(window: Window) -> Row:
-    """Means over layers."""
+    """Means over layers; of the CPU's part those of each layer."""
     resident = window.resident_mass
-    more = {"resident_mass": float(resident.mean())} if resident.any() else {}
-    return {"mass": float(window.mass.mean()), "cpu": float(window.cpu.mean()), **more}
-
-
-def changes_of(found: Tensor) -> list[float]:
-    """The sums of a layer's `Window.changes`."""
-    change, estimate, weight = found.double().unbind(-1)
-    terms = [torch.ones_like(change), change.abs(), (change - estimate).abs(), change * estimate]
-    return [round(float((weight * x).sum()), 3) for x in (*terms, estimate.square())]
+    more: Row = {"resident_mass": float(resident.mean())} if resident.any() else {}
+    if window.cpu.any():
+        more |= {"cpu_by_layer": window.cpu, "changes": window.changes}
+    return {"mass": float(window.mass.mean()), **more}
 
 
 def ask(
@@ -115,7 +103,14 @@ def measure(
         found = [ask(model, text, q, setting, part == "prompt") for q in document.questions]
         for row, base in zip(found, full, strict=True):
             row |= {"full_right": base["right"], "full_nats": base["nats"]}
-    return {name: [_rounded(row[name]) for row in found] for name in found[0]}
+    totals = {"cpu_by_layer": torch.mean, "changes": torch.sum}  # over windows
+    parts = {name: [row[name] for row in found if name in row] for row in found for name in row}
+    return {
+        name: totals[name](torch.stack(x), 0).round(decimals=4).tolist()
+        if name in totals
+        else [*map(_rounded, x)]
+        for name, x in parts.items()
+    }
 
 
 def _rounded(x: Any) -> Any:

@@ -52,14 +52,14 @@ GRAIN = [
 """A choice of pages for all heads of a layer, or one per KV head: of the default, of the paper's choices, and of bounds
 with the real query."""
 
-SHARES = [
-    setting(budget, resident_steps=steps)
-    for setting, budget in ((_paper, 1024), (_paper, 2048), (_system, 1024))
-    for steps in (2, 4, 8, 16)
+MISSING = [
+    *(_paper(budget, resident_steps=steps) for budget in (1024, 2048) for steps in (4, 16)),
+    _system(1024, resident_steps=4),
+    *(_system(512, reweigh=share) for share in (0.0, 0.5, 0.75, 1.0)),
+    *(_system(1024, reweigh=share) for share in (0.5, 1.0)),
 ]
-"""The same at lower CPU compute ratios."""
-
-REWEIGH = [_system(budget, reweigh=share) for budget in (512, 1024) for share in (0.0, 0.5, 0.75)]
+"""The paper's choices and the default with fewer pages attended to by the predicted query; and a part of the
+re-weighting."""
 
 SYSTEMS = [
     setting
@@ -88,7 +88,6 @@ SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "main": dict.fromkeys(("facts", "prompt", "text"), MAIN),
     "budgets": dict.fromkeys(("facts", "prompt"), BUDGETS),
     "grain": dict.fromkeys(("facts", "prompt", "text"), GRAIN),
-    "shares": dict.fromkeys(("facts", "prompt", "text"), SHARES),
-    "reweigh": dict.fromkeys(("facts", "prompt", "text"), REWEIGH),
+    "missing": dict.fromkeys(("facts", "prompt", "text"), MISSING),
     "systems": dict.fromkeys(("facts", "prompt", "text"), SYSTEMS),
 }
