@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "head": {"grain": "head"},
 }
 SMOLLM2 = ROOT / ".cache" / "models" / "smollm2-135m"
+PROFILES = ROOT / ".cache" / "profiles"
 PACKAGES = ("sglang", "torch", "sglang-scout")
 THRESHOLD = 0.12  # the paper's
 COUNTED = "selected_pages cpu_pages recalled_pages recall_bytes".split()
@@ -64,7 +65,7 @@ class Servers(PDCluster):
     """Decode servers of several settings beside one prefill server, all with the same mode of recall.
 
     Args:
-        cases: name to setting and budget; ``logs``/NAME.jsonl is its step log, ``logs``/NAME.json its profile.
+        cases: name to setting and budget; ``logs``/NAME.jsonl is its step log.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class Servers(PDCluster):
     ) -> None:
         self._texts = prompts_of(args.model_path, args.requests, args.input_tokens + args.steps)
         self._steps, self._logs, self._mode = args.steps, logs, mode
+        self._profiles: Path = args.profiles
+        self._profiles.mkdir(parents=True, exist_ok=True)
         self._server_of = dict(zip(cases, ["decode", *list(cases)[1:]], strict=True))
         room = args.requests * (args.input_tokens + args.steps + 256)
         whole = flags(max_prefill_tokens=room, chunked_prefill_size=-1)
@@ -80,7 +83,7 @@ class Servers(PDCluster):
             keys = SETTINGS[setting] | {"recall": mode, "step_log": str(logs / f"{name}.jsonl")}
             own = flags(kv_offload_budget=budget, kv_offload_config=json.dumps(keys))
             if mode == "fixed":
-                own += [FLAGS["recall_profile"], str(logs / f"{name}.json")]
+                own += [FLAGS["recall_profile"], str(self._profiles / f"{name}.json")]
             servers[self._server_of[name]] = [*flags(kv_offload="scout"), *own]
         sizes = flags(max_running_requests=args.requests, max_total_tokens=room)
         super().__init__(
@@ -91,9 +94,14 @@ class Servers(PDCluster):
             env={"OMP_NUM_THREADS": "1", **FORCING_ENVIRONMENT},
         )
 
-    def _ask(self, server: str, text: list[int]) -> None:
-        forced = text[-self._steps :]
-        how = {"temperature": 0.0, "max_new_tokens": self._steps, "ebnf": forcing_grammar(forced)}
+    def prefill(self) -> None:
+        """Into the prefill server's cache, so that later requests run together."""
+        for text in self._texts:
+            self._ask("decode", 2, text)
+
+    def _ask(self, server: str, tokens: int, text: list[int]) -> None:
+        forced = text[-self._steps :][:tokens]
+        how = {"temperature": 0.0, "max_new_tokens": tokens, "ebnf": forcing_grammar(forced)}
         payload = {"input_ids": text[: -self._steps], "sampling_params": how}
         answer = self.ask_pair(payload, server)
         assert list(answer["output_ids"]) == forced, answer["meta_info"]
@@ -103,7 +111,7 @@ class Servers(PDCluster):
         server = self._server_of[name]
         before = self._counted(server)
         with ThreadPoolExecutor(len(self._texts)) as pool:
-            list(pool.map(partial(self._ask, server), self._texts))
+            list(pool.map(partial(self._ask, server, self._steps), self._texts))
         after, log = self._counted(server), read_step_log(self._logs / f"{name}.jsonl")
         steps = after["steps"] - before["steps"]
         curves, requests = (x[..., COLD_STEPS:] for x in ratios_by_age(log))
@@ -111,7 +119,7 @@ class Servers(PDCluster):
         intervals = after["recall"].get("intervals")
         if self._mode == "off":
             profile = profile_of(log, THRESHOLD)
-            save_profile(profile, str(self._logs / f"{name}.json"))
+            save_profile(profile, str(self._profiles / f"{name}.json"))
             intervals = profile.intervals
         return {
             "steps": steps,
@@ -135,6 +143,7 @@ def run(args: argparse.Namespace, file: RowFile, logs: Path) -> None:
     for mode in args.modes:
         progress.say(f"starting servers with recall {mode} for {', '.join(cases)}")
         with Servers(args, cases, mode, logs) as servers:
+            servers.prefill()
             for name, (setting, budget) in cases.items():
                 found = servers.measure(name)
                 keys = {"setting": setting, "budget_tokens": budget, "recall": mode}
@@ -148,6 +157,13 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write rows to FILE")
     add("--model-path", default=str(SMOLLM2), metavar="DIR")
+    add(
+        "--profiles",
+        type=Path,
+        default=PROFILES,
+        metavar="DIR",
+        help="where SETTING-BUDGET.json go",
+    )
     add("--settings", nargs="+", default=["default", "paper"], choices=SETTINGS)
     add("--budgets", nargs="+", type=int, default=[1024, 2048], metavar="TOKENS")
     add("--modes", nargs="+", default=["off", "fixed", "adaptive"])

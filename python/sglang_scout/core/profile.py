@@ -69,6 +69,7 @@ class Facts(msgspec.Struct, frozen=True):
     page_size_tokens: int
     identity: ModelIdentity
     selection: dict[str, str | int | float]
+    lists: int = 1  # of pages, each of the budget, that a request selects in a layer
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -146,7 +147,7 @@ def ratios_by_age(log: StepLogFile) -> tuple[Floats, Counts]:
         np.add.at(rows, ages, 1)
         missed = np.array(step.cpu_pages, np.int64).reshape(len(pages), -1)[:, counts]
         np.add.at(pages, (slice(None), ages), missed)
-    return pages / np.maximum(rows, 1) / log.budget_pages, rows
+    return pages / np.maximum(rows, 1) / (log.budget_pages * log.facts.lists), rows
 
 
 class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):

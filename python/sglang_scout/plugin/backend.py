@@ -81,7 +81,7 @@ class ScoutAttnBackend(AttentionBackend):
         log = None
         if config.step_log:
             check_files(config)  # the launcher has checked those of rank 0
-            about = {"identity": model.model_identity(runner.model_config)}
+            about = {"identity": model.model_identity(runner.model_config), "lists": sizes.lists}
             log = StepLog(config.step_log, facts | about | {"selection": selection_of(config)})
         self.engine = StepEngine(parts, projectors, attention, config.verify, log)
         self._probe = model.QueryProbe(own)
