@@ -45,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 SMOLLM2 = ROOT / ".cache" / "models" / "smollm2-135m"
 PROFILES = ROOT / ".cache" / "profiles"
 PACKAGES = ("sglang", "torch", "sglang-scout")
+CHUNK_TOKENS = 1024  # whole prompts would take gigabytes of attention scores
 THRESHOLD = 0.12  # the paper's
 COUNTED = "selected_pages cpu_pages recalled_pages recall_bytes".split()
 
@@ -77,8 +78,8 @@ class Servers(PDCluster):
         self._profiles.mkdir(parents=True, exist_ok=True)
         self._server_of = dict(zip(cases, ["decode", *list(cases)[1:]], strict=True))
         room = args.requests * (args.input_tokens + args.steps + 256)
-        whole = flags(max_prefill_tokens=room, chunked_prefill_size=-1)
-        servers = {"prefill": [*whole, *flags(kv_offload="scout")]}
+        chunks = flags(chunked_prefill_size=CHUNK_TOKENS)
+        servers = {"prefill": [*chunks, *flags(kv_offload="scout")]}
         for name, (setting, budget) in cases.items():
             keys = SETTINGS[setting] | {"recall": mode, "step_log": str(logs / f"{name}.jsonl")}
             own = flags(kv_offload_budget=budget, kv_offload_config=json.dumps(keys))
