@@ -5,7 +5,16 @@ import pytest
 import torch
 
 from mini_worker import SIZE
-from sglang_scout.engine.requests import HINT_PAGES, PageHints, choose_hint
+from page_weights import rule_of
+from sglang_scout.engine.requests import (
+    HINT_PAGES,
+    PageHints,
+    QueryHints,
+    choose_hint,
+    has_hint,
+    hint_bytes,
+    hints_of,
+)
 from sglang_scout.engine.stores import ModelShape
 from stand_ins import with_slow_link
 
@@ -126,6 +135,23 @@ def test_a_prompt_within_the_budget_has_all_its_pages_even_if_their_copies_are_l
     worker.join(request)
     worker.step()
     assert link.forced and resident(worker, pages).all() and cpu_pages(worker, 1) == 0
+
+
+def test_without_digests_the_hint_is_the_last_tokens_queries():
+    shape = ModelShape(3, 4, 2, 16, 32, torch.float32, 1.0)
+    hints, queries = QueryHints(shape, 9), torch.randn(3, 4, 16)
+    queries[0, 0, 0], queries[1] = 1e6, 0
+    assert hints_of(rule_of("none")) is QueryHints and hints.of(4, 8) is None
+    hints.put(4, choose_hint(None, queries, None, rule_of("none"), 1.0))
+    found = hints.of(4, 8)
+    assert found[0, 0, 0] == torch.finfo(torch.float16).max
+    found[0, 0, 0] = queries[0, 0, 0]
+    torch.testing.assert_close(found, queries, rtol=1e-3, atol=1e-4)
+    assert sum(part[:, 4].nbytes for part in hints.parts) == hint_bytes(rule_of("none"), shape)
+    row = hints.parts[0][0].data_ptr(), hints.parts[0][0, 0].nbytes
+    assert has_hint(*row, 4) and not has_hint(*row, 3)
+    hints.clear(np.array([4]))
+    assert hints.of(4, 8) is None and not has_hint(*row, 4)
 
 
 def test_a_hint_is_in_the_row_of_its_prompts_last_page():

@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.common import conn
 
 from page_weights import digest_kinds, digest_pool, rule_of
 from sglang_scout.engine.digests import DigestPool
-from sglang_scout.engine.requests import HINT_PAGES, PageHints
+from sglang_scout.engine.requests import hints_of
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin import prefill, ranks
 from sglang_scout.plugin.pools import with_digests
@@ -168,19 +168,23 @@ def test_memory_that_the_transfer_engine_does_not_take_ends_the_server(monkeypat
     engine.batch_deregister(given[1])
 
 
-@pytest.mark.parametrize("kind_there", ["minmax", "rotated-2"])
+@pytest.mark.parametrize(
+    "kind, kind_there", [("minmax", "minmax"), ("none", "none"), ("minmax", "rotated-2")]
+)
 @pytest.mark.parametrize("hints_there, chunk_is_last", [(True, True), (True, False), (False, True)])
 def test_a_hint_is_sent_with_the_last_chunk_if_both_have_them(
-    kind_there, hints_there, chunk_is_last
+    kind, kind_there, hints_there, chunk_is_last
 ):
-    here = DigestPool(SHAPE, 4, "cpu", rule_of("minmax"), PageHints(SHAPE, 4))
+    hints_of_kind = hints_of(rule_of(kind))
+    words = hints_of_kind.words(SHAPE)
+    here = DigestPool(SHAPE, 4, "cpu", rule_of(kind), hints_of_kind(SHAPE, 4))
     if chunk_is_last:
-        here.hints.put(3, np.zeros((3, HINT_PAGES), np.int32))
-    hints = PageHints(SHAPE, 90) if hints_there else None
+        here.hints.put(3, np.zeros((3, words - words % 32), np.int32))
+    hints = hints_of_kind(SHAPE, 90) if hints_there else None
     there = DigestPool(SHAPE, 90, "cpu", rule_of(kind_there), hints)
     target = target_of(there)
     pairs = sent(with_digests(lists(), here), target)
-    if kind_there != "minmax":
+    if kind_there != kind:
         assert pairs == ONLY_K_AND_V
     elif not (hints_there and chunk_is_last):
         assert len(pairs) == 12
@@ -188,7 +192,7 @@ def test_a_hint_is_sent_with_the_last_chunk_if_both_have_them(
         *pairs, hints = pairs
         assert len(pairs) == 12 and len(hints) == 6
         assert hints == [
-            (mine[i].data_ptr(), theirs[i].data_ptr(), HINT_PAGES)  # of 2 bytes, in two parts
+            (mine[i].data_ptr(), theirs[i].data_ptr(), words)  # of 2 bytes, in two parts
             for mine, theirs in zip(here.hints.parts, there.hints.parts, strict=True)
             for i in range(3)
         ]

@@ -12,6 +12,8 @@ to: a wrong or missing one costs time, not accuracy.
 
     prefill      the token's real queries  ->  scores of the prompt's digests  ->  the best pages of each layer
     transfer     their positions in the prompt, in the row of the prompt's last page, after its digests
+
+To a policy without digests the hint is these queries themselves.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ import ctypes
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine import Ids, Ints, PageIds
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digests import DigestPool
+from sglang_scout.engine.digests import DigestKind, DigestPool
 from sglang_scout.engine.pages import Pages
 from sglang_scout.engine.policy import SelectionRule
 from sglang_scout.engine.step_buffers import Candidates
@@ -51,23 +54,32 @@ class PageHints:
     """
 
     def __init__(self, shape: ModelShape, num_pages: int) -> None:
-        size = shape.num_layers, num_pages, HINT_PAGES // 2
+        self._shape = shape
+        size = shape.num_layers, num_pages, self.words(shape) // 2
         self._rows = [np.zeros(size, np.uint16) for _ in range(2)]
         self.made = 0
         self.parts = tuple(torch.from_numpy(rows.view(np.int16)) for rows in self._rows)
+
+    @staticmethod
+    def words(shape: ModelShape) -> int:
+        """Of 16 bits, of a page and layer."""
+        return HINT_PAGES
 
     def clear(self, pages: PageIds) -> None:
         """``pages`` have new owners."""
         for rows in self._rows:
             rows[:, pages, 0] = 0
 
-    def put(self, page: int, places: PageIds) -> None:
-        """Store the hint ``places`` ``[L, k]``, -1 padded, of a prompt whose last page is ``page``."""
+    def put(self, page: int, hint: npt.NDArray[Any]) -> None:
+        """Store the hint ``[L, k]``, -1 padded, of a prompt whose last page is ``page``."""
+        self._write(page, hint + 1)
+
+    def _write(self, page: int, words: npt.NDArray[Any]) -> None:
         self.made += 1
-        for rows, part in zip(self._rows, np.split(places + 1, 2, axis=1), strict=True):
+        for rows, part in zip(self._rows, np.split(words, 2, axis=1), strict=True):
             rows[:, page] = part
 
-    def of(self, page: int, n_full: int) -> Ids | None:
+    def of(self, page: int, n_full: int) -> Ids | Tensor | None:
         """``[L, k]`` positions among the ``n_full`` full pages of the prompt that ends in ``page``, -1 padded; or
         None."""
         places = np.concatenate([rows[:, page] for rows in self._rows], axis=1).astype(np.int64) - 1
@@ -75,9 +87,39 @@ class PageHints:
         return places if (places >= 0).any() else None
 
 
-def hint_bytes(config: OffloadConfig, num_layers: int) -> int:
-    """Bytes per page, on either server; 0 unless pages are selected for a whole layer, as in hints."""
-    return 2 * HINT_PAGES * num_layers * (config.grain == "layer" and config.digest != "none")
+class QueryHints(PageHints):
+    """The queries themselves, as fp16, behind a word in each part that says that they are there."""
+
+    @staticmethod
+    def words(shape: ModelShape) -> int:
+        return shape.num_q_heads * shape.head_dim + 2
+
+    def put(self, page: int, hint: npt.NDArray[Any]) -> None:
+        """Store ``[L, HQ, D]``."""
+        most = np.finfo(np.float16).max
+        halves = hint.clip(-most, most).astype(np.float16).reshape(len(hint), 2, -1)
+        words = np.pad(halves.view(np.uint16), ((0, 0), (0, 0), (1, 0)), constant_values=1)
+        self._write(page, words.reshape(len(words), -1))
+
+    def of(self, page: int, n_full: int) -> Tensor | None:
+        """``[L, HQ, D]`` fp32, or None."""
+        words = np.stack([rows[:, page] for rows in self._rows], axis=1)
+        queries = torch.from_numpy(words[..., 1:].copy().view(np.float16)).float()
+        found = queries.view(-1, self._shape.num_q_heads, self._shape.head_dim)
+        return found if words[..., 0].all() else None
+
+
+def hints_of(rule: SelectionRule) -> type[PageHints] | None:
+    """The kind of hints, on either server; None where KV heads select pages, which hints of a layer do not name."""
+    if rule.digest is DigestKind:  # which selects nothing
+        return QueryHints
+    return None if rule.by_head else PageHints
+
+
+def hint_bytes(rule: SelectionRule, shape: ModelShape) -> int:
+    """Bytes per page."""
+    kind = hints_of(rule)
+    return 2 * kind.words(shape) * shape.num_layers if kind else 0
 
 
 def has_hint(address: int, row_bytes: int, page: int) -> bool:
@@ -87,8 +129,9 @@ def has_hint(address: int, row_bytes: int, page: int) -> bool:
 
 def choose_hint(
     digests: DigestPool, queries: Tensor, pages: PageIds, rule: SelectionRule, scale: float
-) -> Ints | None:
-    """``[L, k]`` positions of the pages that a decode step with these ``queries`` would select, by this rank's heads.
+) -> npt.NDArray[Any] | None:
+    """``[L, k]`` positions of the pages that a decode step with these ``queries`` would select, by this rank's heads;
+    or ``queries`` if there are no digests.
 
     Args:
         digests: valid ones, of ``pages`` ``[N]``, the prompt's full pages.
@@ -96,6 +139,8 @@ def choose_hint(
     Returns:
         None for a prompt without a full page, or too long for 16 bits.
     """
+    if hints_of(rule) is QueryHints:
+        return queries.cpu().numpy()
     if not 0 < len(pages) <= _MAX_HINT_PAGES:
         return None
     layers, device = len(queries), digests.device
@@ -123,6 +168,7 @@ class Request:
     end_tokens: int = 0  # length that it may reach
     first_step: int = 0  # the step it joined with, 0: has not yet
     full_pages: int = 0  # how many it had at its last boundary
+    queries: Tensor | None = None  # [L, HQ, D] of the prompt's last token, if the hint has them
 
 
 @dataclass
@@ -149,16 +195,18 @@ class Requests:
         self._room = 0  # how many of them may join
         self._of_row: dict[int, Request] = {}
 
-    def arrive(self, name: Hashable, full_pages: PageIds, hint: PageIds | None) -> None:
-        """The KV of a request has arrived, with ``full_pages`` ``[n]``; ``hint`` ``[L, k]``, if any, has positions
-        among them, best first, -1 padded."""
+    def arrive(self, name: Hashable, full_pages: PageIds, hint: PageIds | Tensor | None) -> None:
+        """The KV of a request has arrived, with ``full_pages`` ``[n]``; ``hint``, if any, has positions ``[L, k]``
+        among them, best first, -1 padded, or queries, a tensor ``[L, HQ, D]``."""
         self._pages.seal(full_pages)
         first = self._pages.first_pages(full_pages)
         is_covered = first.shape[1] == len(full_pages)
-        if hint is not None and not first.size:
+        queries = hint if isinstance(hint, Tensor) else None
+        if hint is not None and queries is None and not first.size:
             places = hint[:, : self._budget_pages]
             first = np.where(places >= 0, full_pages[places], -1)
-        self._waiting[name] = Request(first, self._pages.generations(first), is_covered)
+        generations = self._pages.generations(first)
+        self._waiting[name] = Request(first, generations, is_covered, queries=queries)
 
     def queue(self, names: Iterable[Hashable], room: int) -> set[Hashable]:
         """All that wait to join, in order of arrival; ``room``: how many may join. Returns those whose copies have not

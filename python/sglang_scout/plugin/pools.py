@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_scout.engine.digests import DigestPool
 from sglang_scout.engine.memory import MemoryPlan
-from sglang_scout.engine.requests import PageHints
+from sglang_scout.engine.requests import hints_of
 from sglang_scout.engine.stores import HostPages, context_pages
 from sglang_scout.plugin.hooks import VERSION, adapter
 from sglang_scout.plugin.ranks import RankMemory, lock
@@ -202,8 +202,8 @@ class HostKVPool(DigestKVPool):
         checksums = PageChecksums(self.arena) if plan.arena.checksums else None
         self.host_pages = HostPages(self.shape, self.k_buffer, self.v_buffer, context, checksums)
         sizes = self.shape, plan.num_pages
-        hints = PageHints(*sizes) if plan.bytes_of("hints") else None
-        self.digests = DigestPool(*sizes, self.device, self.policy.rule, hints)
+        kind = hints_of(rule := self.policy.rule)
+        self.digests = DigestPool(*sizes, self.device, rule, kind and kind(*sizes))
 
     def _create_buffers(self) -> None:
         adapter.create_buffers(self, super()._create_buffers)

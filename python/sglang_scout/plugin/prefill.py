@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.digests import DigestPool
-from sglang_scout.engine.requests import PageHints, choose_hint, has_hint, hint_bytes
+from sglang_scout.engine.requests import choose_hint, has_hint, hints_of
 from sglang_scout.engine.stores import HostPages
 from sglang_scout.plugin.hooks import VERSION, adapter, hook, pools_target
 from sglang_scout.plugin.launch import parse
@@ -85,7 +85,8 @@ def around_init_pools(original, runner, **given):
     pool.shape = shape = model_shape(runner)
     rule = rank_policy(config, shape).rule
     pool.host_pages = host = HostPages(shape, pool.k_buffer, pool.v_buffer)
-    hints = PageHints(shape, host.num_pages) if hint_bytes(config, shape.num_layers) else None
+    kind = hints_of(rule)
+    hints = kind and kind(shape, host.num_pages)
     pool.digests = DigestPool(shape, host.num_pages, pool.device, rule, hints)
     pool.rule = replace(rule, weights=None)
     # Only digests depend on the pages, which change owner in stream order.
