@@ -40,7 +40,6 @@ GIVEN = {
     "score_pages": scored,
     "score_rotated": scored,
     "score_embeddings": lambda q, _, table, *more: q.new_empty(len(q), table.shape[1]).float(),
-    "salient_bits": lambda maw, state, at, threshold: state.new_empty(LAYERS, len(state), KV_HEADS),
     "mass_change_rotated": lambda q, *_: q.new_empty(q.shape[:2]).float(),
     "select_pages": lambda _, table, n_full, slot_of, k, *more: Selection(
         *table.new_empty(2, len(table), k), table.new_empty(len(table))
@@ -184,7 +183,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, posted, monkeypatch, polic
     engine.close()
     posts = list(range(LAYERS)) * 3 if made.route == "cpu" else []
     assert sorted(posted) == sorted(posts)
-    chooses = {"salient_bits", "decay_mass"} if policy == "hgca" else {"select_pages"}
+    chooses = {"decay_mass"} if policy == "hgca" else {"select_pages"}
     assert {"append_tokens", "attend_pages", "copy_layer_pages"} | chooses <= names
 
 

@@ -195,6 +195,7 @@ class ServerSize:
             ("resident slots", num_slots, num_slots * page_bytes),
             ("step buffers", 1, self.step_bytes),
             ("kept tokens", 1, int(num_pages * config.context_share) * page_bytes),
+            ("salience", 1, 8 * self.shape.page_size * layers * arena.context_pages),
             ("hints", num_pages, num_pages * hint_bytes(self.policy.rule, self.shape)),
             ("checksums", num_pages, 8 * num_pages * layers * config.page_checksums),
             *self.worker,
@@ -250,7 +251,7 @@ def check_memory(
 
     def needed(pages: int) -> int:
         plan = size.plan(pages, device_bytes)
-        one = plan.bytes_of("hints", "partial results") + (
+        one = plan.bytes_of("hints", "salience", "partial results") + (
             plan.device_bytes if shared else 0
         )
         return ranks * (one + HEADROOM_BYTES + (0 if in_pool else plan.arena_bytes))

@@ -199,9 +199,6 @@ class Counters:
     warmed_pages: int = 0
     recall_wait_us: int = 0
     gpu_wait_us: int = 0
-    raised_thresholds: int = _total(
-        "heads", "Heads without room for all tokens that they would keep"
-    )
     verify_checks: int = 0
     verify_max_rel_error: float = 0.0
     verify_unequal_selections: int = 0

@@ -64,8 +64,12 @@ class HgcaWorker(MiniWorker):
         flat = [[x.flatten(0, 1) for x in half] for half in (host.k, host.v)]
         return HostPages(self.shape, *flat, context=LayerPages.of(*context, "cpu"))
 
-    def admit(self, length, **kwargs):
-        request = super().admit(length, **kwargs)
+    def admit(self, length, asked=None, **kwargs):
+        """``asked`` ``[L, HQ, D]``: queries of the prompt's last token, from the prefill server."""
+        request = self.bring(length, **kwargs)
+        full = np.array(request.pages[: length // SIZE], np.int64)
+        self.engine.requests.arrive(request.slot, full, asked)
+        self.join(request)
         ids = torch.tensor(request.pages)
         request.oracles = [
             Oracle(
@@ -76,6 +80,7 @@ class HgcaWorker(MiniWorker):
                 alpha=self.keys.get("hgca_alpha", 0.1),
                 cap=self.keys.get("context_cap_tokens"),
                 lands_after=LANDS_AFTER,
+                asked=None if asked is None else asked[layer],
             )
             for layer in range(self.shape.num_layers)
         ]
@@ -94,6 +99,13 @@ class HgcaWorker(MiniWorker):
                 found = outputs[layer][row].numpy()
                 np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
         self.engine.selector._thread.submit(int).result()
+
+    def kept_of(self, request, layer, head):
+        """The tokens of a list, as those of the oracle."""
+        cache, kept = self.engine.selector._cache, self.older_of(request).kept
+        _, _, tokens, _ = cache._entries(kept, np.array([layer * self.shape.num_kv_heads + head]))
+        places = [request.pages.index(page) for page in tokens // SIZE]
+        return set((np.array(places, int) * SIZE + tokens % SIZE).tolist())
 
     def older_of(self, request):
         return self.engine.selector._older[self.engine.requests._of_row[request.slot]]

@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_scout.policy.hgca.kept_tokens import decay_mass, salient_bits
+from sglang_scout.policy.hgca.kept_tokens import decay_mass
 
 ONES = torch.ones(3, dtype=torch.int32)
 EVERY = {
@@ -11,6 +11,5 @@ EVERY = {
         *(torch.ones(3, 5, dtype=torch.int32), ONES, torch.ones(9, dtype=torch.int32)),
         *(ONES, ONES, ONES, torch.arange(3).int(), ONES, torch.rand(7, 5, 2, 32), 0.1, 0.1),
     ),
-    salient_bits: lambda: (torch.rand(2, 7, 5, 2, 32), ONES, ONES, torch.rand(2, 7, 2)),
 }
 MUTATES = {decay_mass: None}

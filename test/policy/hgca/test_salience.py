@@ -1,6 +1,5 @@
 """Moving averages of attention weights, and the tokens kept by them."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,11 +11,7 @@ from implementations import implementations
 from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.policy.hgca import kernels
-from sglang_scout.policy.hgca.kept_tokens import (
-    decay_mass,
-    salient_bits,
-    select_salient,
-)
+from sglang_scout.policy.hgca.kept_tokens import decay_mass, select_salient
 
 ALPHA = 0.1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
@@ -70,39 +65,24 @@ def test_the_average_is_that_of_the_weights_within_the_window(agree, impl, dtype
     agree(decay_mass, maw, expected)
 
 
-@implementations(salient_bits)
-def test_a_bit_for_every_token_above_the_threshold_of_its_head(impl):
-    rng = torch.Generator().manual_seed(0)
-    maw = torch.rand(3, 4, 5, 2, S, generator=rng)
-    state, at = torch.tensor([3, 0, 1]).int(), torch.tensor([0, 4, 2]).int()
-    threshold = torch.rand(3, 4, 2, generator=rng)
-    threshold[0, 3], threshold[1, 0] = torch.inf, 0.0
-    bits = impl(maw, state, at, threshold)
-    for layer, page, head in np.ndindex(3, 3, 2):
-        row = state[page]
-        kept = [t for t in range(S) if bits[layer, page, head] >> t & 1]
-        above = maw[layer, row, at[page], head] > threshold[layer, row, head]
-        assert kept == above.nonzero().flatten().tolist()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_salient_tokens_have_more_than_their_share_for_some_query_head(dtype):
     rng = torch.Generator().manual_seed(1)
     k, q = torch.randn(300, S, 2, 16, generator=rng).to(dtype), torch.randn(6, 16, generator=rng)
     pages = torch.randperm(300, generator=rng)[:270]  # more than one chunk
-    beta = torch.tensor([1.0, 2.5])
-    heads, tokens = select_salient(q, k, pages, beta, 0.25)
-    a = weights(q, k[pages].flatten(0, 1), 0.25)
+    heads, tokens, salience = select_salient(q, k, pages, 1.5, 0.25)
     ids = (pages[:, None] * S + torch.arange(S)).flatten()
+    a = weights(q, k[pages].flatten(0, 1), 0.25) * len(ids)
     for head in range(2):
-        limit = float(beta[head]) / len(ids)
-        clear = (a[head] - limit).abs() > 1e-6 * limit
+        clear = (a[head] - 1.5).abs() > 1e-6 * 1.5
         kept = torch.isin(ids, tokens[heads == head])
-        assert torch.equal(kept[clear], (a[head] > limit)[clear]) and 0 < kept.sum() < len(ids)
+        assert torch.equal(kept[clear], (a[head] > 1.5)[clear]) and 0 < kept.sum() < len(ids)
         assert torch.equal(tokens[heads == head], ids[kept])
-    assert all(len(x) == 0 for x in select_salient(q, k, pages[:0], beta, 0.25))
-    assert len(select_salient(q, k, pages, torch.full((2,), torch.inf), 0.25)[0]) == 0
-    assert len(select_salient(q, k, pages, torch.zeros(2), 0.25)[0]) == 2 * len(ids)
+        found = salience[heads == head].double()
+        torch.testing.assert_close(found, a[head][kept], rtol=1e-5, atol=0)
+    assert all(len(x) == 0 for x in select_salient(q, k, pages[:0], 1.5, 0.25))
+    assert len(select_salient(q, k, pages, torch.inf, 0.25)[0]) == 0
+    assert len(select_salient(q, k, pages, 0.0, 0.25)[0]) == 2 * len(ids)
 
 
 @pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")

@@ -1,9 +1,13 @@
 """Which tokens each KV head keeps when they leave the window (Deng et al., Algorithm 1), and where.
 
-Salience is a token's attention weight within the window, by a moving average. Kept tokens are contiguous per KV head,
-in host memory that the CPU attends to. A context page holds S tokens of one head of one layer. A request has a list of
-them for each layer and head; the last page may be partly filled. A list changes only at step boundaries, and grows only
-past what running steps read; its pages are reused once no step that knew them can be running.
+A token's *salience* is its attention weight in multiples of the mean weight of the tokens among which that was
+normalised: weight x number of tokens. So weights from the window (a moving average) and from an evaluation of older
+tokens are on one scale, that of beta: both of the paper's thresholds are salience > beta.
+
+Kept tokens are contiguous per KV head, in host memory that the CPU attends to. A context page holds S tokens of one
+head of one layer. A request has a list of them for each layer and head; the last page may be partly filled. A list
+changes only at step boundaries, and grows only past what running steps read; a page in which tokens give way to more
+salient ones is written anew. Pages are reused once no step that knew them can be running.
 
 Shapes: L layers, C context pages of each, H KV heads, R pages of a list, S tokens of a page.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +28,6 @@ from torch import Tensor
 from sglang_scout.engine import RESULT_DELAY_STEPS, Ids, Ints
 from sglang_scout.engine.stores import HostPages
 from sglang_scout.ops.pages import copy_tokens, resident_slots
-from sglang_scout.ops.residency import rank_within
 from sglang_scout.ops.triton import Lazy
 
 kernels = Lazy(f"{__package__}.kernels")
@@ -90,54 +94,39 @@ def decay_mass_reference(q, lse, k, pages, n_pages, slot_of, *of_rows):
     maw[row[live], place[live]] = torch.where(there, moved, old)[live]
 
 
-def salient_bits(
-    maw: Float32[Tensor, "L N W H S"],
-    state: Int32[Tensor, " n"],
-    at: Int32[Tensor, " n"],
-    threshold: Float32[Tensor, "L N H"],
-) -> Int32[Tensor, "L n H"]:
-    """Bitmask of the tokens kept of pages that leave the window: those with MAW > threshold.
-
-    Args:
-        maw: see `decay_mass`.
-        state, at: row and window index of each page in it; in range.
-        threshold: beta / window of each request and head.
-    Returns:
-        [L, n, H] int32, bit t for token t.
-    Source: Deng et al., section 3.2.2, Algorithm 1 line 24.
-    """
-    run = kernels.salient_bits if maw.is_cuda else salient_bits_reference
-    return run(maw, state, at, threshold)
-
-
-def salient_bits_reference(maw, state, at, threshold):
-    keeps = maw[:, state, at] > threshold[:, state, :, None]  # [L, n, H, S]
-    bit = 1 << torch.arange(maw.shape[-1], device=maw.device)
-    return (keeps * bit).sum(-1).to(torch.int32)
-
-
 def select_salient(
-    q: Tensor, k: Tensor, pages: Tensor, beta: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Tokens of host pages whose softmax weight over all of these tokens exceeds beta / their number; on the host.
+    q: Tensor, k: Tensor, pages: Tensor, beta: float, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of host pages with salience > beta among all tokens of these; on the host.
 
     Args:
         q: [HQ, D] float32, one request's query.
         k: [P, S, H, D] any float dtype.
         pages: [n] int64, its pages.
-        beta: [H] float32.
     Returns:
-        (heads [m], tokens [m]) int64 by head and then in the order of ``pages``; token t of page p is p S + t.
-    Source: Deng et al., Algorithm 1 line 21; a token is kept if any query head of the group keeps it (ours).
+        (heads [m], tokens [m], salience [m]) int64, int64, float32 by head and then in the order of ``pages``; token t
+        of page p is p S + t.
+    Source: Deng et al., Algorithm 1 line 21; a KV head's weight is the largest of its group's query heads (ours).
     """
     _, S, H, D = k.shape
     q = q.view(H, -1, D)
     chunks = pages.split(256)  # bounds the widened copy: 32 MiB at H=8, D=128
     keys = (k.index_select(0, ids).flatten(0, 1).float() for ids in chunks)
     s = torch.cat([torch.einsum("hgd,thd->hgt", q, x) for x in keys], dim=2)
-    weight = torch.softmax(s.mul_(scale), dim=2).amax(1)  # [H, n S]
-    heads, at = (weight > beta[:, None] / max(1, weight.shape[1])).nonzero(as_tuple=True)
-    return heads, pages[at // S] * S + at % S
+    salience = torch.softmax(s.mul_(scale), dim=2).amax(1).mul_(s.shape[2])  # [H, n S]
+    heads, at = (salience > beta).nonzero(as_tuple=True)
+    return heads, pages[at // S] * S + at % S, salience[heads, at]
+
+
+def _by_list(lists: Ids, salience: npt.NDArray[np.float32]) -> Ids:
+    """Order by list, most salient first. Bits of floats that are not negative are in the order of their values."""
+    return np.argsort((lists << 32) - salience.view(np.int32))
+
+
+def _rank_within(lists: Ids) -> Ids:
+    """The index of each element among those of its list; ``lists`` are ascending."""
+    count = np.bincount(lists)
+    return np.arange(len(lists)) - (np.cumsum(count) - count)[lists]
 
 
 @dataclass(frozen=True)
@@ -166,9 +155,12 @@ class ContextCache:
         self._first_id = host.num_pages
         self._free = np.tile(np.arange(count, dtype=np.int32), (layers, 1))  # [L, C], stacks
         self._num_free, self.num_pages = np.full(layers, count), layers * count
-        self._lock = threading.Lock()  # of both: tokens may be added by another thread
-        # Released at each of the last boundaries: steps that may still run read it.
-        self._released: deque[list[Kept]] = deque()
+        self._spare = count // 16  # of each layer, for lists that exchange tokens
+        places = layers, count, self._page_tokens
+        self._token, self._salience = np.zeros(places, np.int32), np.zeros(places, np.float32)
+        self._lock = threading.Lock()  # of the stacks: tokens may be added by another thread
+        # Layers and pages released at each of the last boundaries: steps that may still run read them.
+        self._released: deque[list[tuple[Ids, Ints]]] = deque()
 
     @property
     def used_pages(self) -> int:
@@ -179,36 +171,95 @@ class ContextCache:
         """A request without kept tokens."""
         return Kept(np.full(self._lists, -1, np.int32), np.zeros(self._lists[:2], np.int64))
 
-    def add(self, kept: Kept, layers: Ids, heads: Ids, tokens: Ids) -> npt.NDArray[np.bool_]:
-        """Append K and V of tokens to a request's lists.
+    def add(
+        self, kept: Kept, layers: Ids, heads: Ids, tokens: Ids, salience: npt.NDArray[np.float32]
+    ) -> None:
+        """Add K and V of tokens to a request's lists, all ``[m]``; token t of host page p is p S + t.
 
-        Args:
-            layers, heads, tokens: ``[m]``, by layer and then head; token t of host page p is p S + t.
-        Returns:
-            ``[L, H]`` lists that were full, or found no page: the rest of their tokens is dropped.
+        A list that is at the cap, or finds no page, exchanges its least salient tokens for more salient ones. Tokens
+        are dropped regardless of salience only if the pool lacks the pages for that, too.
         """
-        num_layers, num_heads, _ = self._lists
-        size, lists = self._page_tokens, layers * num_heads + heads
-        place = kept.tokens[layers, heads] + rank_within(lists)
-        fits = place < self._cap_tokens
+        lists = layers * self._lists[1] + heads
+        order = _by_list(lists, salience)
+        ordered = lists[order], tokens[order], salience[order]
+        left = self._append(kept, *ordered)
+        if left.any():
+            self._exchange(kept, *(x[left] for x in ordered))
+
+    def _append(self, kept: Kept, lists: Ids, tokens: Ids, salience: Any) -> Any:
+        """Append ordered tokens. Returns ``[m]`` which have no room."""
+        (_, num_heads, row_pages), size = self._lists, self._page_tokens
+        pages, counts = kept.pages.reshape(-1, row_pages), kept.tokens.reshape(-1)
+        place = counts[lists] + _rank_within(lists)
+        column, fits = place // size, place < self._cap_tokens
         begins = np.flatnonzero(fits & (place % size == 0))
+        # If pages are short, all lists get one before any gets two.
+        begins = begins[np.lexsort((column[begins], lists[begins] // num_heads))]
+        pages[lists[begins], column[begins]] = self._take(lists[begins] // num_heads, self._spare)
+        fits &= pages[lists, np.minimum(column, row_pages - 1)] >= 0
+        self._write(kept, *(x[fits] for x in (lists, place, tokens, salience)))
+        counts += np.bincount(lists[fits], minlength=len(counts))
+        return ~fits
+
+    def _exchange(self, kept: Kept, lists: Ids, tokens: Ids, salience: Any) -> None:
+        """Ordered tokens for which their lists have no room take the places of less salient ones. Running steps read
+        these, so a page that changes is written anew, as long as there are free ones."""
+        _, heads, row_pages = self._lists
+        counts, pages = kept.tokens.reshape(-1), kept.pages.reshape(-1)
+        owner, place, *held = self._entries(kept, np.unique(lists))
+        least = np.full(len(counts), np.inf, np.float32)  # stays of lists without a page
+        np.minimum.at(least, owner, held[1])
+        better = salience > least[lists]
+        if not better.any():
+            return
+        news = lists[better], tokens[better], salience[better]
+        every, tokens, salience = map(np.concatenate, zip((owner, *held), news, strict=True))
+        order = _by_list(every, salience)
+        is_out = _rank_within(every[order]) >= counts[every[order]]
+        lose, win = order[is_out], order[~is_out]
+        lose, win = lose[lose < len(owner)], win[win >= len(owner)]  # as many of each list
+        tokens[lose], salience[lose] = tokens[win], salience[win]
+        at = owner * row_pages + place // self._page_tokens
+        changed = np.unique(at[lose])
+        taken = self._take(changed // row_pages // heads)
+        changed, taken = changed[taken >= 0], taken[taken >= 0]
+        self._released[-1].append((changed // row_pages // heads, pages[changed]))
+        pages[changed] = taken
+        is_new = np.isin(at, changed)
+        of_pages = tokens[: len(at)], salience[: len(at)]
+        self._write(kept, *(x[is_new] for x in (owner, place, *of_pages)))
+
+    def _take(self, layers: Ids, spare: int = 0) -> Ints:
+        """``[n]`` free pages of ascending ``layers``, all but the last ``spare`` of each; -1 where none is left."""
+        taken = np.full(len(layers), -1, np.int32)
         with self._lock:
-            rank = rank_within(layers[begins])
-            begins, rank = (x[rank < self._num_free[layers[begins]]] for x in (begins, rank))
-            of = layers[begins]
-            taken = self._free[of, self._num_free[of] - 1 - rank]
-            self._num_free -= np.bincount(of, minlength=num_layers)
-        kept.pages[of, heads[begins], place[begins] // size] = taken
-        column = np.minimum(place // size, kept.pages.shape[2] - 1)
-        page = kept.pages[layers, heads, column].astype(np.int64)
-        fits &= page >= 0
-        rows = tokens * num_heads + heads
-        ids = np.stack([layers, rows, page * size + place % size])[:, fits]
-        copy_tokens(self._source, torch.from_numpy(np.ascontiguousarray(ids)), self._pool)
-        both = (np.bincount(x, minlength=num_layers * num_heads) for x in (lists[fits], lists))
-        added, given = (x.reshape(num_layers, num_heads) for x in both)
-        kept.tokens[:] += added
-        return added < given
+            rank = _rank_within(layers)
+            has = rank < self._num_free[layers] - spare
+            taken[has] = self._free[layers[has], (self._num_free[layers] - 1 - rank)[has]]
+            self._num_free -= np.bincount(layers[has], minlength=len(self._free))
+        return taken
+
+    def _write(self, kept: Kept, lists: Ids, place: Ids, tokens: Ids, salience: Any) -> None:
+        """Copy tokens to their places in lists."""
+        heads, size = self._lists[1], self._page_tokens
+        at = self._at(kept, lists, place)
+        ids = np.stack(
+            [at[0], tokens * heads + lists % heads, at[1].astype(np.int64) * size + at[2]]
+        )
+        copy_tokens(self._source, torch.from_numpy(ids), self._pool)
+        self._token[at], self._salience[at] = tokens, salience
+
+    def _at(self, kept: Kept, lists: Ids, place: Ids) -> tuple[Ids, Ints, Ids]:
+        """Layers, pages, and places in these."""
+        column, at = np.divmod(place, self._page_tokens)
+        return lists // self._lists[1], kept.pages.reshape(-1, self._lists[2])[lists, column], at
+
+    def _entries(self, kept: Kept, lists: Ids) -> Any:
+        """What ``lists`` hold: of each token the list, its place in it, the token and its salience."""
+        owner = np.repeat(lists, kept.tokens.reshape(-1)[lists])
+        place = _rank_within(owner)
+        at = self._at(kept, owner, place)
+        return owner, place, self._token[at].astype(np.int64), self._salience[at]
 
     def worker_ids(self, kept: Kept) -> tuple[Ints, Ints]:
         """``[L, H, R]`` ids as the ring takes them and ``[L, H]`` how many of each list.
@@ -222,16 +273,15 @@ class ContextCache:
         return np.where(kept.pages < 0, -1, ids).astype(np.int32), n_pages.astype(np.int32)
 
     def release(self, kept: Kept) -> None:
-        """A request has ended, was retracted or is being re-evaluated."""
-        self._released[-1].append(kept)
+        """A request has ended, or was retracted."""
+        is_page = kept.pages >= 0
+        self._released[-1].append((is_page.nonzero()[0], kept.pages[is_page]))
 
     def begin_step(self) -> None:
         """Step boundary: pages released ``RESULT_DELAY_STEPS`` boundaries ago become free."""
-        for kept in self._released.popleft() if len(self._released) == RESULT_DELAY_STEPS else ():
-            with self._lock:
-                for layer, pages in enumerate(kept.pages):
-                    pages = pages[pages >= 0]
-                    end = self._num_free[layer] + len(pages)
-                    self._free[layer, self._num_free[layer] : end] = pages
-                    self._num_free[layer] = end
+        free = self._released.popleft() if len(self._released) == RESULT_DELAY_STEPS else ()
+        with self._lock:
+            for layers, pages in free:
+                self._free[layers, self._num_free[layers] + _rank_within(layers)] = pages
+                self._num_free += np.bincount(layers, minlength=len(self._free))
         self._released.append([])

@@ -1,6 +1,5 @@
-"""`decay_mass` and `salient_bits` on the device."""
+"""`decay_mass` on the device."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -52,22 +51,6 @@ def decay_kernel(
         tl.store(at, moved, mask=here)
 
 
-@triton.jit
-def salient_kernel(
-    maw, state, at, threshold, out,
-    N, W, H,
-    S: tl.constexpr,
-):
-    """One page, head and layer. maw [L, N, W, H, S]; state, at [n]; threshold [L, N, H]; out [L, n, H]."""
-    i, h, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row = layer * N + tl.load(state + i)
-    s = tl.arange(0, triton.next_power_of_2(S))
-    average = tl.load(maw + ((row * W + tl.load(at + i)) * H + h) * S + s, mask=s < S, other=0.0)
-    keeps = (average > tl.load(threshold + row * H + h)) & (s < S)
-    word = tl.sum(tl.where(keeps, 1, 0) << s, axis=0)
-    tl.store(out + (layer * tl.num_programs(0) + i) * H + h, word)
-
-
 def decay_mass(
     q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha, scale
 ):
@@ -76,10 +59,3 @@ def decay_mass(
         q, lse, as_loaded(k), pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha,
         scale, N, W, slot_of.numel(), S, H, q.shape[1] // H, D, stored_as(k.dtype)[1], num_warps=4,
     )
-
-
-def salient_bits(maw, state, at, threshold):
-    (L, N, W, H, S), n = maw.shape, len(state)
-    out = torch.empty((L, n, H), dtype=torch.int32, device=maw.device)
-    salient_kernel[(n, H, L)](maw, state, at, threshold, out, N, W, H, S, num_warps=1)
-    return out

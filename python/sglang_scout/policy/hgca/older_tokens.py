@@ -2,15 +2,27 @@
 
 The device attends to a request's recent window and, if the policy requires, to its first pages. Of a page that leaves
 the window each KV head keeps the salient tokens, in the context cache: those with more than beta / window of its
-attention, by a moving average. A joining request has older pages without statistics: its first step attends to all of
-them, and with that step's queries a thread selects among their tokens (line 20 of Algorithm 1). Until it is done, the
-CPU attends to all.
+attention, by a moving average. A joining request, to the paper an append, has older pages without averages: a thread
+selects among their tokens by the queries of the prompt's last token, which the prefill server sends, or else by those
+of the first step here (line 20 of Algorithm 1). Until it is done, the CPU attends to all.
 
-    boundary t-1   a page leaves with step t: what is kept of it, by the averages up to step t-2, is read back
-    boundary t     its tokens are added to the lists, and the CPU attends to them from step t on
+    boundary t-1   a page leaves with step t: its averages up to step t-2 are read back
+    boundary t     its salient tokens are added to the lists, and the CPU attends to them from step t on
     later          a request's evaluation has ended: its lists replace all its older pages
 
 All of this happens at boundaries, so lists are fixed during a step.
+
+As in Deng et al.: the window, first in, first out by pages; averages of weights normalised in it (Algorithm 1 line 9);
+both thresholds, per head; contiguous lists; the CPU beside the device in the same layer; evaluation beside the steps.
+Not as there:
+
+- A_cpu is of the prompt's last token alone. The paper gives no reduction over the appended ones.
+- The averages are two steps old. A page that leaves with a request's second step, before it has any, is evaluated with
+  the older ones.
+- Query heads that share a KV head share its tokens, by the largest weight among them.
+- Line 12's sign is reversed. Retained averages are not renormalised: only the cap reads them again. Heads are not
+  merged into tasks with padding: the attention process takes a KV head of a request each.
+- The cap, if set: the paper has none.
 """
 
 from __future__ import annotations
@@ -18,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +37,7 @@ import torch
 from torch import Tensor
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.engine import Ids, Ints
+from sglang_scout.engine import Ids
 from sglang_scout.engine.ahead import Ahead, Selector
 from sglang_scout.engine.device import Fetching, Staging, upload
 from sglang_scout.engine.requests import Batch, Request
@@ -37,12 +48,11 @@ from sglang_scout.policy.hgca.kept_tokens import (
     ContextCache,
     Kept,
     decay_mass,
-    salient_bits,
     select_salient,
 )
 
-Tokens = tuple[Ids, Ids, Ids]
-"""Layers, heads and tokens, see :meth:`ContextCache.add`."""
+Tokens = tuple[Ids, Ids, Ids, npt.NDArray[np.float32]]
+"""Layers, heads, tokens and their salience, see :meth:`ContextCache.add`."""
 
 
 @dataclass(eq=False)
@@ -52,11 +62,9 @@ class Older:
     state: int  # row of the policy's stores
     begin: int  # pages before the window's start
     kept: Kept
-    betas: Tensor  # [L, H]
-    queries: Tensor  # [L, HQ, D] on the device, written by its first step
+    queries: Tensor  # [L, HQ, D] the prompt's, or those on the device that its first step writes
     whole: list[int]  # until it is evaluated, all older pages
-    # What is kept, and lists without room for all.
-    evaluation: Future[tuple[Kept, npt.NDArray[np.bool_]]] | None = None
+    evaluation: Future[Kept] | None = None
     since: list[Tokens] = field(default_factory=list)  # kept of pages that left since it joined
     row: int | None = None  # of the device, if its lists are there as they are now
     posted: Ids | int = 0  # [L] pages in these, of all heads
@@ -73,10 +81,10 @@ class OlderTokens(Selector):
         self._sinks, self._recent = parts.policy.rule.sink_pages, parts.policy.rule.recent_pages
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, parts.sizes.max_batch
         lists, max_pages = (layers, rows, heads), parts.sizes.max_pages
+        self._beta = torch.tensor(config.hgca_beta).item()  # infinite if too large for float32
         self._cache = ContextCache(parts.host, max_pages, config.context_cap_tokens)
         places = layers, rows, self._recent + 1, heads, shape.page_size
         self._maw = torch.zeros(places, device=self._device)
-        self._threshold = torch.zeros(lists, device=self._device)
         ids = torch.full((*lists, max_pages), -1, dtype=torch.int32, device=self._device)
         self._ids, self._counts = ids, torch.zeros_like(ids[..., 0])
         self._queries = torch.zeros(
@@ -86,7 +94,7 @@ class OlderTokens(Selector):
         self._older: dict[Request, Older] = {}
         self._free_states, self._rows = list(range(rows)), 0  # rows of the last step
         self._leaving: dict[Request, int] = {}  # pages that leave with this step, and
-        self._bits = Fetching([torch.zeros(1, 0)])  # [L, n, H] of these
+        self._averages = Fetching([torch.zeros(1, 0)])  # [L, n, H, S] of these
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout-evaluate")
         self.pause()
 
@@ -105,8 +113,8 @@ class OlderTokens(Selector):
         """Step boundary: bring the lists up to date. Returns the batch with the pages that the device attends to."""
         self._cache.begin_step()
         self._forget(batch.requests)
-        [found] = self._bits.wait()
-        bits = dict(zip(self._leaving, np.moveaxis(found, 1, 0), strict=True))
+        [found] = self._averages.wait()
+        averages = dict(zip(self._leaving, np.moveaxis(found, 1, 0), strict=True))
         attended = np.full_like(batch.table, -1)
         words = self._staging.fill().reshape(4, -1)
         words[:] = -1
@@ -117,12 +125,16 @@ class OlderTokens(Selector):
             older = self._older.get(request)
             is_new = older is None
             if older is None:
-                older = self._older[request] = self._joined(row, begin, pages[sinks:begin])
+                queries = self._queries[:, row] if request.queries is None else request.queries
+                own = self._cache.empty(), queries, pages[sinks:begin].tolist()
+                older = self._older[request] = Older(self._free_states.pop(), begin, *own)
             else:
-                self._advance(older)
                 if older.begin < begin:
-                    self._leave(older, pages[max(older.begin, sinks) : begin], bits.get(request))
+                    assert begin == older.begin + 1, "averages are of one page"
+                    if older.begin >= sinks:
+                        self._leave(older, int(pages[older.begin]), averages.get(request))
                     older.begin = begin
+                self._advance(older)
             window = np.concatenate([pages[begin:full], pages[:sinks]])
             attended[row, : len(window)] = window
             words[:, row] = older.state, is_new, begin % (self._recent + 1), full - begin
@@ -139,19 +151,6 @@ class OlderTokens(Selector):
         self._parts.counters.count_step(0, np.asarray(posted), held, "cpu")
         return replace(batch, table=attended, n_full=(attended >= 0).sum(1).astype(np.int32))
 
-    def _joined(self, row: int, begin: int, pages: Ints) -> Older:
-        """A request is new in ``row``; ``pages`` are before its window."""
-        # Infinite if too large for float32.
-        betas = torch.tensor(self._config.hgca_beta).expand_as(self._threshold[:, 0])
-        own = self._cache.empty(), betas, self._queries[:, row], pages.tolist()
-        older = Older(self._free_states.pop(), begin, *own)
-        self._set_threshold(older)
-        return older
-
-    def _set_threshold(self, older: Older) -> None:
-        threshold = older.betas / self._config.budget_tokens
-        self._threshold[:, older.state] = upload(threshold.numpy(), self._device)
-
     def _forget(self, batch: Sequence[Request]) -> None:
         """Drop requests that have left the batch, ended or retracted."""
         stay = set(batch)
@@ -161,70 +160,58 @@ class OlderTokens(Selector):
             self._free_states.append(older.state)
             running = older.evaluation
             if running is not None and not running.cancel():
-                running.add_done_callback(lambda done: self._cache.release(done.result()[0]))
+                running.add_done_callback(lambda done: self._cache.release(done.result()))
 
     def _advance(self, older: Older) -> None:
         """Start the evaluation of a request after its first step; when it has ended, its result replaces the lists of
         all older pages."""
         if older.whole and older.evaluation is None:
             sent, pages = Fetching([older.queries]), torch.tensor(older.whole)
-            older.evaluation = self._thread.submit(self._select, sent, pages, older.betas)
+            older.evaluation = self._thread.submit(self._select, sent, pages)
         elif older.evaluation is not None and older.evaluation.done():
-            older.kept, was_full = older.evaluation.result()
+            older.kept = older.evaluation.result()
             older.evaluation, older.whole, older.row = None, [], None
-            self._raise(older, was_full)
             for tokens in older.since:
-                self._keep(older, tokens)
+                self._cache.add(older.kept, *tokens)
 
-    def _select(self, sent: Fetching, pages: Tensor, betas: Tensor) -> Any:
+    def _select(self, sent: Fetching, pages: Tensor) -> Kept:
         """On the thread, concurrent with steps: select among all tokens of ``pages`` by the ``sent`` queries."""
         [queries] = map(torch.from_numpy, sent.wait())
-        kept, scale = self._cache.empty(), self._shape.scale
-        was_full = np.zeros(kept.tokens.shape, bool)
+        kept = self._cache.empty()
         for layer, k in enumerate(self._parts.host.k):
-            found = select_salient(queries[layer], k, pages, betas[layer], scale)
-            heads, tokens = (x.numpy() for x in found)
-            was_full |= self._cache.add(kept, np.full_like(heads, layer), heads, tokens)
-        return kept, was_full
+            of_layer = queries[layer].float(), k, pages, self._beta, self._shape.scale
+            heads, *tokens = (x.numpy() for x in select_salient(*of_layer))
+            self._cache.add(kept, np.full_like(heads, layer), heads, *tokens)
+        return kept
 
-    def _leave(self, older: Older, pages: Ints, bits: Ints | None) -> None:
-        """``pages`` have left the window; ``bits`` ``[L, H]`` are None without statistics: then all is kept."""
-        size = self._shape.page_size
-        words = np.full(older.kept.tokens.shape, -1, np.int32) if bits is None else bits
-        is_kept = (words[..., None] >> np.arange(size)) & 1
-        layers, heads, tokens = np.tile(is_kept, len(pages)).nonzero()
-        kept = layers, heads, pages.astype(np.int64)[tokens // size] * size + tokens % size
-        if older.whole:
-            older.whole += pages.tolist()
-            older.since.append(kept)
-        else:
-            self._keep(older, kept)
+    def _leave(self, older: Older, page: int, averages: npt.NDArray[np.float32] | None) -> None:
+        """``page`` has left the window with these ``averages`` ``[L, H, S]``; without any it is to be evaluated."""
         older.row = None
-
-    def _keep(self, older: Older, tokens: Tokens) -> None:
-        self._raise(older, self._cache.add(older.kept, *tokens))
-
-    def _raise(self, older: Older, was_full: npt.NDArray[np.bool_]) -> None:
-        """Double the beta of lists ``[L, H]`` that had no room for all tokens (ours)."""
-        if was_full.any():
-            self._parts.counters.raised_thresholds += int(was_full.sum())
-            doubled = torch.where(older.betas > 0, 2 * older.betas, 1.0)
-            older.betas = torch.where(torch.from_numpy(was_full), doubled, older.betas)
-            self._set_threshold(older)
+        if older.whole or averages is None:
+            older.whole.append(page)
+        if averages is None:
+            assert older.evaluation is None, "it has begun without the page"
+            return
+        salience = averages * np.float32(self._config.budget_tokens)
+        at = layers, heads, places = (salience > self._beta).nonzero()
+        tokens = layers, heads, page * self._shape.page_size + places, salience[at]
+        if older.whole:
+            older.since.append(tokens)
+        else:
+            self._cache.add(older.kept, *tokens)
 
     def _ask_of_leaving(self, batch: Batch) -> None:
-        """Request the kept tokens of pages that leave with the next step. A first step's statistics are too few."""
+        """Request the averages of pages that leave with the next step. A request's first step has none yet."""
         full, tail_len, requests = batch.n_full, batch.tail_len, batch.requests
         is_last = tail_len == self._shape.page_size
         rows = np.flatnonzero(is_last & (full >= self._recent) & (batch.ages > 0))
         states = [self._older[requests[row]].state for row in rows]
         places = (full[rows] - self._recent) % (self._recent + 1)
-        asked = [upload(np.array(x, np.int32), self._device) for x in (states, places)]
-        found = torch.zeros(1, 0)
+        self._leaving, found = {requests[row]: i for i, row in enumerate(rows)}, torch.zeros(1, 0)
         if len(rows):
-            found = salient_bits(self._maw, *asked, self._threshold)
-        self._leaving = {requests[row]: i for i, row in enumerate(rows)}
-        self._bits = Fetching([found])
+            asked = [upload(np.array(x, np.int64), self._device) for x in (states, places)]
+            found = self._maw[:, asked[0], asked[1]]
+        self._averages = Fetching([found])
 
     def _send(self, row: int, older: Older) -> None:
         """Update the device's row with a request's lists."""
