@@ -23,6 +23,7 @@ class Fleet(PDCluster):
     """A decode server for each of ``settings``, which are distinct; each runs one request at a time.
 
     Args:
+        settings: of one ``prefill_policy``.
         args: of the suite: model_path, lengths, dtype, threads, config.
     """
 
@@ -38,7 +39,7 @@ class Fleet(PDCluster):
             for setting, name in self._server_of.items()
         }
         servers["prefill"] = whole_prompts + flags(
-            kv_offload="scout",
+            kv_offload=settings[0].prefill_policy,
             max_running_requests=len(settings) + 1,
             max_total_tokens=4 * text_tokens,
         )

@@ -11,7 +11,8 @@
     sparda, rheo      with the weights that scripts/train_forecast.py trains for the model by default
     hgca              a recent window on the device, half of the budget; the CPU attends to what each head keeps
 
-`scout+KEY=VALUE+...` is `scout` with these additional keys of ``--kv-offload-config``, e.g. `scout+recall=off`.
+`scout+KEY=VALUE+...` is `scout` with these additional keys of ``--kv-offload-config``, e.g. `scout+recall=off`; null
+leaves a key out: `hgca+context_cap_tokens=null`, as in its paper.
 ``budget_tokens`` counts full pages. All but `full` also attend to the partially filled page.
 """
 
@@ -81,6 +82,11 @@ class Setting:
     def name(self) -> str:
         return self.policy if self.budget_tokens is None else f"{self.policy}-{self.budget_tokens}"
 
+    @property
+    def prefill_policy(self) -> str:
+        """Of a prefill server whose hints it can use."""
+        return "hgca" if self.base == "hgca" else "scout"
+
     def _flag_tokens(self) -> int:
         """Value of ``--kv-offload-budget``; for hgca the window, the other half is for the CPU."""
         budget = self.budget_tokens or 0
@@ -91,9 +97,10 @@ class Setting:
         more = {}
         for pair in self.policy.split("+")[1:]:
             key, _, value = pair.partition("=")
-            is_json = value[:1] in "[0123456789-" or value in ("true", "false")
+            is_json = value[:1] in "[0123456789-" or value in ("true", "false", "null")
             more[key] = json.loads(value) if is_json else value
-        return {**self._own_config(model), **more}
+        config = {**self._own_config(model), **more}
+        return {key: value for key, value in config.items() if value is not None}
 
     def _own_config(self, model: str) -> dict[str, Any]:
         if trained := {"sparda": "forecast", "rheo": "pilot"}.get(self.base):

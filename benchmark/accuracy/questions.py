@@ -3,7 +3,8 @@
 The first token after a prompt comes from the prefill server, which always uses full attention; for
 `count` that is the whole answer. The prompt therefore ends before the question. A grammar forces the tokens of the
 question, so that the decode server processes it, with the policy under test, and then leaves the answer free. This
-needs servers with ``--grammar-backend llguidance``, whose grammars may contain token ids.
+needs servers with ``--grammar-backend llguidance``, whose grammars may contain token ids. A sample without
+``question_tokens`` has the question in the prompt, as a user's request has.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def forcing_grammar(forced: Sequence[int], then: str = "") -> str:
 
 def payload(sample: tasks.Sample) -> dict[str, Any]:
     """Body of a ``/generate`` request, greedy, up to the first ``;`` or to the last blank."""
-    question = sample.prompt[-sample.question_tokens :]
+    at = len(sample.prompt) - sample.question_tokens
+    question = sample.prompt[at:]
     sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": len(question) + ANSWER_TOKENS}
     if sample.blanks is not None:
         free = {place for begin, end in sample.blanks for place in range(begin, end)}
@@ -93,7 +95,7 @@ def payload(sample: tasks.Sample) -> dict[str, Any]:
     else:
         sampling["stop_token_ids"] = [vocabulary.END]
         sampling["ebnf"] = forcing_grammar(question, f"any*\nany: {ANY_TOKEN}")
-    return {"input_ids": sample.prompt[: -len(question)], "sampling_params": sampling}
+    return {"input_ids": sample.prompt[:at], "sampling_params": sampling}
 
 
 def is_right(sample: tasks.Sample, answer: dict[str, Any]) -> bool:
@@ -105,7 +107,7 @@ def is_right(sample: tasks.Sample, answer: dict[str, Any]) -> bool:
     if reason.get("type") == "abort":
         raise ValueError(f"the server ended a request: {reason.get('message', reason)}")
     given = list(answer.get("output_ids") or [])
-    question = sample.prompt[-sample.question_tokens :]
+    question = sample.prompt[len(sample.prompt) - sample.question_tokens :]
     asked, given = given[: len(question)], given[len(question) :]
     if asked != question:
         raise ValueError(f"the question was not forced: {asked}; {question} was sent")

@@ -28,6 +28,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,6 +115,8 @@ def measure(
                 SOURCES[args.questions].sample(task, length, args.seed + i)
                 for i in range(args.samples)
             ]
+            if args.through == "prompt":
+                samples = [replace(sample, question_tokens=0) for sample in samples]
             ask_all(servers, tallies, samples)
             for tally in tallies:
                 found = tally.row(servers.counters(tally.setting))
@@ -156,7 +159,10 @@ def run_settings(
     if FULL_SETTING in todo:
         todo.remove(FULL_SETTING)
         ask_full(args, file, progress)
-    for group in (todo[i : i + args.at_once] for i in range(0, len(todo), args.at_once)):
+    of_prefill = [[s for s in todo if s.prefill_policy == policy] for policy in ("scout", "hgca")]
+    for group in (
+        x[i : i + args.at_once] for x in of_prefill for i in range(0, len(x), args.at_once)
+    ):
         progress.say(f"starting servers for {', '.join(s.name for s in group)}")
         file.renew(environment(BENCHMARK, PACKAGES))
         with Fleet(group, args) as fleet:
@@ -171,7 +177,7 @@ def suite_file(args: argparse.Namespace) -> RowFile:
         "weights": weights_digest(args.model_path),
         "dtype": args.dtype,
         "seed": args.seed,
-        "through": "decode",  # the decode server reads the question
+        "through": args.through,
         "config": args.config,
         "samples": args.samples,
     }
@@ -188,6 +194,10 @@ def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
     add("--questions", choices=SOURCES, default="tasks")
     add("--lengths", nargs="+", type=int, metavar="TOKENS")
     add("--tasks", nargs="+", choices=[task for s in SOURCES.values() for task in s.tasks])
+    text = (
+        "which server reads the question: the prefill server, in the prompt, or the decode server"
+    )
+    add("--through", choices=("decode", "prompt"), default="decode", help=text)
     add("--samples", type=int, default=25, help="samples per length and task")
     add("--seed", type=int, help="seed of the first sample")
     add("--at-once", type=int, default=6, metavar="SERVERS", help="settings that run concurrently")

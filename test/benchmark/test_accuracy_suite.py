@@ -54,7 +54,7 @@ def row_file(path, **fields):
 
 def measured_rows(path, fails, settings=(FULL_SETTING, SCOUT)):
     sizes = {"lengths": [128, 160], "tasks": ["recall", "count"], "samples": 5}
-    args = argparse.Namespace(**sizes, seed=7, questions="tasks")
+    args = argparse.Namespace(**sizes, seed=7, questions="tasks", through="decode")
     file, server = row_file(path), Answering(args, fails)
     suite.measure(server, settings, args, file, Progress())
     return file, server
@@ -79,6 +79,10 @@ def test_the_flags_of_every_policy_are_understood(name, budget):
     if parsed.policy == "scout":
         assert parsed.precompute == (name in ("scout", "scout-rotated"))
         assert ("exact_layers" in given["--kv-offload-config"]) == parsed.precompute
+    assert (parsed.context_cap_tokens == budget // 2) == (name == "hgca")
+    assert (
+        "context_cap_tokens" not in Setting("hgca+context_cap_tokens=null", 512).decode_flags()[-1]
+    )
     if name == "recent":
         assert parsed.sink_pages + parsed.recent_pages == budget // 32
 

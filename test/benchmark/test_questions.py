@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -52,6 +53,12 @@ def test_the_decode_server_reads_the_question(task):
     assert not questions.is_right(sample, wrong)
     with pytest.raises(ValueError, match="was not forced"):
         questions.is_right(sample, {**right, "output_ids": sample.answer + forced})
+    in_prompt = dataclasses.replace(sample, question_tokens=0)
+    body = questions.payload(in_prompt)
+    assert body["input_ids"] == sample.prompt
+    assert body["sampling_params"]["ebnf"].split("\n")[0].split() == ["start:", "any*"]
+    assert questions.is_right(in_prompt, {**right, "output_ids": sample.answer})
+    assert not questions.is_right(in_prompt, {**right, "output_ids": forced + sample.answer})
 
 
 def test_of_a_planted_answer_only_the_numbers_are_free(monkeypatch):
