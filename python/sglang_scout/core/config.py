@@ -166,7 +166,9 @@ class OffloadConfig:
         0.1, "Weight of the newest step in the moving average of attention weights"
     )
     context_cap_tokens: Count | None = _of_policies(
-        None, "Most tokens that a head of a layer keeps for a request. Default: as many as fit"
+        None,
+        "Most tokens that a head of a layer keeps for a request: those with the most attention. Default: as many as "
+        "fit",
     )
     forecast_file: str | None = _of_policies(
         None,
