@@ -70,16 +70,16 @@ class PageHints:
         for rows in self._rows:
             rows[:, pages, 0] = 0
 
-    def put(self, page: int, places: PageIds) -> None:
-        """Store the hint ``places`` ``[L, k]``, -1 padded, of a prompt whose last page is ``page``."""
-        self._write(page, places + 1)
+    def put(self, page: int, hint: npt.NDArray[Any]) -> None:
+        """Store the hint ``[L, k]``, -1 padded, of a prompt whose last page is ``page``."""
+        self._write(page, hint + 1)
 
     def _write(self, page: int, words: npt.NDArray[Any]) -> None:
         self.made += 1
         for rows, part in zip(self._rows, np.split(words, 2, axis=1), strict=True):
             rows[:, page] = part
 
-    def of(self, page: int, n_full: int) -> Ids | None:
+    def of(self, page: int, n_full: int) -> Ids | Tensor | None:
         """``[L, k]`` positions among the ``n_full`` full pages of the prompt that ends in ``page``, -1 padded; or
         None."""
         places = np.concatenate([rows[:, page] for rows in self._rows], axis=1).astype(np.int64) - 1
@@ -94,10 +94,10 @@ class QueryHints(PageHints):
     def words(shape: ModelShape) -> int:
         return shape.num_q_heads * shape.head_dim + 2
 
-    def put(self, page: int, queries: npt.NDArray[np.float32]) -> None:
+    def put(self, page: int, hint: npt.NDArray[Any]) -> None:
         """Store ``[L, HQ, D]``."""
         most = np.finfo(np.float16).max
-        halves = queries.clip(-most, most).astype(np.float16).reshape(len(queries), 2, -1)
+        halves = hint.clip(-most, most).astype(np.float16).reshape(len(hint), 2, -1)
         words = np.pad(halves.view(np.uint16), ((0, 0), (0, 0), (1, 0)), constant_values=1)
         self._write(page, words.reshape(len(words), -1))
 

@@ -181,7 +181,7 @@ class ContextCache:
         """
         lists = layers * self._lists[1] + heads
         order = _by_list(lists, salience)
-        ordered = [x[order] for x in (lists, tokens, salience)]
+        ordered = lists[order], tokens[order], salience[order]
         left = self._append(kept, *ordered)
         if left.any():
             self._exchange(kept, *(x[left] for x in ordered))
