@@ -12,9 +12,11 @@ of so many requests, `stock_tokens` and `rheo_tokens`, and `by_host`, whether HO
 from __future__ import annotations
 
 import bisect
+import itertools
 import sys
 import tempfile
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +77,18 @@ def longest(model: ModelConfig, config: OffloadConfig, device: Device, requests:
     return {"stock_tokens": stock, "rheo_tokens": min(rheo, by_host), "by_host": by_host < rheo}
 
 
+def table(found: list[rows.Row]) -> str:
+    """Look-up's share by context, and the longest context."""
+    lines = []
+    for (gpu, requests), same in itertools.groupby(found, itemgetter("impl", "requests")):
+        *shares, most = same
+        stock, rheo = most["stock_tokens"], most["rheo_tokens"]
+        cells = [f"{row['share']:.1%}" for row in shares]
+        lines.append([gpu, str(requests), *cells, f"{stock:,}", f"{rheo:,}", f"{rheo / stock:.1f}"])
+    head = ["device", "requests", *(f"{n:,}" for n in CONTEXTS)]
+    return rows.markdown_table([*head, "longest, stock", "longest, `rheo`", "times"], lines)
+
+
 def main() -> int:
     parser = rows.argument_parser(__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines")
@@ -94,13 +108,10 @@ def main() -> int:
                     us = sum(parts.values())
                     found = {"us": us, "share": parts["scores"] / us, "parts_us": parts}
                     writer.add(gpu, **about, context=context, **found)
-                    print(f"{gpu}: {requests} of {context:,}: {found['share']:.1%} of {us:.0f} us")
                 most = longest(model, config, DEVICES[gpu], requests)
                 writer.add(gpu, **about, context=0, **most)
-                print(
-                    f"{gpu}: {requests}: {most}, {most['rheo_tokens'] / most['stock_tokens']:.1f} times"
-                )
     writer.close()
+    print(table(writer.rows))
     return 0
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from benchmark.kernels.tolerances import tolerance_of
-from benchmark.rows import Writer, argument_parser, environment, summary
+from benchmark.rows import Row, Writer, argument_parser, environment, markdown_table, summary
 from sglang_scout.ops import minmax, rotated
 from sglang_scout.ops.pages import LayerPages
 from sglang_scout.policy.learned import score_embeddings
@@ -98,8 +98,8 @@ def run(writer: Writer, batch: int, columns: int, rounds: int) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
     q = torch.randn(batch, H * G, D).bfloat16().float()
-    table = torch.randperm(batch * columns).int().view(batch, columns)
-    inputs = batch, q, table, torch.full((batch,), columns, dtype=torch.int32)
+    ids = torch.randperm(batch * columns).int().view(batch, columns)
+    inputs = batch, q, ids, torch.full((batch,), columns, dtype=torch.int32)
     cases = {case[0]: case[1:] for make in (of_scout, of_heads) for case in make(*inputs)}
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for name, (_, call, expected) in cases.items():
@@ -114,15 +114,20 @@ def run(writer: Writer, batch: int, columns: int, rounds: int) -> None:
     found = {name: summary(taken) for name, taken in samples.items()}
     nbytes = {name: sum(x.nbytes for x in cases[name][0]) for name in found}
     for name, measured in found.items():
-        times, size = (
-            x[name] / x["minmax"] for x in ({n: f["median_us"] for n, f in found.items()}, nbytes)
-        )
+        times = measured["median_us"] / found["minmax"]["median_us"]
+        size = nbytes[name] / nbytes["minmax"]
         about = {"batch": batch, "pages": columns, "threads": THREADS, "digest_bytes": nbytes[name]}
         about |= {"code": "C++" if name in ("minmax", "rotated-2") else "torch"}
         writer.add(name, **about, times_minmax=times, bytes_minmax=size, **measured)
-        print(
-            f"{name:12s} {measured['median_us']:9.0f} us, {times:.2f} of minmax; bytes {size:.2f}"
-        )
+
+
+def table(rows: list[Row]) -> str:
+    head = ["digest", "code", "ms", "of `minmax`", "its bytes", "spread"]
+    lines = []
+    for r in (row for row in rows if row["status"] == "ok"):
+        ratios = f"{r['times_minmax']:.2f}", f"{r['bytes_minmax']:.2f}", f"{r['spread']:.0%}"
+        lines.append([f"`{r['impl']}`", r["code"], f"{r['median_us'] / 1e3:.1f}", *ratios])
+    return markdown_table(head, lines)
 
 
 def main() -> int:
@@ -133,6 +138,7 @@ def main() -> int:
     writer = Writer(args.json, environment("page_scores", ("sglang-scout", "torch")))
     run(writer, *((2, 64, 3) if args.quick else (16, 2048, 15)))
     writer.close()
+    print(table(writer.rows))
     return int(any(row["status"] == "failed" for row in writer.rows))
 
 

@@ -14,6 +14,7 @@ from benchmark.accuracy.study.decode import Text, decode_window
 from benchmark.accuracy.study.model import Model
 from benchmark.accuracy.study.residents import Residents
 from benchmark.accuracy.study.selection import Digest, Setting, choose, page_scores, reduced
+from benchmark.accuracy.study.settings import OF_SYSTEMS
 from sglang_scout.engine import RESULT_DELAY_STEPS
 from sglang_scout.ops.minmax import score_pages_reference
 from sglang_scout.ops.pages import LayerPages
@@ -312,3 +313,22 @@ def test_the_command_resumes_and_its_rows_make_tables(tmp_path, capsys, monkeypa
     shown = capsys.readouterr().out
     assert "| full attention |" in shown and "facts, 6 documents" in shown
     assert "text, 6 documents" in shown and "| minmax-32 64 | 186 |" in shown
+
+
+def test_tables_of_systems_leave_out_what_has_not_run():
+    place = {"document": 0, "cut": [2048, 4096], "mass": [0.5, 0.75], "resident_mass": [0.25, 0.5]}
+    of_text = {"tokens": [10, 30], "nats": [2.0, 3.0], "full_nats": [1.0, 2.5]}
+    of_text |= {"kl": [0.5, 0.5], "agree": [1.0, 0.5]}
+    rows = []
+    for setting in [x for x in OF_SYSTEMS if x.cache_tokens == 1024 == x.budget_tokens]:
+        shared = {**place, "setting": setting.name, "budget_tokens": 1024}
+        rows += [
+            shared | {"part": "text"} | of_text,
+            shared | {"part": "facts", "right": [[1], [0]]},
+        ]
+    (_, _, *lines), (_, _, by_cut) = (
+        f(rows).splitlines() for f in (table.systems_table, table.lengths_table)
+    )
+    found = "1,024 | 1/2 | – | 0.625 | 0.500 | 0.625 | 0.625 | 0.375 |"
+    assert [x for x in lines if "1/2" in x] == [f"| `rheo`, cache of one budget | {found}"]
+    assert by_cut == "| `rheo`, cache of one budget | 1.000 · 1/1 | 0.500 · 0/1 |"

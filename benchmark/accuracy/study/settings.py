@@ -3,22 +3,24 @@ last in commit 56dce02."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from benchmark.accuracy.study.selection import Setting
 
 TWO_BITS, BOUNDS = "rotated-2", "minmax-32"
 
 
-def _paper(budget: int, **more: object) -> Setting:
+def _paper(budget: int, **more: Any) -> Setting:
     """ScoutAttention's design: Quest's digests, predicted queries, which also attend to the missing pages."""
-    return Setting(budget, query="predicted", attends="predicted-missing", **more)  # type: ignore[arg-type]
+    return Setting(budget, query="predicted", **{"attends": "predicted-missing", **more})
 
 
-def _system(budget: int, digest: str = TWO_BITS, **more: object) -> Setting:
+def _system(budget: int, digest: str = TWO_BITS, **more: Any) -> Setting:
     """The design of ``--kv-offload scout``."""
     how = {"query": "predicted", "attends": "reweighed-missing", "reduce": "value", **more}
-    return Setting(budget, digest, **how)  # type: ignore[arg-type]
+    return Setting(budget, digest, **how)
 
 
 MAIN = [
@@ -61,33 +63,36 @@ MISSING = [
 """The paper's choices and the default with fewer pages attended to by the predicted query; and a part of the
 re-weighting."""
 
-SYSTEMS = [
-    setting
-    for budget in (512, 1024)
-    for setting in (
-        _system(budget),
-        _paper(budget),
-        Setting(budget, TWO_BITS, query="predicted", reduce="value"),
-        Setting(budget, BOUNDS, query="predicted"),
-        Setting(budget, "window", query="forecast", grain="head"),
-        *(
-            Setting(budget, "window", "windows", query=query, grain="head")
-            for query in ("real", "predicted")
-        ),
-        *(
-            Setting(budget, "pilot", grain="head", cache_tokens=times * budget)
-            for times in (0, 1, 2)
-        ),
-    )
-]
-"""scout, scout as in the paper, InfiniGen with either digest, SparDA with its forecast, the sparse attention that it
-replaces (with the real query), that with the next layer's projection, RheoServe without its resident pages and with a
-device cache of a budget or two for each request."""
+
+def _by_head(digest: str, **more: Any) -> Callable[[int], Setting]:
+    return lambda budget: Setting(budget, digest, grain="head", **more)
+
+
+def _rheo(budgets: int) -> Callable[[int], Setting]:
+    return lambda budget: _by_head("pilot", cache_tokens=budgets * budget)(budget)
+
+
+SYSTEMS: dict[str, Callable[[int], Setting]] = {
+    "`scout`": _system,
+    "`scout` as in its paper": _paper,
+    "`infinigen`, rotated digests": partial(_system, attends="real"),
+    "`infinigen`, minimum and maximum": partial(_paper, attends="real"),
+    "`sparda`": _by_head("window", query="forecast"),
+    "`sparda`, real query (its Sparse)": _by_head("window", reduce="windows"),
+    "`sparda`, next layer's projection": _by_head("window", reduce="windows", query="predicted"),
+    "`rheo`, selected pages only": _rheo(0),
+    "`rheo`, cache of one budget": _rheo(1),
+    "`rheo`, cache of two budgets": _rheo(2),
+}
+"""By name, for a budget. The sparse attention that SparDA replaces selects by all query heads of a KV head; a cache is
+RheoServe's of one request."""
+
+OF_SYSTEMS = {make(budget): name for budget in (512, 1024) for name, make in SYSTEMS.items()}
 
 SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "main": dict.fromkeys(("facts", "prompt", "text"), MAIN),
     "budgets": dict.fromkeys(("facts", "prompt"), BUDGETS),
     "grain": dict.fromkeys(("facts", "prompt", "text"), GRAIN),
     "missing": dict.fromkeys(("facts", "prompt", "text"), MISSING),
-    "systems": dict.fromkeys(("facts", "prompt", "text"), SYSTEMS),
+    "systems": dict.fromkeys(("facts", "prompt", "text"), [*OF_SYSTEMS]),
 }

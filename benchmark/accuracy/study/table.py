@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmark.accuracy.study.settings import OF_SYSTEMS
 from benchmark.rows import Row, argument_parser, markdown_table, read_rows
 
 SAMPLES = 2000
@@ -67,8 +68,8 @@ def share(rows: Sequence[Row], field: str, value: object) -> str:
     return f"{sum(outcomes)}/{len(outcomes)}"
 
 
-def _mean_mass(rows: Sequence[Row]) -> float:
-    found = [x for row in rows for x in row["mass"]]
+def _mean_mass(rows: Sequence[Row], field: str = "mass") -> float:
+    found = [x for row in rows for x in row[field]]
     return sum(found) / len(found)
 
 
@@ -113,6 +114,51 @@ def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
     common = set.intersection(*documents) if documents else set()
     ordered = sorted(found, key=lambda name: found[name][0]["budget_tokens"] or 0)
     return {name: [row for row in found[name] if row["document"] in common] for name in ordered}
+
+
+def systems_table(rows: Sequence[Row]) -> str:
+    """Of the set "systems": numbers right with the question decoded and in the prompt, losses on text, mass."""
+    parts = {part: paired(rows, part) for part in ("facts", "prompt", "text")}
+    lines = []
+    for setting, name in OF_SYSTEMS.items():
+        facts, prompt, text = (found.get(setting.name, []) for found in parts.values())
+        cells = [name, f"{setting.budget_tokens:,}"]
+        cells += [_right(facts), _right(prompt)] + ["–"] * 5
+        if text:
+            means = token_mean("nats", "full_nats"), token_mean("kl"), token_mean("agree")
+            cells[4:] = [*(f"{mean(text):.3f}" for mean in means), f"{_mean_mass(text):.3f}", "–"]
+            if "resident_mass" in text[0]:
+                cells[-1] = f"{_mean_mass(text, 'resident_mass'):.3f}"
+        lines.append(cells)
+    head = ["system", "budget", "question decoded", "in the prompt", "nats", "KL", "agreement"]
+    return markdown_table([*head, "mass", "resident mass"], lines)
+
+
+def _right(rows: Sequence[Row]) -> str:
+    found = [x for row in rows for outcomes in row["right"] for x in outcomes]
+    return f"{sum(found)}/{len(found)}" if found else "–"
+
+
+def lengths_table(rows: Sequence[Row], budget: int = 1024) -> str:
+    """Of the set "systems": nats lost on the text after each cut, and numbers right at it, question decoded."""
+    text, facts = paired(rows, "text"), paired(rows, "facts")
+    cuts = sorted({cut for row in rows for cut in row["cut"]})
+    lines = []
+    for setting, name in OF_SYSTEMS.items():
+        if setting.budget_tokens != budget or setting.name not in facts:
+            continue
+        cells = [name]
+        for cut in cuts:
+            lost = [
+                row["nats"][i] - row["full_nats"][i]
+                for row in text.get(setting.name, [])
+                for i, at in enumerate(row["cut"])
+                if at == cut
+            ]
+            nats = f"{sum(lost) / len(lost):.3f}" if lost else "–"
+            cells.append(f"{nats} · {share(facts[setting.name], 'cut', cut)}")
+        lines.append(cells)
+    return markdown_table([f"system, budget {budget:,}", *(f"{c:,}" for c in cuts)], lines)
 
 
 def main(argv: list[str] | None = None) -> int:
