@@ -8,11 +8,11 @@ from statistics import fmean
 from benchmark.accuracy.study.table import token_mean
 from benchmark.rows import Row, markdown_table
 from benchmark.tables import find, number, one
-from benchmark.tables.study import COLUMNS, DEFAULT, PAPER, SERVER, Column, nats, right, study
+from benchmark.tables.study import DEFAULT, PAPER, SERVER, Column, study
 
 BUDGETS = (256, 512, 1024, 2048)
+NATS = ("right", "nats", "prompt", "prompt nats")
 FACTS = ("right", "lost", "prompt", "prompt lost")
-MISSING = ("right", "nats", "prompt", "prompt nats", "kl", "text")
 BY_BUDGET = {
     **{f"`scout`, {x:,}": f"rotated-2 {x} {DEFAULT}" for x in BUDGETS},
     **{f"Quest's bounds, {x:,}": f"minmax-32 {x} grain=head" for x in BUDGETS},
@@ -21,7 +21,6 @@ BY_BUDGET = {
 SELECTION = {
     "the keys themselves": "keys 512",
     "two bits": "rotated-2 512",
-    "two bits, budget 256": "rotated-2 256",
     "two bits, budget 1,024": "rotated-2 1024",
     "two bits, a choice per KV head": "rotated-2 512 grain=head",
     "two bits, pages of 16": "rotated-2 512 page_tokens=16",
@@ -29,9 +28,7 @@ SELECTION = {
     "one bit": "rotated-1 512",
     "bounds": "minmax-32 512",
     "bounds, budget 1,024": "minmax-32 1024",
-    "bounds, budget 2,048": "minmax-32 2048",
     "bounds, pages of 16": "minmax-16 512 page_tokens=16",
-    "bounds, pages of 64": "minmax-64 512 page_tokens=64",
     "two bits, selected by the predicted query": "rotated-2 512 query=predicted",
 }
 CORRECTED = "rotated-2 512 query=predicted attends=corrected-missing"
@@ -39,12 +36,10 @@ ATTENTION = {
     "the predicted query, 512": f"rotated-2 512 {PAPER}",
     "corrected for each page, 512": CORRECTED,
     **{f"re-weighted, {x:,}": f"rotated-2 {x} {SERVER}" for x in BUDGETS[1:]},
-}
-VALUES = {
-    "by mass, 512": f"rotated-2 512 {SERVER}",
-    "with values, 512": f"rotated-2 512 {DEFAULT}",
-    "by mass, 1,024": f"rotated-2 1024 {SERVER}",
-    "with values, 1,024": f"rotated-2 1024 {DEFAULT}",
+    **{
+        f"re-weighted, by values, {x:,}": f"study_values.jsonl: rotated-2 {x} {DEFAULT}"
+        for x in BUDGETS[1:3]
+    },
 }
 DROPPED = {
     "the default": f"rotated-2 1024 {DEFAULT}",
@@ -52,40 +47,15 @@ DROPPED = {
     "at every fourth": f"rotated-2 1024 {DEFAULT} score_every=4",
     "`calibrated` digests: one bit, for one model": f"calibrated 1024 {DEFAULT}",
 }
-KV = {x: f"full kv={x}" for x in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
-RETRIEVAL = {
-    "`minmax`, real query": "minmax-32 512",
-    "`rotated-2`, real query": "rotated-2 512",
-    "`rotated-2`, predicted query selects": "rotated-2 512 query=predicted",
-    "predicted query selects and attends, corrected": CORRECTED,
-    "the same, real query in layers 1 and 2": CORRECTED.replace(
-        "attends", "exact_layers=(1, 2) attends"
-    ),
-}
 POLICIES = {
-    "full attention": "full",
     "`minmax`, predicted query": "scout",
     "`minmax`, real query": "scout-real-query",
-    "`minmax`, real query, only selected pages": "quest",
     "first and newest pages": "recent",
 }
 
 
 def _kl(found: list[Row]) -> str:
     return number(token_mean("kl")(found), 4)
-
-
-def cpu_share() -> str:
-    """One file's settings by the share of the selected pages that the CPU computes."""
-    lines = []
-    for label, how in (("predicted", "predicted"), ("re-weighted", "reweighed")):
-        cells = []
-        for far in (" far=0.05", " far=0.12", " far=0.5", ""):
-            setting = f"rotated-2 512 query=predicted attends={how}{far}"
-            found = find("study_weights.jsonl", setting=setting, part="prompt")
-            cells.append(f"{right(found)} · {nats(found)}")
-        lines.append([label, *cells])
-    return markdown_table(["right · nats", "5 %", "12 %", "50 %", "100 %"], lines)
 
 
 def queries() -> str:
@@ -97,7 +67,7 @@ def queries() -> str:
         values = [fmean(x["cosine"] for x in layers)]
         values += [fmean(x["at"]["16"][name] for x in layers) for name in names]
         lines.append([label, *(number(x, 2) for x in values)])
-    heads = ["layers", "cosine", "overlap", "predicted", "real", "best possible"]
+    heads = ["layers", "cosine", "overlap", "mass: predicted", "real", "best possible"]
     return markdown_table(heads, lines)
 
 
@@ -123,11 +93,10 @@ def retrieval() -> str:
     lengths = (2048, 4096, 8192, 16384)
     lines = []
     for label, policy in POLICIES.items():
-        budgets = (None,) if policy == "full" else BUDGETS
         counts = [
             [
                 [asked("accuracy.jsonl", policy, b, x, y) for y in ("right", "asked")]
-                for b in budgets
+                for b in BUDGETS
             ]
             for x in lengths
         ]
@@ -141,19 +110,13 @@ TABLES = {
     "selection": partial(
         study, "study.jsonl", SELECTION, ("right", "lost", "prompt", "kl"), full=True
     ),
-    "missing": partial(study, "study_weights.jsonl", ATTENTION, MISSING, full=True),
-    "cpu-share": cpu_share,
-    "values": partial(study, "study_values.jsonl", VALUES, MISSING),
+    "missing": partial(study, "study_weights.jsonl", ATTENTION, NATS, full=True),
     "dropped": partial(
         study,
         "study_scores.jsonl",
         DROPPED,
-        ("right", "nats", "prompt", "prompt nats", Column("KL of text", "text", _kl)),
+        (*NATS, Column("KL of text", "text", _kl)),
     ),
-    "kv": partial(study, "study_kv.jsonl", KV, ("text", "kl", "agree"), first="KV"),
     "queries": queries,
     "retrieval": retrieval,
-    "retrieval-digests": partial(
-        study, "study_recall.jsonl", RETRIEVAL, (COLUMNS["right"],), full=True
-    ),
 }

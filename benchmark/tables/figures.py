@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from benchmark.tables import extremes, find, number, one, rows
-from benchmark.tables.accuracy import BY_BUDGET, KV, asked
+from benchmark.tables.accuracy import BY_BUDGET, CORRECTED, asked
 from benchmark.tables.speed import GROUPS, MACHINES, of_read, profile, shape, speed_ups, steps_of
 from benchmark.tables.study import COLUMNS, SERVER, of, right
+from benchmark.tables.study import nats as nats_of
 from benchmark.tables.systems import SERVERS, hgca_heads
 
 Sentences = Iterator[tuple[str, str]]
+EXACT = CORRECTED.replace("attends", "exact_layers=(1, 2) attends")
 RESULTS, TUNING = "docs/results/README.md", "docs/tuning.md"
 
 
@@ -82,6 +84,13 @@ def answers() -> Sentences:
         RESULTS,
         f"`scout` and `infinigen` answer {extremes(most)}, `hgca`, `sparda` and `rheo` {others} |",
     )
+    found = {
+        x: asked("systems_recall.jsonl", x, 512, 4096)
+        for x in ("scout-rotated", "infinigen", "scout", "hgca")
+    }
+    most = extremes(found[x] for x in ("scout-rotated", "infinigen"))
+    rest = f"`scout` with minimum and maximum {found['scout']}, `hgca` {found['hgca']} "
+    yield "docs/results/systems.md", f"rotated digests answer {most}, {rest}"
     low, middle, high = (number(x) for x in hgca_heads())
     yield (
         "docs/results/systems.md",
@@ -98,9 +107,30 @@ def answers() -> Sentences:
         ),
     )
     e4m3, e5m2 = (
-        COLUMNS["text"].cell(of("study_kv.jsonl", x, "text")) for x in list(KV.values())[1:]
+        COLUMNS["text"].cell(of("study_kv.jsonl", f"full kv=float8_{x}", "text"))
+        for x in ("e4m3fn", "e5m2")
     )
     yield TUNING, f"[{e4m3} nats per token in e4m3 and {e5m2} in e5m2]"
+    yield page, f"{e4m3} nats per token in e4m3 and {e5m2} in e5m2"
+    by_share = {
+        (how, far): nats_of(find("study_weights.jsonl", setting=setting, part="prompt"))
+        for how in ("predicted", "reweighed")
+        for far in (0.12, 0.5)
+        for setting in [f"rotated-2 512 query=predicted attends={how} far={far}"]
+    }
+    few, many = (
+        f"{by_share['reweighed', x]} nats instead of {by_share['predicted', x]}"
+        for x in (0.12, 0.5)
+    )
+    yield page, f"with 12 % of the selected pages on the CPU to {few}, with 50 % to {many}"
+    real, bounds, server, exact = (
+        right(of("study_recall.jsonl", x, "facts"))
+        for x in ("rotated-2 512", "minmax-32 512", CORRECTED, EXACT)
+    )
+    yield (
+        page,
+        f"a study finds {real} of 24 with the real query (bounds {bounds}), {server} as the server does, {exact} with",
+    )
     layers = [x["cosine"] for x in rows("real_model_predicted_query.jsonl")]
     yield "docs/paper-map.md", f"mean [{number(fmean(layers), 2)}](results/accuracy.md"
 
@@ -150,6 +180,8 @@ def machine() -> Sentences:
     soak = one("soak.jsonl")
     assert not soak["lost"] + soak["wrong"]
     yield RESULTS, f"{soak['seconds'] / 60:.0f} minutes, {sum(soak['faults'].values())} faults"
+    few, many = (sum(find("join.jsonl", arrival=x)[0]["cpu_pages"]) for x in ("hint", "none"))
+    yield "docs/results/recall.md", f"{few} pages instead of {many} in its first 16 steps"
     (stop,) = (x["median_us"] / 1e6 for x in find("teardown.jsonl", impl="stop"))
     yield "docs/sizing.md", f"after a stop took {stop:.0f} s on two busy CPUs"
     ratios = [

@@ -23,9 +23,7 @@ SCORES = ("page_scores.jsonl", "page_scores_avx512.jsonl", "page_scores_calibrat
 ROUND_TRIPS = {
     "back to back, below the Python client": ("ring", 0),
     "back to back, through the client": ("client", 0),
-    "attention process asleep, after 200 us idle": ("ring", 200),
-    "attention process asleep, after 1 ms idle": ("ring", 1000),
-    "the same, through the client": ("client", 1000),
+    "attention process asleep, through the client": ("client", 1000),
 }
 
 
@@ -59,51 +57,24 @@ def shape(name: str) -> dict[str, int]:
     return dict(zip(("H", "G"), GROUPS[name], strict=True))
 
 
-def bandwidth() -> str:
-    """Two threads, 64 pages, batches of 16 and 64."""
+def cpu_attention() -> str:
     lines = []
-    for machine, file in MACHINES.items():
+    for group in GROUPS:
+        two = {"threads": 2, **shape(group)}
         cells = [
-            extremes(
-                (
-                    x
-                    for batch in (16, 64)
-                    for x in of_read(file, threads=2, pages=64, batch=batch, **shape(group))
-                ),
-                2,
-            )
-            for group in GROUPS
+            extremes((x for n in (16, 64) for x in of_read(file, batch=n, pages=64, **two)), 2)
+            for file in MACHINES.values()
         ]
-        lines.append([f"{machine} ([rows]({file}))", *cells])
-    return markdown_table(["machine", *GROUPS], lines)
-
-
-def kernels() -> str:
-    """Two threads; all sizes."""
-    lines = []
-    for group in GROUPS:
-        found = {"threads": 2, **shape(group)}
-        ratios = [of_read("cpu_attention.jsonl", **found)]
-        ratios += [speed_ups("cpu_attention.jsonl", x, **found) for x in ("ipex", "vllm")]
-        at = [x for x in find("cpu_attention.jsonl", batch=64, pages=64, **found)]
-        rate = next(x["gb_per_s"] for x in at if x["impl"].startswith("native"))
-        lines.append([group, number(rate, 1), *map(middle, ratios)])
-    heads = ["shape", "GB/s", "of the best read", "to IPEX 2.8", "to vLLM"]
-    return markdown_table(heads, lines)
-
-
-def fp8() -> str:
-    """Tokens per second relative to bf16; 64 pages, batches of 16 and 64, one and two threads."""
-    lines = []
-    for group in GROUPS:
-        cells = []
-        for machine in ("Zen 3, AVX2", "Zen 4, AVX-512"):
-            for kind in ("fp8_e4m3", "fp8_e5m2"):
-                found = pairs(MACHINES[machine], "native", kind, pages=64, **shape(group))
-                cells.append(middle([faster(*pair) for pair in found if pair[0]["batch"] > 1]))
+        cells += [
+            middle(speed_ups("cpu_attention.jsonl", theirs, **two), 1)
+            for theirs in ("ipex", "vllm")
+        ]
+        for machine in ("Zen 4, AVX-512", "Zen 3, AVX2"):
+            found = pairs(MACHINES[machine], "native", "fp8_e4m3", pages=64, **shape(group))
+            cells.append(extremes((faster(*pair) for pair in found if pair[0]["batch"] > 1), 1))
         lines.append([group, *cells])
-    heads = [f"{machine}, {kind}" for machine in ("Zen 3", "Zen 4") for kind in ("e4m3", "e5m2")]
-    return markdown_table(["shape", *heads], lines)
+    reads = [f"of a read: {machine.split(',')[0]}" for machine in MACHINES]
+    return markdown_table(["", *reads, "to IPEX", "to vLLM", "e4m3: Zen 4", "Zen 3"], lines)
 
 
 def scores() -> str:
@@ -160,17 +131,6 @@ def recall_modes() -> str:
             [f"`{mode}`", number(row["ratio"], 3), number(row["recalled_pages_per_step"], 1)]
         )
     return markdown_table(["recall", "CPU compute ratio", "pages recalled a step"], lines)
-
-
-def join() -> str:
-    lines = []
-    for label, arrival in (("no hint", "none"), ("the prefill server's hint", "hint")):
-        found = find("join.jsonl", arrival=arrival)
-        pages = found[0]["cpu_pages"]
-        cells = [", ".join(map(str, pages[:4])), str(sum(pages))]
-        lines.append([label, *cells, extremes((x["median_us"] / 1e3 for x in found), 1)])
-    heads = ["arrival", "its pages on the CPU in steps 1 to 4", "in 16 steps", "ms a step"]
-    return markdown_table(heads, lines)
 
 
 def soak() -> str:
@@ -242,14 +202,11 @@ def h100() -> str:
 TABLES = {
     x.__name__.replace("_", "-"): x
     for x in (
-        bandwidth,
-        kernels,
-        fp8,
+        cpu_attention,
         scores,
         ring,
         figure_6,
         recall_modes,
-        join,
         soak,
         checksums,
         h200,

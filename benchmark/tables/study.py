@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmark.accuracy.study.table import interval, points_lost, token_mean
 from benchmark.rows import Row, markdown_table
-from benchmark.tables import find, number, rows
+from benchmark.tables import number, rows
 
 Rows = list[Row]
 DEFAULT = "reduce=value query=predicted attends=reweighed-missing"
@@ -49,7 +49,6 @@ class Column:
     head: str
     part: str
     cell: Callable[[Rows], str]
-    cut: int | None = None  # only tokens after the cut
 
 
 COLUMNS = {
@@ -66,18 +65,9 @@ COLUMNS = {
 }
 
 
-def after(cut: int) -> Column:
-    return Column(f"{cut:,}", "text", mean("nats", "full_nats"), cut)
-
-
 def of(file: str, setting: str, part: str) -> Rows:
     found = [row for row in rows(file) if (row["setting"], row["part"]) == (setting, part)]
     return sorted(found, key=lambda row: row["document"])
-
-
-def _at(row: Row, cut: int) -> Row:
-    place = row["cut"].index(cut)
-    return {name: [row[name][place]] for name in ("tokens", "nats", "full_nats")}
 
 
 def study(
@@ -103,9 +93,7 @@ def study(
         for setting in lines.values():
             other, _, name = setting.rpartition(": ")
             each.append(of(other or file, name, column.part))
-        if column.cut:
-            each = [[_at(row, column.cut) for row in found] for found in each]
-        elif len({str([row["document"] for row in found]) for found in each if found}) != 1:
+        if len({str([row["document"] for row in found]) for found in each if found}) != 1:
             raise ValueError(f"{file}: {column.head} is of different documents, or of none")
         for line, found in zip(made, each, strict=True):
             line.append(column.cell(found) if found else "")
@@ -116,8 +104,3 @@ def study(
             raise ValueError(f"{file} has no row of {setting}")
     heads = [first, *(column.head for column in chosen)]
     return markdown_table(heads, [top, *made] if full else made)
-
-
-def text_of(file: str, setting: str, part: str) -> str:
-    """Correct answers, for a sentence."""
-    return right(of(file, setting, part) or find(file, setting=setting, part=part))
