@@ -1,208 +1,188 @@
-"""Figures in sentences: what documents must say, word for word but for line breaks."""
+"""Figures in sentences: what documents say, word for word but for line breaks, with values from the rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import fmean, median
+from typing import Any
 
-from benchmark.tables import extremes, find, number, one, rows
+from benchmark.tables import extremes, find, one, rows
 from benchmark.tables.accuracy import BY_BUDGET, CORRECTED, asked
 from benchmark.tables.speed import GROUPS, MACHINES, of_read, profile, shape, speed_ups, steps_of
-from benchmark.tables.study import COLUMNS, SERVER, of, right
-from benchmark.tables.study import nats as nats_of
-from benchmark.tables.systems import SERVERS, hgca_heads
+from benchmark.tables.study import SERVER, mean, nats, of, right
+from benchmark.tables.systems import hgca_heads
 
-Sentences = Iterator[tuple[str, str]]
-EXACT = CORRECTED.replace("attends", "exact_layers=(1, 2) attends")
-RESULTS, TUNING = "docs/results/README.md", "docs/tuning.md"
+SHORT = {"`scout`": "scout", "Quest": "quest", "the paper": "paper"}
+TEXTS = {
+    "README.md": (
+        "full attention finds {prompt[full]}. With budgets of 1,024 and 2,048 tokens, scout finds "
+        "{prompt[scout 1024]} and {prompt[scout 2048]}. Quest's bounds",
+        "find {prompt[quest 1024]} and {prompt[quest 2048]} (",
+        "[{h200:.1f} times](docs/results/predictions.md#measured-on-an-h200)",
+    ),
+    "docs/results/README.md": (
+        "full attention finds {prompt[full]}; scout with 1,024 and 2,048 tokens {prompt[scout 1024]} and "
+        "{prompt[scout 2048]}; Quest's bounds {prompt[quest 1024]} and {prompt[quest 2048]}; the paper's choices "
+        "{prompt[paper 1024]} and {prompt[paper 2048]} |",
+        "{facts[full]}; {facts[scout 1024]} and {facts[scout 2048]}; {facts[quest 1024]} and {facts[quest 2048]}; "
+        "{facts[paper 1024]} and {facts[paper 2048]} |",
+        "a study finds {retrieval[server]} of 24 |",
+        "{h200:.2f} times full attention's tokens per second |",
+        "{h100} times stock SGLang |",
+        "with recall {recall[0]:.0%} and {recall[1]:.0%} of the selected pages, without {recall[2]:.0%} and "
+        "{recall[3]:.0%} |",
+        "{reads} of a read loop's bandwidth with grouped queries |",
+        "medians of {vllm} times vLLM's kernel, {ipex} times IPEX |",
+        "{ring[0]:.0f} us back to back, {ring[1]:.0f} us if the attention process sleeps |",
+        "`scout` and `infinigen` answer {smollm2[scout-rotated]}, `hgca`, `sparda` and `rheo` {others} |",
+        "{minutes:.0f} minutes, {faults} faults",
+    ),
+    "docs/results/accuracy.md": (
+        "SmolLM2-135M finds {facts[full]} with full attention. With scout's default, a budget of 1,024 tokens, it "
+        "finds {prompt[scout 1024]} if the question is in the prompt, which is read with full attention, and "
+        '{facts[scout 1024]} if decode steps read it ("decoded"). The paper\'s choices find {prompt[paper 2048]} and '
+        "{facts[paper 2048]} with twice the budget.",
+        "to {far[reweighed 0.12]} nats instead of {far[predicted 0.12]}, with 50 % to {far[reweighed 0.5]} nats "
+        "instead of {far[predicted 0.5]}.",
+        "{kv[0]} nats per token in e4m3 and {kv[1]} in e5m2",
+        "a study finds {retrieval[real]} of 24 with the real query (bounds {retrieval[bounds]}), {retrieval[server]} "
+        "as the server does, {retrieval[exact]} with the real query in layers",
+        "all {gate} questions of 4,096 tokens were right on servers",
+        "without servers {lengths} of 24 at 2,048, 8,192 and 16,384 tokens",
+    ),
+    "docs/results/systems.md": (
+        "rotated digests answer {recall42[scout-rotated]}, `scout` with minimum and maximum {recall42[scout]}, `hgca` "
+        "{recall42[hgca]} ",
+        "needs {heads[0]:.0f} to {heads[2]:.0f} % of the tokens (median {heads[1]:.0f} %) for 99 %",
+    ),
+    "docs/results/recall.md": ("{join[hint]} pages instead of {join[none]} in its first 16 steps",),
+    "docs/tuning.md": (
+        "finds {prompt[scout 1024]} of 120 planted numbers, the paper's choices (the key `paper`) "
+        "{prompt[paper 2048]}.",
+        "plain text loses about {text[0]}, {text[1]} and {text[2]} nats per token at 512, 1,024 and 2,048 tokens",
+        "[{kv[0]} nats per token in e4m3 and {kv[1]} in e5m2]",
+    ),
+    "docs/paper-map.md": ("mean [{cosine:.2f}](results/accuracy.md", "[{recall[0]:.1%}](results/"),
+    "docs/sizing.md": ("after a stop took {stop:.0f} s on two busy CPUs",),
+    "docs/troubleshooting.md": ("takes {checksums} times the CPU time",),
+    "docs/architecture.md": ("ready about {start:.1f} s after its start",),
+    "docs/gpu-design.md": (
+        "took {boundary[0]} ms with 16 requests and {boundary[1]} ms with 64",
+        "at {copies:.0%} of the copy engines' rate",
+    ),
+}
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """Of a document. A percentage has a space."""
+    values = {**_accuracy(), **_systems(), **_speed()}
+    for document, texts in TEXTS.items():
+        for text in texts:
+            yield document, text.format(**values).replace("%", " %").replace("  %", " %")
 
 
 def _planted(part: str) -> dict[str, str]:
-    """Right of 120, by line of the table."""
+    """Right of 120, by setting and budget."""
     found = {}
     for line, setting in BY_BUDGET.items():
         file, _, name = setting.rpartition(": ")
-        found[line] = right(of(file or "study_budgets.jsonl", name, part))
-        found.setdefault("full", right(of("study_budgets.jsonl", name, part), "full_right"))
+        own = of(file or "study_budgets.jsonl", name, part)
+        short = next(name for start, name in SHORT.items() if line.startswith(start))
+        found[f"{short} {own[0]['budget_tokens']}"] = right(own)
+        found["full"] = right(own, "full_right")
     return found
 
 
-def _pair(found: dict[str, str], line: str, word: str = "and") -> str:
-    return f"{found[f'{line}, 1,024']} {word} {found[f'{line}, 2,048']}"
-
-
-def planted() -> Sentences:
-    facts, prompt = _planted("facts"), _planted("prompt")
-    scout, bounds, paper = "`scout`", "Quest's bounds", "the paper's choices"
-    yield (
-        "README.md",
-        f"full attention finds {prompt['full']}. With budgets of 1,024 and 2,048 tokens, scout finds",
-    )
-    yield "README.md", f"scout finds {_pair(prompt, scout)}. Quest's bounds"
-    yield "README.md", f"scout's digests) find {_pair(prompt, bounds)} "
-    yield (
-        RESULTS,
-        f"full attention finds {prompt['full']}; scout with 1,024 and 2,048 tokens {_pair(prompt, scout)}; "
-        f"Quest's bounds {_pair(prompt, bounds)}; the paper's choices {_pair(prompt, paper)} |",
-    )
-    both = "; ".join(_pair(facts, x) for x in (scout, bounds, paper))
-    yield RESULTS, f"question decoded | {facts['full']}; {both} |"
-    own, theirs = (
-        f"{x[f'{y}']}" for x, y in ((prompt, f"{scout}, 1,024"), (prompt, f"{paper}, 2,048"))
-    )
-    yield (
-        TUNING,
-        f"it finds {own} of 120 planted numbers, the paper's choices (the key `paper`) {theirs}.",
-    )
-    page = "docs/results/accuracy.md"
-    yield page, f"SmolLM2-135M finds {facts['full']} with full attention."
-    yield page, f"it finds {own} if the question is in the prompt"
-    yield page, f"and {facts[f'{scout}, 1,024']} if decode steps read it"
-    yield page, f"choices find {theirs} and {facts[f'{paper}, 2,048']} with twice the budget"
-
-
-def answers() -> Sentences:
-    page = "docs/results/accuracy.md"
-    cases = [asked("gate_recall.jsonl", "full", None, 4096, "asked")]
-    cases += [
-        asked("gate_recall.jsonl", "scout-rotated+exact_layers=[1]", x, 4096)
-        for x in (512, 1024, 2048)
-    ]
-    assert len(set(cases)) == 1
-    yield page, f"all {cases[0]} questions of 4,096 tokens were right on servers"
-    counts = {
-        sum(map(sum, [x for row in of_length for x in row["right"]]))
-        for length in (2048, 8192, 16384)
-        for setting in {row["setting"] for row in rows("study_lengths.jsonl")}
-        for of_length in [find("study_lengths.jsonl", setting=setting, length_tokens=length)]
+def _accuracy() -> dict[str, Any]:
+    exact = CORRECTED.replace("attends", "exact_layers=(1, 2) attends")
+    retrieval = {
+        "real": "rotated-2 512",
+        "bounds": "minmax-32 512",
+        "server": CORRECTED,
+        "exact": exact,
     }
-    yield page, f"without servers {extremes(counts)} of 24 at 2,048, 8,192 and 16,384 tokens"
-    found = {x: asked("systems_smollm2.jsonl", x, 512, 2048) for x in SERVERS.values()}
-    most = {found[x] for x in ("scout-rotated", "infinigen")}
-    others = extremes(found[x] for x in ("hgca", "sparda", "rheo"))
-    yield (
-        RESULTS,
-        f"`scout` and `infinigen` answer {extremes(most)}, `hgca`, `sparda` and `rheo` {others} |",
-    )
-    found = {
-        x: asked("systems_recall.jsonl", x, 512, 4096)
-        for x in ("scout-rotated", "infinigen", "scout", "hgca")
+    text = mean("nats", "full_nats")
+    budgets = 512, 1024, 2048
+    weights = [text(of("study_weights.jsonl", f"rotated-2 {x} {SERVER}", "text")) for x in budgets]
+    gate = {asked("gate_recall.jsonl", "scout-rotated+exact_layers=[1]", x, 4096) for x in budgets}
+    lengths = {x["length_tokens"]: [] for x in rows("study_lengths.jsonl")}
+    for row in rows("study_lengths.jsonl"):
+        lengths[row["length_tokens"]].append(row)
+    return {
+        "facts": _planted("facts"),
+        "prompt": _planted("prompt"),
+        "far": {
+            f"{how} {far}": nats(of("study_weights.jsonl", setting, "prompt"))
+            for how in ("predicted", "reweighed")
+            for far in (0.12, 0.5)
+            for setting in [f"rotated-2 512 query=predicted attends={how} far={far}"]
+        },
+        "kv": [
+            text(of("study_kv.jsonl", f"full kv=float8_{x}", "text")) for x in ("e4m3fn", "e5m2")
+        ],
+        "text": [f"{float(x):.2f}" for x in weights],
+        "retrieval": {
+            name: right(of("study_recall.jsonl", setting, "facts"))
+            for name, setting in retrieval.items()
+        },
+        "gate": extremes(gate),
+        "lengths": extremes(int(right(own)) / 2 for own in lengths.values()),  # of two budgets
+        "cosine": fmean(x["cosine"] for x in rows("real_model_predicted_query.jsonl")),
     }
-    most = extremes(found[x] for x in ("scout-rotated", "infinigen"))
-    rest = f"`scout` with minimum and maximum {found['scout']}, `hgca` {found['hgca']} "
-    yield "docs/results/systems.md", f"rotated digests answer {most}, {rest}"
-    low, middle, high = (number(x) for x in hgca_heads())
-    yield (
-        "docs/results/systems.md",
-        f"needs {low} to {high} % of the tokens (median {middle} %) for 99 %",
-    )
-    nats = [
-        COLUMNS["text"].cell(of("study_weights.jsonl", f"rotated-2 {x} {SERVER}", "text"))
-        for x in (512, 1024, 2048)
-    ]
-    yield (
-        TUNING,
-        "plain text loses about {:.2f}, {:.2f} and {:.2f} nats per token at 512".format(
-            *map(float, nats)
-        ),
-    )
-    e4m3, e5m2 = (
-        COLUMNS["text"].cell(of("study_kv.jsonl", f"full kv=float8_{x}", "text"))
-        for x in ("e4m3fn", "e5m2")
-    )
-    yield TUNING, f"[{e4m3} nats per token in e4m3 and {e5m2} in e5m2]"
-    yield page, f"{e4m3} nats per token in e4m3 and {e5m2} in e5m2"
-    by_share = {
-        (how, far): nats_of(find("study_weights.jsonl", setting=setting, part="prompt"))
-        for how in ("predicted", "reweighed")
-        for far in (0.12, 0.5)
-        for setting in [f"rotated-2 512 query=predicted attends={how} far={far}"]
+
+
+def _systems() -> dict[str, Any]:
+    names = "scout-rotated", "infinigen", "scout", "hgca"
+    smollm2 = {
+        x["policy"]: asked("systems_smollm2.jsonl", x["policy"], x["budget_tokens"], 2048)
+        for x in rows("systems_smollm2.jsonl")
     }
-    few, many = (
-        f"{by_share['reweighed', x]} nats instead of {by_share['predicted', x]}"
-        for x in (0.12, 0.5)
-    )
-    yield page, f"with 12 % of the selected pages on the CPU to {few}, with 50 % to {many}"
-    real, bounds, server, exact = (
-        right(of("study_recall.jsonl", x, "facts"))
-        for x in ("rotated-2 512", "minmax-32 512", CORRECTED, EXACT)
-    )
-    yield (
-        page,
-        f"a study finds {real} of 24 with the real query (bounds {bounds}), {server} as the server does, {exact} with",
-    )
-    layers = [x["cosine"] for x in rows("real_model_predicted_query.jsonl")]
-    yield "docs/paper-map.md", f"mean [{number(fmean(layers), 2)}](results/accuracy.md"
+    return {
+        "smollm2": smollm2,
+        "others": extremes(smollm2[x] for x in ("hgca", "sparda", "rheo")),
+        "recall42": {x: asked("systems_recall.jsonl", x, 512, 4096) for x in names},
+        "heads": hgca_heads(),
+    }
 
 
-def shares() -> Sentences:
-    """Of the selected pages on the CPU."""
-    row, mode = "real_model_recall_1024.jsonl", "recall_modes_two_boundaries.jsonl"
-    curves = profile("real_model_recall_1024_profile.json")
-    ratio = one(row)["ratio"]
-    with_recall = [ratio, one(mode, recall="adaptive")["ratio"]]
-    without = [fmean(fmean(x) for x in curves), one(mode, recall="off")["ratio"]]
-    texts = [f"{100 * a:.0f} and {100 * b:.0f} %" for a, b in (with_recall, without)]
-    yield RESULTS, f"with recall {texts[0]} of the selected pages, without {texts[1]} |"
-    yield "docs/paper-map.md", f"[{100 * ratio:.1f} %](results/recall.md"
-
-
-def speed() -> Sentences:
+def _speed() -> dict[str, Any]:
+    grouped = [shape(x) for x in GROUPS if x != "MHA"]
+    sizes = [(file, n, x) for file in MACHINES.values() for n in (16, 64) for x in grouped]
+    reads = [y for f, n, x in sizes for y in of_read(f, threads=2, pages=64, batch=n, **x)]
+    theirs = {
+        name: [median(speed_ups("cpu_attention.jsonl", name, threads=2, **x)) for x in grouped]
+        for name in ("vllm", "ipex")
+    }
     full, own = steps_of("bfloat16", 65536)
-    ratio = own["tokens_per_s"] / full["tokens_per_s"]
-    yield RESULTS, f"{ratio:.2f} times full attention's tokens per second |"
-    yield "README.md", f"[{ratio:.1f} times](docs/results/predictions.md#measured-on-an-h200)"
-    ends = [x["speed_up"] for x in find("predictions.jsonl", impl="h100")]
-    yield RESULTS, f"{extremes((x for pair in ends for x in pair), 1)} times stock SGLang |"
-    grouped = [x for x in GROUPS if x != "MHA"]
-    reads = [
-        x
-        for file in MACHINES.values()
-        for batch in (16, 64)
-        for group in grouped
-        for x in of_read(file, threads=2, pages=64, batch=batch, **shape(group))
+    modes = [
+        one("recall_modes_two_boundaries.jsonl", recall=x)["ratio"] for x in ("adaptive", "off")
     ]
-    yield RESULTS, f"{extremes(reads, 2)} of a read loop's bandwidth with grouped queries |"
-    vllm, ipex = (extremes((median_of(x, group) for group in grouped), 1) for x in ("vllm", "ipex"))
-    yield RESULTS, f"medians of {vllm} times vLLM's kernel, {ipex} times IPEX |"
-    trips = [one("ring_latency.jsonl", impl="client", gap_us=x)["median_us"] for x in (0, 1000)]
-    yield (
-        RESULTS,
-        "{:.0f} us back to back, {:.0f} us if the attention process sleeps |".format(*trips),
-    )
-
-
-def median_of(theirs: str, group: str) -> float:
-    return median(speed_ups("cpu_attention.jsonl", theirs, threads=2, **shape(group)))
-
-
-def machine() -> Sentences:
-    soak = one("soak.jsonl")
-    assert not soak["lost"] + soak["wrong"]
-    yield RESULTS, f"{soak['seconds'] / 60:.0f} minutes, {sum(soak['faults'].values())} faults"
-    few, many = (sum(find("join.jsonl", arrival=x)[0]["cpu_pages"]) for x in ("hint", "none"))
-    yield "docs/results/recall.md", f"{few} pages instead of {many} in its first 16 steps"
-    (stop,) = (x["median_us"] / 1e6 for x in find("teardown.jsonl", impl="stop"))
-    yield "docs/sizing.md", f"after a stop took {stop:.0f} s on two busy CPUs"
-    ratios = [
+    curves = fmean(map(fmean, profile("real_model_recall_1024_profile.json")))
+    attend = [
         one("checksums.jsonl", impl="attend-sealed", pages=x)["median_us"]
         / one("checksums.jsonl", impl="attend", pages=x)["median_us"]
         for x in (8, 32)
     ]
-    yield "docs/troubleshooting.md", f"takes {extremes(ratios, 1)} times the CPU time"
-    start = one("control.jsonl", impl="start")["median_us"] / 1e6
-    yield "docs/architecture.md", f"ready about {start:.1f} s after its start"
-    by_batch = [
-        [x["median_us"] / 1e3 for x in find("boundary.jsonl", batch=batch)] for batch in (16, 64)
-    ]
-    few, many = (extremes(x) for x in by_batch)
-    yield "docs/gpu-design.md", f"took {few} ms with 16 requests and {many} ms with 64"
-    copies = [
-        x["bandwidth_share"] for x in find("gpu_h200.jsonl", op="copy_layer_pages", impl="triton")
-    ]
-    yield "docs/gpu-design.md", f"at {100 * max(copies):.0f} % of the copy engines' rate"
-
-
-def sentences() -> Sentences:
-    for part in (planted, answers, shares, speed, machine):
-        yield from part()
+    boundary = [[x["median_us"] / 1e3 for x in find("boundary.jsonl", batch=n)] for n in (16, 64)]
+    copies = find("gpu_h200.jsonl", op="copy_layer_pages", impl="triton")
+    soak = one("soak.jsonl")
+    return {
+        "h200": own["tokens_per_s"] / full["tokens_per_s"],
+        "h100": extremes(
+            (y for x in find("predictions.jsonl", impl="h100") for y in x["speed_up"]), 1
+        ),
+        "recall": [one("real_model_recall_1024.jsonl")["ratio"], modes[0], curves, modes[1]],
+        "reads": extremes(reads, 2),
+        **{name: extremes(ratios, 1) for name, ratios in theirs.items()},
+        "ring": [
+            one("ring_latency.jsonl", impl="client", gap_us=x)["median_us"] for x in (0, 1000)
+        ],
+        "join": {x: sum(find("join.jsonl", arrival=x)[0]["cpu_pages"]) for x in ("hint", "none")},
+        "minutes": soak["seconds"] / 60,
+        "faults": sum(soak["faults"].values()),
+        "stop": one("teardown.jsonl", impl="stop")["median_us"] / 1e6,
+        "start": one("control.jsonl", impl="start")["median_us"] / 1e6,
+        "checksums": extremes(attend, 1),
+        "boundary": [extremes(x) for x in boundary],
+        "copies": max(x["bandwidth_share"] for x in copies),
+    }
