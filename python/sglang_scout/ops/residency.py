@@ -29,8 +29,7 @@ Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 
 EXCHANGE_MARGIN = 1.5
-"""Factor by which a page must be more frequent than another to evict it: measured, it halves the copies for the same
-misses."""
+"""Factor by which a page must be more frequent than another to evict it: fewer copies for about the same misses."""
 
 # Frequencies are in units that grow with the step, so no page needs to decay. They are scaled down by this power of
 # two before they overflow float32; stamps are rebased before steps overflow int32, keeping the latest.
