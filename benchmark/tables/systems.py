@@ -33,11 +33,11 @@ LAYERS, KV_HEADS, HEAD_PAGE_BYTES = 30, 3, 2 * 32 * 64 * 4
 PER_HEAD = ("sparda", "rheo")
 
 
-def servers() -> str:
+def servers(file: str) -> str:
     """One request at a time; means of a step, of pages also of a layer."""
     lines = []
     for label, policy in SERVERS.items():
-        found = find("systems_smollm2.jsonl", policy=policy)
+        found = find(file, policy=policy)
         steps = sum(row["offload"]["steps"] for row in found)
         total = {
             key: sum(row["offload"].get(key, 0) for row in found) for key in found[0]["offload"]
@@ -47,7 +47,7 @@ def servers() -> str:
         moved = total["recall_bytes"] + fetched
         cells = [number(total[x] / pages, 1) for x in ("cpu_pages", "fetched_pages")]
         cells += [number(moved / steps / 2**20, 2), number(total["gpu_wait_us"] / steps / 1e3, 1)]
-        lines.append([label, str(asked("systems_smollm2.jsonl", policy, 512, 2048)), *cells])
+        lines.append([label, str(asked(file, policy, 512, 2048)), *cells])
     heads = ["system, budget 512", "right of 8", "CPU pages", "fetched pages", "MiB copied"]
     return markdown_table([*heads, "ms waited"], lines)
 
@@ -83,6 +83,6 @@ TABLES = {
         full=True,
         first="system, budget 1,024",
     ),
-    "systems-servers": servers,
+    "systems-servers": partial(servers, "systems_smollm2.jsonl"),
     "hgca": hgca,
 }
