@@ -80,8 +80,8 @@ BlockFns fns_for_group(int group) {
   return {};
 }
 
-// The head sizes of most models at compile time, which gains up to 7 % at 64 and up to 5 % at 128
-// with AVX2; at 96 and 256 it gained nothing. fp32 pages are for tests.
+// The head sizes of most models at compile time, which gains a little; at 96 and 256 it gained
+// nothing. fp32 pages are for tests.
 template <DType T>
 BlockFns fns_for_dim(int dim, int group) {
   switch (T != DType::kF32 ? dim : 0) {

@@ -4,7 +4,7 @@
 // with all their heads; while a block is computed, what comes 16 KiB later in this order is
 // prefetched line by line, in the order of addresses, and where memory binds what comes 8 KiB later
 // once more. What binds is how many lines can be on their way: hints that rise evenly are followed,
-// hints in bursts are dropped. docs/results/README.md has what was measured.
+// hints in bursts are dropped. docs/results/cpu.md has its speed.
 //
 // As in attend_tile.h, nothing of the standard library is used.
 #pragma once

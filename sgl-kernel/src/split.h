@@ -46,8 +46,7 @@ struct Split {
 };
 
 // Below this an additional thread costs about what it saves. A split loads the queries, writes
-// partial results of the same size and is merged; with 256 KiB a second thread made it 1.5 times as
-// fast on AMD Zen 5 if it was polling, and no faster if it had to be woken.
+// partial results of the same size and is merged, and its thread may have to be woken.
 constexpr int64_t kSplitBytes = 512 << 10;
 
 // Minimum pages (K and V, page_bytes each) in a split of the longest sequence.

@@ -21,7 +21,7 @@ Digest = Literal["minmax", "rotated-2"]
 """Page digests to choose from; see ``engine/digests.py``."""
 
 DEFAULT_DIGEST = "rotated-2"
-# Half of the paper's (section 4.3), at a smaller loss with the default digest (docs/results/real_model.md).
+# Half of the paper's (section 4.3), at a smaller loss with the default digest (docs/results/accuracy.md).
 DEFAULT_BUDGET_TOKENS = 1024
 PAPER_BUDGET_TOKENS = 2048
 DEFAULT_HOST_SHARE = 0.5  # of the available memory, for KV pages without --kv-offload-host-gb

@@ -30,8 +30,7 @@ Flags = npt.NDArray[np.bool_]
 HALF_LIFE_STEPS = 8.0
 """Unless a policy remembers uses for longer."""
 EXCHANGE_MARGIN = 1.5
-"""Factor by which a page must be more frequent than another to evict it: measured, it halves the copies for the same
-misses."""
+"""Factor by which a page must be more frequent than another to evict it: fewer copies for about the same misses."""
 
 # Frequencies are in units that grow with the step, so no page needs to decay. They are scaled down by this power of
 # two before they overflow float32; stamps are rebased before steps overflow int32, keeping the latest.
