@@ -2,9 +2,10 @@
 
     python -m benchmark.plot docs/results/study_budgets.jsonl docs/results/budgets.png
     python -m benchmark.plot docs/results/predictions.jsonl docs/results/predictions.png
+    python -m benchmark.plot docs/results/paper_figures.jsonl docs/results/paper_figures.png
 
-Rows of the study's budgets give facts found by budget, predictions speed-up by context. Captions contain command,
-commit and machine.
+Rows of the study's budgets give facts found by budget, predictions speed-up by context, the paper's figures predictions
+beside its numbers. Captions contain command, commit and machine.
 """
 
 from __future__ import annotations
@@ -97,7 +98,47 @@ def draw_predictions(rows: list[Row]) -> Any:
     return fig
 
 
-PLOTS = {"study": draw_budgets, "predictions": draw_predictions}
+def draw_paper_figures(rows: list[Row]) -> Any:
+    """The paper's Figure 8 as bands by length, of Figures 9, 11 and 12 a line from low to high end for each number;
+    stars are the paper's numbers."""
+    fig, axes = plt.subplots(2, 2, figsize=(12, 7.4))
+    claims = [row for row in rows if row["impl"] == "claim"]
+    systems = list(dict.fromkeys(row["impl"] for row in rows if row["impl"] != "claim"))
+    ax = axes[0][0]
+    for i, system in enumerate(systems):
+        own = [row for row in rows if row["impl"] == system]
+        ticks = {row["context"]: f"{row['context'] // 1024}k" for row in own}
+        low, high = zip(*(row["over_full"] for row in own), strict=True)
+        ax.fill_between(list(ticks), low, high, color=f"C{i}", alpha=0.2, label=system)
+        ax.plot(list(ticks), list(zip(low, high, strict=True)), "o-", color=f"C{i}", ms=3)
+    ax.plot(max(ticks), claims[0]["paper"], "k*", ms=11, label=f"the paper, {systems[0]}")
+    ax.axhline(1, color="k", linewidth=0.8)
+    set_up(ax, ticks, title="Figure 8: tokens per second over FullKV's", xlabel="context, tokens")
+    ax.set_yscale("log", base=2)
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.legend(fontsize=8)
+    titles = {"9": "speed-up by a larger batch", "11": "GPU idle, %", "12": "speed-up by each part"}
+    for (figure, title), ax in zip(titles.items(), axes.flat[1:], strict=True):
+        own = [row for row in claims if row["figure"] == figure][::-1]
+        for y, row in enumerate(own):
+            low, high = row["model"]["low end"], row["model"]["high end"]
+            ax.plot([low, high], [y, y], color="C0", linewidth=4, alpha=0.3)
+            ax.plot(low, y, "o", color="C0", mfc="w", label="low end" if not y else None)
+            ax.plot(high, y, "o", color="C0", label="high end" if not y else None)
+            ax.plot(row["paper"], y, "k*", ms=11, label="the paper" if not y else None)
+        ax.set_yticks(range(len(own)), [row["claim"].removesuffix(", GPU idle, %") for row in own])
+        ax.set(title=f"Figure {figure}: {title}", ylim=(-0.5, len(own) - 0.5))
+        ax.grid(alpha=0.3, axis="x")
+        ax.legend(fontsize=8)
+    fig.suptitle("\n".join(textwrap.wrap(rows[0]["note"], 110)), fontsize=10)
+    return fig
+
+
+PLOTS = {
+    "study": draw_budgets,
+    "predictions": draw_predictions,
+    "paper_figures": draw_paper_figures,
+}
 
 
 def caption(row: Row) -> str:

@@ -53,7 +53,7 @@ def add_row(
     return writer.add(gpu, untimed=True, note=CAVEAT, **about, **ours)
 
 
-def _range(ends: list[Any], form: str = ",") -> str:
+def span(ends: list[Any], form: str = ",") -> str:
     low, high = ("-" if x is None else format(x, form) for x in ends)
     return low if low == high else f"{low} to {high}"
 
@@ -65,12 +65,11 @@ def table(found: list[rows.Row]) -> str:
     for (model, kv, context), same in itertools.groupby(found, place):
         of = list(same)
         cells = [
-            f"{_range(r['tokens_per_s'])} ({r['batch']}), {_range(r['speed_up'], '.1f')}x"
-            for r in of
+            f"{span(r['tokens_per_s'])} ({r['batch']}), {span(r['speed_up'], '.1f')}x" for r in of
         ]
         stock = f"{of[0]['stock_tokens_per_s']:,} ({of[0]['stock_batch']})"
         name = f"{model}, {'bf16' if kv == 'auto' else 'fp8'}"
-        lines.append([name, f"{context:,}", stock, *cells, _range(of[-1]["wins_from"][::-1])])
+        lines.append([name, f"{context:,}", stock, *cells, span(of[-1]["wins_from"][::-1])])
     return rows.markdown_table(["model, KV", "context", "stock", *columns, "faster from"], lines)
 
 

@@ -104,7 +104,7 @@ def test_the_read_loop_reads_every_line_once():
 
 def test_a_file_of_rows_makes_a_picture_and_one_of_others_does_not(tmp_path, capsys):
     results, path = ROOT / "docs" / "results", tmp_path / "x.png"
-    for name in ("predictions", "study_budgets"):
+    for name in ("predictions", "study_budgets", "paper_figures"):
         assert plot.main([str(results / f"{name}.jsonl"), str(path)]) == 0
         assert path.stat().st_size > 10_000
     assert plot.main([str(results / "join.jsonl"), str(path)]) == 1
