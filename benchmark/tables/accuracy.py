@@ -18,6 +18,24 @@ BY_BUDGET = {
     **{f"Quest's bounds, {x:,}": f"minmax-32 {x} grain=head" for x in BUDGETS},
     **{f"the paper's choices, {x:,}": f"study.jsonl: minmax-32 {x} {PAPER}" for x in BUDGETS[2:]},
 }
+BY_HEAD = DEFAULT.replace("query", "grain=head query")
+GRAINS = {
+    label: setting
+    for x in BUDGETS[1:]
+    for label, setting in (
+        (f"`scout`, {x:,}", f"study_budgets.jsonl: rotated-2 {x} {DEFAULT}"),
+        (f"`scout` per KV head, {x:,}", f"rotated-2 {x} {BY_HEAD}"),
+        (f"the paper's choices, {x:,}", f"minmax-32 {x} {PAPER}"),
+        (f"the paper's choices per KV head, {x:,}", f"minmax-32 {x} grain=head {PAPER}"),
+        (f"bounds, real query, {x:,}", f"minmax-32 {x}"),
+        (
+            f"bounds, real query, per KV head, {x:,}",
+            f"study_budgets.jsonl: minmax-32 {x} grain=head",
+        ),
+    )
+    if label != "`scout` per KV head, 2,048"
+}
+"""One choice of pages for all heads of a layer, or one per KV head."""
 SELECTION = {
     "the keys themselves": "keys 512",
     "two bits": "rotated-2 512",
@@ -107,6 +125,7 @@ def retrieval() -> str:
 TABLES = {
     "budgets": partial(study, "study_budgets.jsonl", BY_BUDGET, FACTS, full=True),
     "servers": servers,
+    "grains": partial(study, "study.jsonl", GRAINS, NATS, full=True),
     "selection": partial(
         study, "study.jsonl", SELECTION, ("right", "lost", "prompt", "kl"), full=True
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from statistics import fmean, median
 
+from benchmark.decode import paper_figures as figures
 from benchmark.decode import predictions
 from benchmark.rows import Row, markdown_table
 from benchmark.tables import RESULTS, extremes, find, middle, number, one, rows
@@ -195,6 +196,10 @@ def _rate(row: Row) -> float:
     return row["tokens_per_s"]
 
 
+def paper_figures() -> str:
+    return figures.table(rows("paper_figures.jsonl"))
+
+
 def h100() -> str:
     return predictions.table(find("predictions.jsonl", impl="h100"))
 
@@ -211,5 +216,6 @@ TABLES = {
         checksums,
         h200,
         h100,
+        paper_figures,
     )
 }

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from math import exp
-from statistics import fmean, median
 
+from benchmark.accuracy import hgca
+from benchmark.accuracy.study.table import systems_table
+from benchmark.decode import rheo_plan
 from benchmark.rows import markdown_table
-from benchmark.tables import extremes, find, number
+from benchmark.tables import find, number, rows
 from benchmark.tables.accuracy import asked
-from benchmark.tables.study import PAPER, SERVER, study
 
-STUDY = {
-    "`scout`": f"rotated-2 1024 {SERVER}",
-    "`scout` as in its paper": f"minmax-32 1024 {PAPER}",
-    "`infinigen`, rotated digests": "rotated-2 1024 query=predicted",
-    "`infinigen`, minimum and maximum": "minmax-32 1024 query=predicted",
-    "`sparda`": "window 1024 grain=head query=forecast",
-    "`sparda`, projection for its forecast": "window 1024 grain=head query=predicted",
-    "`rheo`": "pilot 1024 grain=head",
-}
 SERVERS = {
     "`scout`": "scout-rotated",
     "`scout`, minimum and maximum": "scout",
@@ -52,37 +43,10 @@ def servers(file: str) -> str:
     return markdown_table([*heads, "ms waited"], lines)
 
 
-def hgca() -> str:
-    """The paper's Table 1."""
-    betas = (0.25, 0.5, 0.75, 1.0)
-    lines = []
-    for ratio in (0.25, 0.5, 0.75):
-        cells = []
-        for beta in betas:
-            found = find("hgca.jsonl", gpu_ratio=ratio, beta=beta)
-            change = [100 * (exp(x["nats"] - x["full_nats"]) - 1) for x in found]
-            kept = fmean(x["kept"] for x in found)
-            cells.append(f"{extremes(change, 2)} % · {100 * kept:.0f} %")
-        lines.append([number(ratio, 2), *cells])
-    return markdown_table(["GPU ratio", *(f"β = {beta:g}" for beta in betas)], lines)
-
-
-def hgca_heads(layer: int = 15) -> list[float]:
-    """Figure 4: percent of the tokens that hold 99 % of a head's attention: least, median, most of a layer."""
-    found = [x for row in find("hgca.jsonl", beta=0.0) for x in [row["entries_by_layer"][layer]]]
-    least, middle, most = zip(*found, strict=True)
-    return [100 * x for x in (min(least), median(middle), max(most))]
-
-
 TABLES = {
-    "systems": partial(
-        study,
-        "study_systems.jsonl",
-        STUDY,
-        ("right", "text", "kl", "mass"),
-        full=True,
-        first="system, budget 1,024",
-    ),
+    "systems": lambda: systems_table(rows("study_systems.jsonl")),
     "systems-servers": partial(servers, "systems_smollm2.jsonl"),
-    "hgca": hgca,
+    "hgca": lambda: hgca.table_1(rows("hgca.jsonl")),
+    "hgca-heads": lambda: hgca.figure_4(rows("hgca.jsonl")),
+    "rheo-plan": lambda: rheo_plan.table(rows("rheo_plan.jsonl")),
 }
