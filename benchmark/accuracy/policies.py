@@ -1,8 +1,9 @@
 """The policies that are compared, each as flags of a decode server.
 
     full              full attention, in plain PyTorch
-    scout             as in the paper: predicted queries select pages by bounds, one layer ahead
-    scout-rotated     the same with two-bit rotated digests, the default
+    scout             predicted queries select pages by bounds, one layer ahead; recall is adaptive
+    paper             the paper's set-up, at the intervals that benchmark.server.recall has profiled for the budget
+    scout-rotated     like scout with two-bit rotated digests, the default
     scout-real-query  the layer's own query selects them: shows the cost of prediction
     quest             the layer's own query, and attention over exactly the selected pages; no layer-ahead
                       CPU attention, and other resident pages are not used
@@ -23,16 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_scout.core.config import PAGE_SIZE_TOKENS
+from sglang_scout.core.config import FLAGS, PAGE_SIZE_TOKENS
 from sglang_scout.policy import policies
 
 WEIGHTS = Path(__file__).resolve().parents[2] / ".cache" / "weights"
 FULL = "full"
+PROFILES = WEIGHTS.with_name("profiles")
 NAMES = (FULL, "scout", "scout-rotated", "scout-real-query", "quest", "recent")
 SYSTEMS = ("infinigen", "sparda", "rheo", "hgca")
 PLAIN = {
     FULL: "full attention",
     "scout": "scout",
+    "paper": "scout as in its paper",
     "scout-rotated": "scout, rotated digests",
     "scout-signs": "scout, signs",  # removed; only in old rows
     "scout-real-query": "scout, real query",
@@ -46,6 +49,7 @@ PLAIN = {
 REAL_QUERY = {"digest": "minmax", "precompute": False}
 OWN_CONFIG: dict[str, dict[str, Any]] = {
     "scout": {"digest": "minmax"},
+    "paper": {"paper": True},
     "scout-rotated": {"digest": "rotated-2"},
     "scout-real-query": REAL_QUERY,
     "quest": REAL_QUERY,
@@ -123,7 +127,9 @@ class Setting:
         used = {key: x for key, x in (more or {}).items() if has_ahead or key != "exact_layers"}
         config = {**own, **used}
         words = ["--kv-offload", policy, "--kv-offload-budget", str(self._flag_tokens())]
-        return [*words, "--kv-offload-config", json.dumps(config)] if config else words
+        if self.base == "paper":
+            words += [FLAGS["recall_profile"], str(PROFILES / f"paper-{self.budget_tokens}.json")]
+        return [*words, FLAGS["config"], json.dumps(config)] if config else words
 
 
 def grid(names: list[str], budgets: list[int]) -> list[Setting]:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmark.accuracy.policies import PROFILES
 from benchmark.accuracy.questions import FORCING_ENVIRONMENT, FORCING_FLAGS, forcing_grammar
 from benchmark.progress import Progress
 from benchmark.rows import ROOT, Row, RowFile, argument_parser, environment, weights_digest
@@ -43,7 +44,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "head": {"grain": "head"},
 }
 SMOLLM2 = ROOT / ".cache" / "models" / "smollm2-135m"
-PROFILES = ROOT / ".cache" / "profiles"
 PACKAGES = ("sglang", "torch", "sglang-scout")
 CHUNK_TOKENS = 1024  # whole prompts would take gigabytes of attention scores
 THRESHOLD = 0.12  # the paper's

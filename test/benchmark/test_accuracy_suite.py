@@ -60,7 +60,7 @@ def measured_rows(path, fails, settings=(FULL_SETTING, SCOUT)):
     return file, server
 
 
-@pytest.mark.parametrize("name", [*policies.NAMES[1:], *policies.SYSTEMS])
+@pytest.mark.parametrize("name", ["paper", *policies.NAMES[1:], *policies.SYSTEMS])
 @pytest.mark.parametrize("budget", [256, 2048])
 def test_the_flags_of_every_policy_are_understood(name, budget):
     """Keys that do not apply to a policy are left out."""
@@ -77,7 +77,7 @@ def test_the_flags_of_every_policy_are_understood(name, budget):
     assert parsed.budget_tokens == (budget // 2 if name == "hgca" else budget)
     assert parsed.resident_tokens == 64 and parsed.step_log == "/tmp/x.jsonl"
     if parsed.policy == "scout":
-        assert parsed.precompute == (name in ("scout", "scout-rotated"))
+        assert parsed.precompute == (name in ("paper", "scout", "scout-rotated"))
         assert ("exact_layers" in given["--kv-offload-config"]) == parsed.precompute
     assert (parsed.context_cap_tokens == budget // 2) == (name == "hgca")
     assert (
