@@ -107,7 +107,6 @@ def of_hgca(model: str) -> Iterator[Case]:
     k, table = empty(4096, 32, H, D, dtype=dtype), empty(B, N, dtype=I32)
     arguments = (q, empty(B, H * G), k, table, *[row] * 7, empty(B, W, H, 32), 0.1, 0.1)
     yield hgca.decay_mass, "", arguments
-    yield hgca.salient_bits, "", (empty(3, B, W, H, 32), row, row, empty(3, B, H))
 
 
 def rotated_parts(model: str, *lead: int) -> list[torch.Tensor]:

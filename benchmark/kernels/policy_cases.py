@@ -21,7 +21,6 @@ from benchmark.kernels.gpu_pools import (
     changed,
     difference,
     name_of,
-    plain,
 )
 
 HAS_LEARNED, HAS_HGCA = (
@@ -41,7 +40,6 @@ if HAS_HGCA:
     from sglang_scout.policy.hgca import kernels as hgca
 
     DECAY_MASS = Op(hgca.decay_mass, kept_tokens.decay_mass_reference)
-    SALIENT_BITS = Op(hgca.salient_bits, kept_tokens.salient_bits_reference)
 
 
 def check_cases(pools: Pools) -> Iterator[Case]:
@@ -66,7 +64,7 @@ def embedding_scores(pools: Pools, B: int, N: int, embeddings: torch.Tensor) -> 
 
 
 def window_weights(pools: Pools, B: int, W: int, kv: torch.dtype = DTYPE) -> Iterator[Case]:
-    """HGCA's moving averages over a window of W pages, and the tokens kept of pages that leave it."""
+    """HGCA's moving averages over a window of W pages."""
     q, lse = pools.random(B, pools.HQ, D).to(DTYPE), pools.random(B, pools.HQ) + 8
     maw = pools.uniform(B, W, pools.H, S)
     ids, slot_of = pools.ids(B, W - 1), pools.ids(pools.pages)
@@ -84,5 +82,3 @@ def window_weights(pools: Pools, B: int, W: int, kv: torch.dtype = DTYPE) -> Ite
         [call] * REPEATS,
         lambda: changed(DECAY_MASS, [maw], call),
     )
-    limits, nbytes = pools.random(1, B, pools.H) * 0.1 + 0.5, 4 * B * pools.H * (S + 1)
-    yield plain(SALIENT_BITS, {"n": B}, nbytes, maw.clone()[None], rows[1], rows[0], limits)

@@ -66,7 +66,6 @@ TOLERANCES: dict[str, Tolerance | dict[str, Tolerance]] = {
         2e-6, 2e-6, "one sigmoid, whose parts a device approximates, one sum"
     ),
     "rotate_heads": _PREDICTED,
-    "salient_bits": Tolerance(0.0, 0.0, "comparisons of given numbers"),
     "score_embeddings": Tolerance(5e-5, 2e-5, _SUMS),
     "score_pages": Tolerance(2e-5, 2e-5, f"{_SUMS}, then exp or log"),
     "score_rotated": _CODES,
