@@ -158,7 +158,7 @@ class ContextCache:
         self._spare = count // 16  # of each layer, for lists that exchange tokens
         places = layers, count, self._page_tokens
         self._token, self._salience = np.zeros(places, np.int32), np.zeros(places, np.float32)
-        self._lock = threading.Lock()  # of the stacks: tokens may be added by another thread
+        self._lock = threading.Lock()  # of these: tokens may be added by another thread
         # Layers and pages released at each of the last boundaries: steps that may still run read them.
         self._released: deque[list[tuple[Ids, Ints]]] = deque()
 
@@ -223,7 +223,8 @@ class ContextCache:
         changed = np.unique(at[lose])
         taken = self._take(changed // row_pages // heads)
         changed, taken = changed[taken >= 0], taken[taken >= 0]
-        self._released[-1].append((changed // row_pages // heads, pages[changed]))
+        with self._lock:
+            self._released[-1].append((changed // row_pages // heads, pages[changed]))
         pages[changed] = taken
         is_new = np.isin(at, changed)
         of_pages = tokens[: len(at)], salience[: len(at)]
@@ -275,13 +276,14 @@ class ContextCache:
     def release(self, kept: Kept) -> None:
         """A request has ended, or was retracted."""
         is_page = kept.pages >= 0
-        self._released[-1].append((is_page.nonzero()[0], kept.pages[is_page]))
+        with self._lock:
+            self._released[-1].append((is_page.nonzero()[0], kept.pages[is_page]))
 
     def begin_step(self) -> None:
         """Step boundary: pages released ``RESULT_DELAY_STEPS`` boundaries ago become free."""
-        free = self._released.popleft() if len(self._released) == RESULT_DELAY_STEPS else ()
         with self._lock:
-            for layers, pages in free:
+            is_old = len(self._released) == RESULT_DELAY_STEPS
+            for layers, pages in self._released.popleft() if is_old else ():
                 self._free[layers, self._num_free[layers] + _rank_within(layers)] = pages
                 self._num_free += np.bincount(layers, minlength=len(self._free))
-        self._released.append([])
+            self._released.append([])

@@ -173,6 +173,7 @@ class OlderTokens(Selector):
             older.evaluation, older.whole, older.row = None, [], None
             for tokens in older.since:
                 self._cache.add(older.kept, *tokens)
+            older.since = []
 
     def _select(self, sent: Fetching, pages: Tensor) -> Kept:
         """On the thread, concurrent with steps: select among all tokens of ``pages`` by the ``sent`` queries."""
