@@ -4,8 +4,10 @@
     python -m benchmark.plot docs/results/predictions.jsonl docs/results/predictions.png
     python -m benchmark.plot docs/results/paper_figures.jsonl docs/results/paper_figures.png
 
-Rows of the study's budgets give facts found by budget, predictions speed-up by context, the paper's figures predictions
-beside its numbers. Captions contain command, commit and machine.
+    python -m benchmark.plot docs/results/recall.jsonl docs/results/recall.png
+
+Rows of the study's budgets give facts found by budget, of recall the CPU's share, predictions speed-up by context, the
+paper's figures predictions beside its numbers. Captions contain command, commit and machine.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import matplotlib.pyplot as plt
 from benchmark.accuracy.planted import CUTS
 from benchmark.accuracy.study.table import interval, paired
 from benchmark.rows import Row, argument_parser, read_rows
+from sglang_scout.core.profile import COLD_STEPS
 
 PANELS = {
     "prompt": "the question is in the prompt",
@@ -134,10 +137,35 @@ def draw_paper_figures(rows: list[Row]) -> Any:
     return fig
 
 
+def draw_recall(rows: list[Row]) -> Any:
+    """The paper's Figure 6: CPU compute ratio without recall by step and by layer, and the intervals."""
+    fig, axes = plt.subplots(1, 3, figsize=(13, 3.9))
+    names = {"default": "default", "paper": "the paper's set-up"}
+    shown = [r for r in rows if r["recall"] == "off" and r["setting"] in names]
+    for i, row in enumerate(r for r in shown if r["budget_tokens"] >= 1024):
+        label = f"{names[row['setting']]}, {row['budget_tokens']:,} tokens"
+        layers = range(len(row["intervals"]))
+        steps = range(COLD_STEPS + 1, len(row["ratio_by_step"]) + COLD_STEPS + 1)
+        axes[0].plot(steps, row["ratio_by_step"], label=label)
+        axes[1].plot(layers, row["ratio_by_layer"], ".-")
+        axes[2].bar([x + 0.2 * i for x in layers], row["intervals"], width=0.2)
+    for ax in axes[:2]:
+        ax.axhline(0.12, color="k", linestyle=":", linewidth=0.8)
+        ax.set(ylim=(0, None), ylabel="CPU compute ratio")
+    axes[0].set(xlabel="steps, without recall", title="mean of the layers")
+    axes[1].set(xlabel="layer", title="mean of the steps")
+    axes[2].set(xlabel="layer", title="profiled recall intervals", ylabel="steps")
+    axes[0].legend(fontsize=8)
+    texts = f"{rows[0]['texts']} texts of {rows[0]['input_tokens']:,} tokens"
+    fig.suptitle(f"{rows[0]['model']}, {texts}; dotted: the threshold 0.12", fontsize=11)
+    return fig
+
+
 PLOTS = {
     "study": draw_budgets,
     "predictions": draw_predictions,
     "paper_figures": draw_paper_figures,
+    "recall": draw_recall,
 }
 
 

@@ -2,12 +2,13 @@
 
     python -m benchmark.server.recall --json docs/results/recall.jsonl
 
-A pair decodes --requests real texts at once (scripts/texts.py). A grammar forces their tokens, so that every setting
-sees the same queries. First without recall, which makes the profile of each setting; then with the profile's intervals
-(recall "fixed") and "adaptive". A row is one setting, budget and mode, from its step log and counters:
+A pair decodes real texts (scripts/texts.py) one by one, with a device cache of the budget. A grammar forces their
+tokens, so that every setting sees the same queries. Without recall first ("off"), which makes the setting's profile;
+then with the profile's intervals ("fixed"), or "adaptive". A row is one setting, budget and mode, from its step log and
+counters; one that is in the file is not measured again:
 
-    setting, config, budget_tokens, recall, requests, input_tokens, steps
-    ratio, ratio_by_layer, ratio_by_step   CPU compute ratio, without the first steps, as the profile; of whole requests
+    setting, config, budget_tokens, recall, texts, input_tokens, steps
+    ratio, ratio_by_layer, ratio_by_step   CPU compute ratio from a text's fourth step on, as in profiles
     intervals                              steps between recalls by layer: the profile's, or in the last step
     selected_pages, cpu_pages, recalled_pages, recall_bytes, cpu_us      per step; cpu_us: CPU time of the attention
                                            process. With ``grain: head`` pages are those of single KV heads
@@ -16,11 +17,10 @@ sees the same queries. First without recall, which makes the profile of each set
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,64 +63,59 @@ def prompts_of(folder: str, count: int, tokens: int) -> list[list[int]]:
 
 
 class Servers(PDCluster):
-    """Decode servers of several settings beside one prefill server, all with the same mode of recall.
+    """Decode servers of one setting with several budgets, and their prefill server.
 
     Args:
-        cases: name to setting and budget; ``logs``/NAME.jsonl is its step log.
+        mode: of recall. ``logs``/BUDGET.jsonl are step logs.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, cases: dict[str, tuple[str, int]], mode: str, logs: Path
-    ) -> None:
-        self._texts = prompts_of(args.model_path, args.requests, args.input_tokens + args.steps)
-        self._steps, self._logs, self._mode = args.steps, logs, mode
-        self._profiles: Path = args.profiles
-        self._profiles.mkdir(parents=True, exist_ok=True)
-        self._server_of = dict(zip(cases, ["decode", *list(cases)[1:]], strict=True))
-        room = args.requests * (args.input_tokens + args.steps + 256)
-        chunks = flags(chunked_prefill_size=CHUNK_TOKENS)
-        servers = {"prefill": [*chunks, *flags(kv_offload="scout")]}
-        for name, (setting, budget) in cases.items():
-            keys = SETTINGS[setting] | {"recall": mode, "step_log": str(logs / f"{name}.jsonl")}
+    def __init__(self, args: argparse.Namespace, setting: str, mode: str, logs: Path) -> None:
+        texts = prompts_of(args.model_path, args.texts, args.input_tokens + args.steps)
+        self._texts, self._steps, self._logs, self._mode = texts, args.steps, logs, mode
+        self._profiles = {x: args.profiles / f"{setting}-{x}.json" for x in args.budgets}
+        args.profiles.mkdir(parents=True, exist_ok=True)
+        names = "decode", *map(str, args.budgets[1:])
+        self._server_of = dict(zip(args.budgets, names, strict=True))
+        room = args.input_tokens + args.steps + 1024  # SGLang keeps tokens for decoding
+        config, every = SETTINGS[setting], flags(kv_offload="scout")
+        sizes = flags(chunked_prefill_size=CHUNK_TOKENS, max_total_tokens=args.texts * room)
+        sizes += flags(kv_offload_config=json.dumps(config))
+        servers = {"prefill": [*every, *sizes]}
+        for budget, name in self._server_of.items():
+            keys = config | {"recall": mode, "step_log": str(logs / f"{budget}.jsonl")}
             own = flags(kv_offload_budget=budget, kv_offload_config=json.dumps(keys))
             if mode == "fixed":
-                own += [FLAGS["recall_profile"], str(self._profiles / f"{name}.json")]
-            servers[self._server_of[name]] = [*flags(kv_offload="scout"), *own]
-        sizes = flags(max_running_requests=args.requests, max_total_tokens=room)
+                own += [FLAGS["recall_profile"], str(self._profiles[budget])]
+            servers[name] = [*every, *own, *flags(max_running_requests=1, max_total_tokens=room)]
         super().__init__(
             args.model_path,
             servers,
-            server_args=[*sizes, *flags(mem_fraction_static=0.85), *FORCING_FLAGS],
+            server_args=[*flags(mem_fraction_static=0.85), *FORCING_FLAGS],
             router_args=None,
-            env={"OMP_NUM_THREADS": "1", **FORCING_ENVIRONMENT},
+            env=FORCING_ENVIRONMENT,
         )
 
-    def prefill(self) -> None:
-        """Into the prefill server's cache, so that later requests run together."""
-        for text in self._texts:
-            self._ask("decode", 2, text)
-
-    def _ask(self, server: str, tokens: int, text: list[int]) -> None:
-        forced = text[-self._steps :][:tokens]
-        how = {"temperature": 0.0, "max_new_tokens": tokens, "ebnf": forcing_grammar(forced)}
-        payload = {"input_ids": text[: -self._steps], "sampling_params": how}
-        answer = self.ask_pair(payload, server)
-        assert list(answer["output_ids"]) == forced, answer["meta_info"]
-
-    def measure(self, name: str) -> Row:
-        """Decode all texts at once; what the step log and the counters say about it."""
-        server = self._server_of[name]
+    def measure(self, budget: int) -> Row:
+        """Decode the texts; what the step log and the counters say about it."""
+        server = self._server_of[budget]
         before = self._counted(server)
-        with ThreadPoolExecutor(len(self._texts)) as pool:
-            list(pool.map(partial(self._ask, server, self._steps), self._texts))
-        after, log = self._counted(server), read_step_log(self._logs / f"{name}.jsonl")
+        for text in self._texts:
+            prompt, forced = text[: -self._steps], text[-self._steps :]
+            how = {"temperature": 0.0, "max_new_tokens": len(forced)}
+            payload = {
+                "input_ids": prompt,
+                "sampling_params": how | {"ebnf": forcing_grammar(forced)},
+            }
+            answer = self.ask_pair(payload, server)
+            assert list(answer["output_ids"]) == forced, answer["meta_info"]
+        after, log = self._counted(server), read_step_log(self._logs / f"{budget}.jsonl")
         steps = after["steps"] - before["steps"]
         curves, requests = (x[..., COLD_STEPS:] for x in ratios_by_age(log))
         by_layer = curves @ requests / requests.sum()
         intervals = after["recall"].get("intervals")
         if self._mode == "off":
             profile = profile_of(log, THRESHOLD)
-            save_profile(profile, str(self._profiles / f"{name}.json"))
+            save_profile(profile, str(self._profiles[budget]))
             intervals = profile.intervals
         return {
             "steps": steps,
@@ -138,19 +133,19 @@ class Servers(PDCluster):
 
 
 def run(args: argparse.Namespace, file: RowFile, logs: Path) -> None:
-    progress, budgets = Progress(), args.budgets
-    cases = {f"{name}-{budget}": (name, budget) for name in args.settings for budget in budgets}
-    shared = {"input_tokens": args.input_tokens, "requests": args.requests}
-    for mode in args.modes:
-        progress.say(f"starting servers with recall {mode} for {', '.join(cases)}")
-        with Servers(args, cases, mode, logs) as servers:
-            servers.prefill()
-            for name, (setting, budget) in cases.items():
-                found = servers.measure(name)
-                keys = {"setting": setting, "budget_tokens": budget, "recall": mode}
-                file.add(setting, **keys, config=SETTINGS[setting], **shared, **found)
+    progress = Progress()
+    shared = {"input_tokens": args.input_tokens, "texts": args.texts}
+    for setting, mode in itertools.product(args.settings, args.modes):
+        keys = [{"setting": setting, "budget_tokens": x, "recall": mode} for x in args.budgets]
+        if all(file.has(**key, **shared) for key in keys):
+            continue
+        progress.say(f"starting servers for {setting} with recall {mode}")
+        with Servers(args, setting, mode, logs) as servers:
+            for key in keys:
+                found = servers.measure(key["budget_tokens"])
+                file.add(setting, **key, config=SETTINGS[setting], **shared, **found)
                 mean = np.mean(found["intervals"])
-                progress.say(f"{name}, {mode}: ratio {found['ratio']}, mean interval {mean:.1f}")
+                progress.say(f"{key}: ratio {found['ratio']}, mean interval {mean:.1f}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -168,8 +163,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--settings", nargs="+", default=["default", "paper"], choices=SETTINGS)
     add("--budgets", nargs="+", type=int, default=[1024, 2048], metavar="TOKENS")
     add("--modes", nargs="+", default=["off", "fixed", "adaptive"])
-    add("--requests", type=int, default=4)
-    add("--input-tokens", type=int, default=7680)
+    add("--texts", type=int, default=3)
+    add("--input-tokens", type=int, default=4608)
     add("--steps", type=int, default=128)
     args = parser.parse_args(argv)
     fields = {"untimed": True, "model": Path(args.model_path).name}
