@@ -39,11 +39,11 @@ replace stock's for positions, append and attention. The CPU device has five ins
 RING_VALUE_BYTES = 2 + 2  # per query value and per result value, of a bfloat16 model
 CAVEAT = (
     "Predicted, not measured: the model has not been calibrated on a GPU. For the ScoutAttention paper's hardware its "
-    "high end gives 10.7 times stock where the paper measured 5.1; its low end is fitted to that."
+    "high end gives 10.6 times stock where the paper measured 5.1; its low end is fitted to that."
 )
 """Beside every prediction."""
-MISSING_SHARE = 0.12  # of the budget: the paper's recall threshold (Figure 6)
-RECALL_STEPS = 8.7  # between recalls of what is missing: the paper's mean (Figure 6)
+MISSING_SHARE = 0.066  # of the budget: the default on SmolLM2, with a cache of the budget (docs/results/recall.md)
+RECALLED_SHARE = 0.016  # of the budget that a step recalls, there
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def offload_step(
     worker = device.us("worker", device.host_gb_s, missing_share * kv_bytes) / layers
     first = max(0.0, worker - parts["attention"] / layers)
     parts["wait"] = (layers - 1) * max(0.0, worker - layer) + first
-    copies = device.us("copies", device.link_gb_s, missing_share * kv_bytes / RECALL_STEPS)
+    copies = device.us("copies", device.link_gb_s, RECALLED_SHARE * kv_bytes * bool(missing_share))
     return Step(batch, parts, {"copies": copies, "boundary": device.boundary(batch)})
 
 
