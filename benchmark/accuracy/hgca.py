@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,20 +124,18 @@ class Decode:
 
 
 def table_1(rows: Sequence[Row]) -> str:
-    """Change of perplexity against full attention, mean and range over texts; kept share: mean, minimum and maximum
-    over heads."""
+    """By text, change of perplexity against full attention and kept share: mean, minimum and maximum over heads."""
     lines = []
-    for ratio in RATIOS:
-        cells = [f"{ratio:g}"]
-        for beta in BETAS:
-            mine = [r for r in rows if (r["gpu_ratio"], r["beta"]) == (ratio, beta)]
-            lost = [r["nats"] - r["full_nats"] for r in mine]
-            low, mean, high = (math.expm1(x) for x in (min(lost), sum(lost) / len(lost), max(lost)))
-            kept = [x for r in mine for heads in r["kept"] for x in heads]
-            share = f"{sum(kept) / len(kept):.1%} ({min(kept):.1%} to {max(kept):.0%})"
-            cells.append(f"{mean:+.2%} ({low:+.2%} to {high:+.2%}) · {share}")
+    for source, ratio in itertools.product(SOURCES, RATIOS):
+        cells = [source, f"{ratio:g}"]
+        for row in sorted(rows, key=operator.itemgetter("beta")):
+            if (row["source"], row["gpu_ratio"]) == (source, ratio):
+                lost = math.expm1(row["nats"] - row["full_nats"])
+                kept = [x for heads in row["kept"] for x in heads]
+                share = f"{sum(kept) / len(kept):.0%} ({min(kept):.1%} to {max(kept):.0%})"
+                cells.append(f"{lost:+.1%} · {share}")
         lines.append(cells)
-    return markdown_table(["GPU ratio", *(f"β = {beta:g}" for beta in BETAS)], lines)
+    return markdown_table(["text", "GPU ratio", *(f"β = {beta:g}" for beta in BETAS)], lines)
 
 
 def figure_4(rows: Sequence[Row], layers: Sequence[int] = (0, 5, 10, 15, 20, 25, 29)) -> str:

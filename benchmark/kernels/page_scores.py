@@ -8,18 +8,20 @@ request; then samples alternate. Rows (format: rows.py), C++ except where `code`
 reference on a CPU, copying what it scores, so that its time bounds a kernel's from above:
     minmax, rotated-2     `scout`; rotated-2 with the norms of values
     mean16                `sparda`: one query vector per KV head
-    mean16-heads          the selection that SparDA replaces: every query head scores the same keys
+    mean16-vector         the same as one batched product
+    mean16-heads          likewise the selection that SparDA replaces: every query head scores the same keys
     pilot                 `rheo`: with the projection of the queries, at rank 32
-Fields in addition to those of rows.py: batch, pages, threads, code, digest_bytes (that a call reads), times_minmax,
-bytes_minmax (of median_us and digest_bytes to those of minmax).
+Samples are CPU time over both threads, divided by two, so that other processes count less. Fields in addition to those
+of rows.py: batch, pages, threads, clock, code, digest_bytes (that a call reads), times_minmax, bytes_minmax (of
+median_us and digest_bytes to those of minmax).
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from timeit import timeit
 
 import torch
 from torch import Tensor
@@ -29,7 +31,6 @@ from benchmark.kernels.tolerances import tolerance_of
 from benchmark.rows import Row, Writer, argument_parser, environment, markdown_table, summary
 from sglang_scout.ops import minmax, rotated
 from sglang_scout.ops.pages import LayerPages
-from sglang_scout.policy.learned import score_embeddings
 
 H, G, D, RANK = 8, 4, 128, 32
 THREADS, BUILT = 2, 64  # pages with rotated digests, repeated: building takes long
@@ -38,11 +39,13 @@ Case = tuple[str, list[Tensor], Callable[[int], Tensor], Tensor]
 
 
 def by_heads(q: Tensor, halves: Tensor, table: Tensor) -> Tensor:
-    """[B * H, N] for q [B, HQ, D] and halves [P, H, 2, D], all pages full: arXiv 2606.04511, section 4.3, (10)."""
+    """[B * H, N] for q [B, H, X, D] and halves [P, H, 2, D], all pages full: arXiv 2606.04511, section 4.3. Several
+    queries of a KV head are summed after a softmax (10), one selects by its dot products (11)."""
     keys = halves[table].permute(0, 2, 1, 3, 4).flatten(2, 3).float()  # [B, H, 2 N, D]
-    dots = q.unflatten(1, (H, G)) @ keys.mT
-    share = ((dots[..., :-1] + dots[..., 1:]) / 2).softmax(-1).sum(2)
-    return pad(share, (0, 1)).unflatten(-1, (-1, 2)).amax(-1).flatten(0, 1)
+    dots = q @ keys.mT
+    found = (dots[..., :-1] + dots[..., 1:]) / 2
+    found = found.softmax(-1).sum(2) if q.shape[2] > 1 else found[:, :, 0]
+    return pad(found, (0, 1), value=-torch.inf).unflatten(-1, (-1, 2)).amax(-1).flatten(0, 1)
 
 
 def windows(q: Tensor, halves: Tensor, ids: Tensor) -> Tensor:
@@ -70,9 +73,11 @@ def of_scout(batch: int, q: Tensor, table: Tensor, full: Tensor) -> Iterator[Cas
 
 
 def of_heads(batch: int, q: Tensor, table: Tensor, full: Tensor) -> Iterator[Case]:
+    from sglang_scout.policy.learned import score_embeddings  # a policy may be removed
+
     halves, pilots = (torch.randn(table.numel(), H, *e).bfloat16() for e in ((2, D), (1, RANK)))
     w_q, own, ids = torch.randn(H, RANK, G * D) / 16, q[:, :H].contiguous(), table[0]
-    grouped = q.view(batch, H, G * D)
+    grouped, by_group = q.view(batch, H, G * D), q.view(batch, H, G, D)
 
     def forecast(n: int) -> Tensor:
         return score_embeddings(own[:n].flatten(0, 1), halves, table[:n], full[:n])
@@ -81,20 +86,31 @@ def of_heads(batch: int, q: Tensor, table: Tensor, full: Tensor) -> Iterator[Cas
         of_query = torch.einsum("bhx,hrx->bhr", grouped[:n], w_q).flatten(0, 1)
         return score_embeddings(of_query, pilots, table[:n], full[:n])
 
-    def pooled(x: Tensor, void: float) -> Tensor:
-        return pad(x, (0, 1), value=void).unflatten(-1, (-1, 2)).amax(-1).float()
+    def pooled(x: Tensor) -> Tensor:
+        return pad(x, (0, 1), value=-torch.inf).unflatten(-1, (-1, 2)).amax(-1).float()
 
-    one = pooled(windows(own[0][:, None], halves, ids)[:, 0], -torch.inf)
-    shares = windows(q[0].view(H, G, D), halves, ids).softmax(-1).sum(1)
+    one = pooled(windows(own[0][:, None], halves, ids)[:, 0])
+    shares = windows(by_group[0], halves, ids).softmax(-1).sum(1)
     of_pilot = torch.einsum(
         "hx,hrx,nhr->hn", *(x.double() for x in (grouped[0], w_q, pilots[ids, :, 0]))
     )
     yield "mean16", [halves], forecast, one
-    yield "mean16-heads", [halves], lambda n: by_heads(q[:n], halves, table[:n]), pooled(shares, 0)
+    for name, x, expected in (
+        ("vector", own[:, :, None], one),
+        ("heads", by_group, pooled(shares)),
+    ):
+        yield (
+            f"mean16-{name}",
+            [halves],
+            lambda n, x=x: by_heads(x[:n], halves, table[:n]),
+            expected,
+        )
     yield "pilot", [pilots], pilot, of_pilot.float()
 
 
 def run(writer: Writer, batch: int, columns: int, rounds: int) -> None:
+    from sglang_scout.policy.learned import score_embeddings  # a policy may be removed
+
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
     q = torch.randn(batch, H * G, D).bfloat16().float()
@@ -110,13 +126,16 @@ def run(writer: Writer, batch: int, columns: int, rounds: int) -> None:
             del samples[name]
     for _ in range(rounds):
         for name in samples:
-            samples[name].append(1e6 * timeit(lambda call=cases[name][1]: call(batch), number=1))
+            begin = time.process_time()
+            cases[name][1](batch)
+            samples[name].append((time.process_time() - begin) * 1e6 / THREADS)
     found = {name: summary(taken) for name, taken in samples.items()}
     nbytes = {name: sum(x.nbytes for x in cases[name][0]) for name in found}
     for name, measured in found.items():
         times = measured["median_us"] / found["minmax"]["median_us"]
         size = nbytes[name] / nbytes["minmax"]
         about = {"batch": batch, "pages": columns, "threads": THREADS, "digest_bytes": nbytes[name]}
+        about |= {"clock": "CPU time"}
         about |= {"code": "C++" if name in ("minmax", "rotated-2") else "torch"}
         writer.add(name, **about, times_minmax=times, bytes_minmax=size, **measured)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from sglang_scout.engine import RESULT_DELAY_STEPS, Ids, Ints
 from sglang_scout.engine.policy import StepReport
 from sglang_scout.ops.residency import Reservation, ResidencyTable
-from sglang_scout.policy.learned.rheo import HistoryAware
 
 ONE = np.zeros(1, np.int64)  # the layer, the request
 
@@ -26,8 +25,11 @@ class Residents:
     def __init__(
         self, layer: int, page_tokens: int, text_pages: int, cache_pages: int, budget_pages: int
     ) -> None:
-        self._table = ResidencyTable(1, text_pages + 2, cache_pages + 1)
+        from sglang_scout.policy.learned.rheo import HistoryAware  # a policy may be removed
+
         self._policy = HistoryAware(1, page_tokens, spare_pages=0)
+        half_life = self._policy.half_life_steps
+        self._table = ResidencyTable(1, text_pages + 2, cache_pages + 1, half_life)
         self._table.pin_share = self._policy.pin_share
         self._page_tokens, self._budget_pages = page_tokens, budget_pages
         self._first = self._step = layer + 1

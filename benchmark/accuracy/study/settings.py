@@ -92,7 +92,10 @@ OF_SYSTEMS = {make(budget): name for budget in (512, 1024) for name, make in SYS
 SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "main": dict.fromkeys(("facts", "prompt", "text"), MAIN),
     "budgets": dict.fromkeys(("facts", "prompt"), BUDGETS),
-    "grain": dict.fromkeys(("facts", "prompt", "text"), GRAIN),
-    "missing": dict.fromkeys(("facts", "prompt", "text"), MISSING),
+    "grain": {
+        **dict.fromkeys(("facts", "prompt"), GRAIN),
+        "text": [_system(512, grain=grain) for grain in ("layer", "head")],
+    },
+    "missing": dict.fromkeys(("facts", "prompt"), MISSING),
     "systems": dict.fromkeys(("facts", "prompt", "text"), [*OF_SYSTEMS]),
 }

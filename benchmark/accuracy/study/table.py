@@ -139,28 +139,6 @@ def _right(rows: Sequence[Row]) -> str:
     return f"{sum(found)}/{len(found)}" if found else "–"
 
 
-def lengths_table(rows: Sequence[Row], budget: int = 1024) -> str:
-    """Of the set "systems": nats lost on the text after each cut, and numbers right at it, question decoded."""
-    text, facts = paired(rows, "text"), paired(rows, "facts")
-    cuts = sorted({cut for row in rows for cut in row["cut"]})
-    lines = []
-    for setting, name in OF_SYSTEMS.items():
-        if setting.budget_tokens != budget or setting.name not in facts:
-            continue
-        cells = [name]
-        for cut in cuts:
-            lost = [
-                row["nats"][i] - row["full_nats"][i]
-                for row in text.get(setting.name, [])
-                for i, at in enumerate(row["cut"])
-                if at == cut
-            ]
-            nats = f"{sum(lost) / len(lost):.3f}" if lost else "–"
-            cells.append(f"{nats} · {share(facts[setting.name], 'cut', cut)}")
-        lines.append(cells)
-    return markdown_table([f"system, budget {budget:,}", *(f"{c:,}" for c in cuts)], lines)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("rows", type=Path, metavar="FILE")
