@@ -37,7 +37,6 @@ PLAIN = {
     "scout": "scout",
     "paper": "scout as in its paper",
     "scout-rotated": "scout, rotated digests",
-    "scout-signs": "scout, signs",  # removed; only in old rows
     "scout-real-query": "scout, real query",
     "quest": "Quest top-k",
     "recent": "recent window",
@@ -72,7 +71,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.base not in PLAIN:
-            known = ", ".join((*NAMES, *SYSTEMS))
+            known = ", ".join((*NAMES, "paper", *SYSTEMS))
             raise ValueError(f"policy {self.policy!r}: choose one of {known}")
         if (self.budget_tokens is None) != (self.policy == FULL):
             given = f"policy {self.policy}, budget {self.budget_tokens}"

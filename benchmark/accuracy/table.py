@@ -1,6 +1,6 @@
 """Markdown tables of the rows of suite.py, with 95 % intervals; those of losses are from paired comparisons.
 
-python -m benchmark.accuracy.table docs/results/accuracy.jsonl --out FILE.md
+python -m benchmark.accuracy.table FILE.jsonl --out FILE.md
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ from typing import Any
 
 from benchmark.tables import extremes, find, one, rows
 from benchmark.tables.accuracy import BY_BUDGET, CORRECTED, asked
-from benchmark.tables.speed import GROUPS, MACHINES, of_read, profile, shape, speed_ups, steps_of
-from benchmark.tables.study import SERVER, mean, nats, of, right
-from benchmark.tables.systems import hgca_heads
+from benchmark.tables.speed import GROUPS, MACHINES, of_read, shape, speed_ups, steps_of
+from benchmark.tables.study import SERVER, mean, of, right
 
 SHORT = {"`scout`": "scout", "Quest": "quest", "the paper": "paper"}
 TEXTS = {
@@ -29,12 +28,11 @@ TEXTS = {
         "a study finds {retrieval[server]} of 24 |",
         "{h200:.2f} times full attention's tokens per second |",
         "{h100} times stock SGLang |",
-        "with recall {recall[0]:.0%} and {recall[1]:.0%} of the selected pages, without {recall[2]:.0%} and "
-        "{recall[3]:.0%} |",
+        "with recall {recall[default adaptive]:.0%} of the selected pages, without {recall[default off]:.0%} |",
         "{reads} of a read loop's bandwidth with grouped queries |",
         "medians of {vllm} times vLLM's kernel, {ipex} times IPEX |",
         "{ring[0]:.0f} us back to back, {ring[1]:.0f} us if the attention process sleeps |",
-        "`scout` and `infinigen` answer {smollm2[scout-rotated]}, `hgca`, `sparda` and `rheo` {others} |",
+        "`scout` and `infinigen` answer {prompted[scout-rotated]}, `hgca`, `sparda` and `rheo` {others} |",
         "{minutes:.0f} minutes, {faults} faults",
     ),
     "docs/results/accuracy.md": (
@@ -42,8 +40,6 @@ TEXTS = {
         "finds {prompt[scout 1024]} if the question is in the prompt, which is read with full attention, and "
         '{facts[scout 1024]} if decode steps read it ("decoded"). The paper\'s choices find {prompt[paper 2048]} and '
         "{facts[paper 2048]} with twice the budget.",
-        "to {far[reweighed 0.12]} nats instead of {far[predicted 0.12]}, with 50 % to {far[reweighed 0.5]} nats "
-        "instead of {far[predicted 0.5]}.",
         "{kv[0]} nats per token in e4m3 and {kv[1]} in e5m2",
         "a study finds {retrieval[real]} of 24 with the real query (bounds {retrieval[bounds]}), {retrieval[server]} "
         "as the server does, {retrieval[exact]} with the real query in layers",
@@ -51,9 +47,8 @@ TEXTS = {
         "without servers {lengths} of 24 at 2,048, 8,192 and 16,384 tokens",
     ),
     "docs/results/systems.md": (
-        "rotated digests answer {recall42[scout-rotated]}, `scout` with minimum and maximum {recall42[scout]}, `hgca` "
-        "{recall42[hgca]} ",
-        "needs {heads[0]:.0f} to {heads[2]:.0f} % of the tokens (median {heads[1]:.0f} %) for 99 %",
+        "`scout` and `infinigen` answer {prompted[scout-rotated]} of 8, `rheo` {prompted[rheo]}, `sparda` "
+        "{prompted[sparda]} and `hgca` {prompted[hgca]}",
     ),
     "docs/results/recall.md": ("{join[hint]} pages instead of {join[none]} in its first 16 steps",),
     "docs/tuning.md": (
@@ -62,7 +57,10 @@ TEXTS = {
         "plain text loses about {text[0]}, {text[1]} and {text[2]} nats per token at 512, 1,024 and 2,048 tokens",
         "[{kv[0]} nats per token in e4m3 and {kv[1]} in e5m2]",
     ),
-    "docs/paper-map.md": ("mean [{cosine:.2f}](results/accuracy.md", "[{recall[0]:.1%}](results/"),
+    "docs/paper-map.md": (
+        "mean [{cosine:.2f}](results/accuracy.md",
+        "[{recall[paper fixed]:.1%}](results/",
+    ),
     "docs/sizing.md": ("after a stop took {stop:.0f} s on two busy CPUs",),
     "docs/troubleshooting.md": ("takes {checksums} times the CPU time",),
     "docs/architecture.md": ("ready about {start:.1f} s after its start",),
@@ -86,9 +84,10 @@ def _planted(part: str) -> dict[str, str]:
     found = {}
     for line, setting in BY_BUDGET.items():
         file, _, name = setting.rpartition(": ")
-        own = of(file or "study_budgets.jsonl", name, part)
-        short = next(name for start, name in SHORT.items() if line.startswith(start))
-        found[f"{short} {own[0]['budget_tokens']}"] = right(own)
+        own = of(file or "study.jsonl", name, part)
+        for start, short in SHORT.items():
+            if line.startswith(start):
+                found[f"{short} {own[0]['budget_tokens']}"] = right(own)
         found["full"] = right(own, "full_right")
     return found
 
@@ -111,12 +110,6 @@ def _accuracy() -> dict[str, Any]:
     return {
         "facts": _planted("facts"),
         "prompt": _planted("prompt"),
-        "far": {
-            f"{how} {far}": nats(of("study_weights.jsonl", setting, "prompt"))
-            for how in ("predicted", "reweighed")
-            for far in (0.12, 0.5)
-            for setting in [f"rotated-2 512 query=predicted attends={how} far={far}"]
-        },
         "kv": [
             text(of("study_kv.jsonl", f"full kv=float8_{x}", "text")) for x in ("e4m3fn", "e5m2")
         ],
@@ -132,17 +125,9 @@ def _accuracy() -> dict[str, Any]:
 
 
 def _systems() -> dict[str, Any]:
-    names = "scout-rotated", "infinigen", "scout", "hgca"
-    smollm2 = {
-        x["policy"]: asked("systems_smollm2.jsonl", x["policy"], x["budget_tokens"], 2048)
-        for x in rows("systems_smollm2.jsonl")
-    }
-    return {
-        "smollm2": smollm2,
-        "others": extremes(smollm2[x] for x in ("hgca", "sparda", "rheo")),
-        "recall42": {x: asked("systems_recall.jsonl", x, 512, 4096) for x in names},
-        "heads": hgca_heads(),
-    }
+    file = "systems_prompt.jsonl"
+    found = {x["policy"]: asked(file, x["policy"], x["budget_tokens"], 2048) for x in rows(file)}
+    return {"prompted": found, "others": extremes(found[x] for x in ("hgca", "sparda", "rheo"))}
 
 
 def _speed() -> dict[str, Any]:
@@ -154,10 +139,10 @@ def _speed() -> dict[str, Any]:
         for name in ("vllm", "ipex")
     }
     full, own = steps_of("bfloat16", 65536)
-    modes = [
-        one("recall_modes_two_boundaries.jsonl", recall=x)["ratio"] for x in ("adaptive", "off")
-    ]
-    curves = fmean(map(fmean, profile("real_model_recall_1024_profile.json")))
+    recall = {
+        f"{x['setting']} {x['recall']}": x["ratio"]
+        for x in find("recall.jsonl", budget_tokens=1024)
+    }
     attend = [
         one("checksums.jsonl", impl="attend-sealed", pages=x)["median_us"]
         / one("checksums.jsonl", impl="attend", pages=x)["median_us"]
@@ -171,7 +156,7 @@ def _speed() -> dict[str, Any]:
         "h100": extremes(
             (y for x in find("predictions.jsonl", impl="h100") for y in x["speed_up"]), 1
         ),
-        "recall": [one("real_model_recall_1024.jsonl")["ratio"], modes[0], curves, modes[1]],
+        "recall": recall,
         "reads": extremes(reads, 2),
         **{name: extremes(ratios, 1) for name, ratios in theirs.items()},
         "ring": [

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from statistics import fmean, median
 
 from benchmark.decode import paper_figures as figures
 from benchmark.decode import predictions
 from benchmark.rows import Row, markdown_table
-from benchmark.tables import RESULTS, extremes, find, middle, number, one, rows
+from benchmark.tables import extremes, find, middle, number, one, rows
 
 MACHINES = {
     "Zen 5, AVX-512": "cpu_attention.jsonl",
@@ -102,36 +101,26 @@ def ring() -> str:
     return markdown_table(["us", "median", "p99", "longest"], lines)
 
 
-def profile(name: str) -> list[list[float]]:
-    """CPU compute ratio without recall: layers of steps."""
-    return json.loads((RESULTS / name).read_text(encoding="utf-8"))["curves"]
-
-
 def figure_6() -> str:
-    row = one("real_model_recall_1024.jsonl")
-    curves = profile("real_model_recall_1024_profile.json")
-    first = fmean(curve[0] for curve in curves)
-    of_layer = [fmean(curve) for curve in curves]
-    every_step = sum(x == 1 for x in row["intervals"])
-    lines = [
-        ["without recall, after one step", number(first, 2), "under 0.15"],
-        ["without recall, mean of 128 steps", number(fmean(of_layer), 2), ""],
-        ["the same, by layer", extremes(of_layer, 2), "layers differ"],
-        ["layers that recall in every step", f"{every_step} of {len(row['intervals'])}", ""],
-        ["mean interval", number(fmean(row["intervals"]), 1), "8.7"],
-        ["with these intervals", number(row["ratio"], 3), "0.082"],
-    ]
-    return markdown_table(["CPU compute ratio", "here", "paper (Qwen3-8B)"], lines)
-
-
-def recall_modes() -> str:
     lines = []
-    for mode in ("off", "fixed", "profile", "adaptive"):
-        row = one("recall_modes_two_boundaries.jsonl", recall=mode)
-        lines.append(
-            [f"`{mode}`", number(row["ratio"], 3), number(row["recalled_pages_per_step"], 1)]
-        )
-    return markdown_table(["recall", "CPU compute ratio", "pages recalled a step"], lines)
+    for setting, name, mode in (
+        ("default", "the default", "adaptive"),
+        ("paper", "the paper's set-up", "fixed"),
+    ):
+        for budget in (1024, 2048):
+            of = {"setting": setting, "budget_tokens": budget}
+            off, on = (one("recall.jsonl", recall=x, **of) for x in ("off", mode))
+            every_step = sum(x == 1 for x in off["intervals"])
+            cells = [number(off["ratio_by_step"][0], 2), number(off["ratio"], 2)]
+            cells += [
+                extremes(off["ratio_by_layer"], 2),
+                f"{every_step} of {len(off['intervals'])}",
+            ]
+            cells += [number(fmean(off["intervals"]), 1), f"`{mode}`: {on['ratio']:.3f}"]
+            lines.append([f"{name}, {budget:,}", *cells, number(on["recalled_pages"])])
+    lines.append(["paper: Qwen3-8B", "under 0.15", "", "layers differ", "", "8.7", "0.082", ""])
+    heads = ["without recall", "fourth step", "mean", "by layer", "interval 1", "mean interval"]
+    return markdown_table([*heads, "with recall", "pages a step"], lines)
 
 
 def soak() -> str:
@@ -211,7 +200,6 @@ TABLES = {
         scores,
         ring,
         figure_6,
-        recall_modes,
         soak,
         checksums,
         h200,

@@ -42,6 +42,12 @@ def mass(found: Rows) -> str:
     return number(sum(values) / len(values), 2)
 
 
+def cpu(found: Rows) -> str:
+    """CPU compute ratio, mean over layers."""
+    values = [x for row in found for x in row["cpu_by_layer"]]
+    return number(sum(values) / len(values), 2)
+
+
 @dataclass(frozen=True)
 class Column:
     """``part`` of the study: facts (the question is decoded), prompt, text."""
@@ -61,6 +67,7 @@ COLUMNS = {
     "kl": Column("KL of text", "text", mean("kl")),
     "text": Column("nats a token", "text", mean("nats", "full_nats")),
     "agree": Column("same likeliest token", "text", mean("agree", digits=2)),
+    "cpu": Column("CPU compute ratio", "facts", cpu),
     "mass": Column("attention mass", "text", mass),
 }
 

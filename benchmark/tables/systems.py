@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 from benchmark.accuracy import hgca
 from benchmark.accuracy.study.table import systems_table
 from benchmark.decode import rheo_plan
+from benchmark.kernels import page_scores
 from benchmark.rows import markdown_table
 from benchmark.tables import find, number, rows
 from benchmark.tables.accuracy import asked
 
 SERVERS = {
     "`scout`": "scout-rotated",
-    "`scout`, minimum and maximum": "scout",
     "`infinigen`, rotated digests": "infinigen",
     "`hgca`, window 256, at most 256 kept": "hgca",
+    "`hgca`, window 256": "hgca+context_cap_tokens=null",
     "`sparda`": "sparda",
     "`rheo`": "rheo",
 }
@@ -45,8 +47,9 @@ def servers(file: str) -> str:
 
 TABLES = {
     "systems": lambda: systems_table(rows("study_systems.jsonl")),
-    "systems-servers": partial(servers, "systems_smollm2.jsonl"),
-    "hgca": lambda: hgca.table_1(rows("hgca.jsonl")),
+    "systems-servers": partial(servers, "systems_prompt.jsonl"),
+    "hgca": lambda: re.sub(r"-(?=\d)", "−", hgca.table_1(rows("hgca.jsonl"))),
     "hgca-heads": lambda: hgca.figure_4(rows("hgca.jsonl")),
+    "page-scores": lambda: page_scores.table(rows("page_scores_systems.jsonl")),
     "rheo-plan": lambda: rheo_plan.table(rows("rheo_plan.jsonl")),
 }

@@ -25,9 +25,8 @@ SOURCE = re.compile(
 """Rows, a page that names them, the program that computes them, or that there are none."""
 GIVEN = re.compile(r"12 % of the budget|plus 10 to 20 %")
 """What is assumed or advised, not found."""
-UNMARKED = {"What is measured", "Claims", "What the paper's measurements contradict"}
-"""Sections of results whose tables are not made: a summary, which sentences check; the papers' own figures; and
-those of the step model."""
+UNMARKED = {"What is measured", "Claims"}
+"""Sections of results whose tables are not made: a summary, which sentences check; and the papers' own figures."""
 
 
 def sections(text: str) -> list[tuple[str, str]]:
