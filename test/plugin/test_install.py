@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt import plugins
 
-from sglang_scout.core.flags import ADAPTERS
+from sglang_scout.core.flags import ADAPTERS, UNTESTED_OVERRIDE
 from sglang_scout.plugin import hooks, launch
 
 
@@ -43,23 +43,48 @@ def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):
     monkeypatch.delattr("sglang_scout.plugin.hooks", raising=False)
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
     monkeypatch.setattr(sys, "argv", ["launch_server", "--kv-offload", "scout"])
+    monkeypatch.delenv(UNTESTED_OVERRIDE, raising=False)
     supported = " and ".join(map(re.escape, ADAPTERS))
     with pytest.raises(SystemExit, match=f"cannot serve with --kv-offload: .* {supported};"):
         plugins.load_plugins()
 
 
+def loaded(code: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """SGLang loads its plugins with these command line words, in a process of its own."""
+    code += "from sglang.srt import plugins; plugins.load_plugins()\n"
+    code += "from sglang.srt.server_args import prepare_server_args as made\n"
+    code += "made(sys.argv[1:]).resolve_once()"
+    words = *words, "--kv-offload", "scout", "--disaggregation-mode", "prefill", "--device", "cpu"
+    env = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}", *words],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+
+
 def test_what_cannot_be_imported_is_refused_and_not_just_logged():
-    """In a process of its own, as SGLang loads its plugins."""
-    code = """
-import sys
-sys.modules["sglang_scout._native"] = None  # as on a CPU without AVX2
-sys.argv += ["--kv-offload", "scout"]
-from sglang.srt import plugins
-plugins.load_plugins()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = loaded("sys.modules['sglang_scout._native'] = None\n")  # as on a CPU without AVX2
     assert done.returncode == 1
     assert "cannot serve with --kv-offload: " in done.stderr and "_native" in done.stderr
+    assert done.stderr.rstrip().endswith("run `sglang-scout doctor`, which says what to install")
+
+
+def test_an_untested_sglang_is_tried_as_the_default(tiny_model):
+    """Which it is like, or lacks what the hooks need, as 0.5.15.post1 does."""
+    code = "import importlib.metadata as m; real = m.version\n"
+    code += "m.version = lambda name: '9.9' if name == 'sglang' else real(name)\n"
+    done = loaded(code, "--model-path", str(tiny_model("qwen3")), **{UNTESTED_OVERRIDE: "1"})
+    default = next(iter(ADAPTERS))
+    if hooks.RELEASE == default:
+        assert done.returncode == 0, done.stderr
+        assert (
+            f"sglang 9.9 is untested with this sglang-scout, which treats it as {default}; if"
+            in done.stderr
+        )
+    else:
+        assert done.returncode == 1 and "cannot serve with --kv-offload: " in done.stderr
 
 
 def test_adapters_have_the_names_that_the_plugin_uses():

@@ -23,7 +23,7 @@ from sglang_scout.engine.memory import ServerSize, input_bytes
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin import limits, model
 from sglang_scout.plugin import ranks as ranks_module
-from sglang_scout.plugin.hooks import VERSION
+from sglang_scout.plugin.hooks import RELEASE
 from sglang_scout.plugin.ranks import RankCpus, RankMemory
 from sglang_scout.policy import Context, make_policy, policies
 from sglang_scout.worker import host_memory
@@ -222,7 +222,7 @@ def test_a_size_may_be_in_the_pool_of_huge_pages(monkeypatch, tmp_path):
 def test_sglang_keeps_as_many_words_of_each_token_as_are_counted():
     made = pytest.importorskip("sglang.srt.model_executor.cuda_graph_buffer_registry")
     context = pytest.importorskip("sglang.srt.runtime_context")
-    with context.get_parallel().override(**RANKS_OF.get(VERSION, {})):
+    with context.get_parallel().override(**RANKS_OF.get(RELEASE, {})):
         sizes = {"max_bs": 4, "max_num_token": 1000, "cache_loc_dtype": torch.int64}
         registry = made.build_eager_registry(device=torch.device("cpu"), **sizes)
     slots = (registry.get_slot(name) for name in registry.slot_names())

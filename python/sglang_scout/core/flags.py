@@ -31,6 +31,7 @@ MAX_BUDGET_TOKENS = 2**40
 SOCKET_PATH_BYTES = 107  # limit of Linux
 ADAPTERS = {"0.5.23": "sglang_0_5_23", "0.5.15.post1": "sglang_0_5_15"}
 """Adapter module of ``plugin/`` by SGLang version, the default first."""
+UNTESTED_OVERRIDE = "SCOUT_UNTESTED_SGLANG"
 ARCHITECTURES = tuple(
     f"{family}ForCausalLM"
     for family in ("Qwen2", "Qwen3", "Llama", "Mistral", "Glm4", "Qwen3Moe", "Mixtral")
@@ -249,13 +250,16 @@ def check_different(files: Mapping[str, str]) -> None:
             raise ConfigError(f"{what}: {other} names the same file; name another")
 
 
-def check_version(found: str) -> None:
-    """Refuse a release whose hooks have not been checked."""
-    if found not in ADAPTERS:
-        raise ConfigError(
-            f"sglang {found} is installed, but this sglang-scout supports only {' and '.join(ADAPTERS)}; "
-            f"install sglang=={next(iter(ADAPTERS))}"
-        )
+def check_version(found: str) -> str:
+    """The supported release as which the installed one is treated. Refuses a release whose hooks have not been checked;
+    with ``SCOUT_UNTESTED_SGLANG=1`` it is tried as the default."""
+    default = next(iter(ADAPTERS))
+    if found in ADAPTERS or os.environ.get(UNTESTED_OVERRIDE) == "1":
+        return found if found in ADAPTERS else default
+    raise ConfigError(
+        f"sglang {found} is installed, but this sglang-scout supports only {' and '.join(ADAPTERS)}; "
+        f"install sglang=={default}, or set {UNTESTED_OVERRIDE}=1 to try it untested"
+    )
 
 
 def check_architecture(what: str, architecture: str) -> None:

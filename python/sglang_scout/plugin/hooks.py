@@ -20,8 +20,9 @@ from sglang_scout.core.flags import ADAPTERS, check_version
 from sglang_scout.policy import policies
 
 VERSION = version("sglang")
-check_version(VERSION)
-adapter: Any = import_module(f"sglang_scout.plugin.{ADAPTERS[VERSION]}")
+RELEASE = check_version(VERSION)
+"""The supported release as which the installed one is treated."""
+adapter: Any = import_module(f"sglang_scout.plugin.{ADAPTERS[RELEASE]}")
 """What differs between the supported releases: one module each, with the same names."""
 
 _OTHER_BUDGETS = "".join(
@@ -76,7 +77,7 @@ ROLES = {
 }
 """The modules of each role's hooks. A process applies only those of its own."""
 
-_INSTALL = f"install sglang=={VERSION} unmodified, and no other plugin"
+_INSTALL = f"install sglang=={RELEASE} unmodified, and no other plugin"
 
 
 class Hook(NamedTuple):
@@ -93,7 +94,7 @@ class Hook(NamedTuple):
     @property
     def target_here(self) -> str | None:
         """In the installed release; None: not hooked there."""
-        return self.target.get(VERSION) if isinstance(self.target, dict) else self.target
+        return self.target.get(RELEASE) if isinstance(self.target, dict) else self.target
 
 
 _declared: list[Hook] = []

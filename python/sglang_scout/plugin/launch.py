@@ -18,7 +18,16 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin import limits
-from sglang_scout.plugin.hooks import FIELDS, ServerArgs, adapter, apply, hook, hooks_of
+from sglang_scout.plugin.hooks import (
+    FIELDS,
+    RELEASE,
+    VERSION,
+    ServerArgs,
+    adapter,
+    apply,
+    hook,
+    hooks_of,
+)
 from sglang_scout.policy import policies
 
 logger = logging.getLogger(__name__)
@@ -102,6 +111,9 @@ def _resolve(original: Callable[..., None], self: ServerArgs) -> None:
         # The scheduler processes parse it again, and the file may be gone by then.
         self.kv_offload_config = json.dumps(load_json(self.kv_offload_config))
     config = parse(self)
+    if VERSION != RELEASE:
+        what = f"sglang {VERSION} is untested with this sglang-scout, which treats it as {RELEASE}"
+        logger.warning(f"{what}; if anything fails, install sglang=={RELEASE}")
     limits.check_deployment(self, config)
     if self.disaggregation_mode == "decode":
         check_files(config)
