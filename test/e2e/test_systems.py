@@ -102,7 +102,7 @@ def test_long_requests_attend_to_exactly_their_pages(request, servers, policy):
     assert state["policy"] == policy and state["verify_checks"] == 4 * state["steps"]
     assert state["transport"] == request.node.callspec.params["servers"]
     assert 0 < state["verify_max_rel_error"] <= 1e-5
-    assert (state["context_pages_total"] > 0) == (policy == "hgca")
+    assert (state["context_pages_capacity"] > 0) == (policy == "hgca")
     fetches = policy in ("infinigen", "sparda")
     assert (state["fetched_pages"] > 0, state["cpu_pages"] > 0) == (fetches, not fetches)
     if fetches:

@@ -88,6 +88,8 @@ def test_without_a_hint_the_first_step_misses_all_but_sink_and_newest(make, is_r
         worker.engine.requests.arrive(1, np.array(request.pages[:60]), None)
         worker.step()
     worker.join(request)
+    delays = [key for key, _ in worker.engine.parts.counters.observed if "admission" in key]
+    assert len(delays) == (not is_retracted), "of a request whose KV has just arrived"
     worker.step()
     assert cpu_pages(worker, 1) == (BUDGET - 2) * worker.shape.num_layers
 

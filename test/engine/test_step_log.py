@@ -62,6 +62,21 @@ def test_lines_are_what_was_counted(logged, tmp_path):
     assert np.allclose(mean, counters.cpu_pages_by_layer / budget)
 
 
+def test_without_a_log_a_step_compares_queries_when_asked(make):
+    mini = make(verify=False)
+    mini.admit(20 * SIZE)
+    counters, found = mini.engine.parts.counters, []
+    for step in range(6):
+        mini.engine.compare_next = step == 1
+        mini.step()
+        if step == 1:
+            ahead = mini.project(1, mini.hidden[0, :1])
+            cosine = torch.cosine_similarity(mini.queries[1][:1], ahead, dim=-1).mean().item()
+        found.append(counters.query_cosine_by_layer[1].item())
+    assert np.isnan(found[:3]).all()  # known two steps later
+    assert found[3:] == pytest.approx([cosine] * 3, abs=1e-5)
+
+
 def test_a_full_disk_ends_the_log_and_nothing_else(logged, caplog):
     worker = logged("/dev/full")
     worker.run(4, 20 * SIZE)

@@ -208,11 +208,13 @@ def test_failed_starts_are_tried_again(make_arena, cpu, monkeypatch):
             patch.setattr(supervisor_module, "_spawn", lambda *_: subprocess.Popen(["false"]))
             os.kill(client.snapshot().pid, signal.SIGKILL)
             until(lambda: client.snapshot().state == "failed", "three failures")
+            until(lambda: client.snapshot().restart_backoff_seconds == 0.1, "the longest pause")
             assert client.snapshot().restarts >= 3
             assert client.snapshot().last_error.endswith("ended with exit code 1")
             ticket = client.post(0, 0, *make_request(arena.spec, 4, 1, full=True))
             assert client.wait(ticket, *buffers(arena, 4)).fallback_pages == 32
         until(lambda: client.snapshot().state == "ready", "a worker that starts")
+        assert client.snapshot().restart_backoff_seconds == 0
 
 
 def test_what_is_posted_is_finished_before_a_stop(make_arena, cpu):

@@ -24,7 +24,7 @@ from sglang_scout.engine.policy import StepReport
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.requests import Batch, Requests
 from sglang_scout.engine.step_buffers import LaunchedStep, StepResults
-from sglang_scout.engine.stores import Parts, StepTimes
+from sglang_scout.engine.stores import Parts
 
 
 class StepBoundary:
@@ -122,6 +122,8 @@ class StepBoundary:
             selected = self._table.num_layers * int(batch.n_full.sum())
         budget = len(batch.ages) * self._sizes.budget_pages * self._sizes.lists
         self._counters.dense_steps += batch.is_dense
+        if not batch.is_dense:
+            self._counters.query_cosine_by_layer = done.cosine.copy()
         of_step = selected, missed.sum(axis=1), budget, self._policy.route
         self._counters.count_step(*of_step, done.waited_ns // 1000)
         done.pages, missing = self._pages.still_held(done.step, done.pages, done.missing)
@@ -131,8 +133,11 @@ class StepBoundary:
         # A boundary may come while the step before still runs.
         took_ns = done.end_ns - max(done.start_ns, self._end_ns)
         self._end_ns = done.end_ns
-        times = took_ns, done.begun_ns - done.start_ns, int(done.waited_ns.sum())
-        self._counters.times.append(StepTimes(*(ns / 1e9 for ns in times)))
+        self._counters.observe(
+            step_seconds=took_ns / 1e9,
+            boundary_seconds=(done.begun_ns - done.start_ns) / 1e9,
+            gpu_wait_seconds=int(done.waited_ns.sum()) / 1e9,
+        )
         if self._step_log is not None:
             self._step_log.write(self._line(done, missed))
         return done

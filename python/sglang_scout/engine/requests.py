@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +162,7 @@ def choose_hint(
 class Request:
     """A request, from its arrival to its end."""
 
+    arrived_s: float | None = None  # None: after a retraction
     first_pages: PageIds | None = None  # [L, n] to load, -1 padded; None: after a retraction
     generations: PageIds | None = None  # [L, n] of them, on arrival
     is_covered: bool = False  # these are all its pages: it needs them in its first step
@@ -190,6 +192,7 @@ class Requests:
 
     def __init__(self, parts: Parts, pages: Pages) -> None:
         self._pages, self._budget_pages = pages, parts.sizes.budget_pages
+        self._counters = parts.counters
         self._hint_pages = HINT_PAGES * parts.shape.num_layers
         self._waiting: dict[Hashable, Request] = {}  # in the order of the queue
         self._room = 0  # how many of them may join
@@ -198,6 +201,7 @@ class Requests:
     def arrive(self, name: Hashable, full_pages: PageIds, hint: PageIds | Tensor | None) -> None:
         """The KV of a request has arrived, with ``full_pages`` ``[n]``; ``hint``, if any, has positions ``[L, k]``
         among them, best first, -1 padded, or queries, a tensor ``[L, HQ, D]``."""
+        now_s = time.monotonic()
         self._pages.seal(full_pages)
         first = self._pages.first_pages(full_pages)
         is_covered = first.shape[1] == len(full_pages)
@@ -206,7 +210,7 @@ class Requests:
             places = hint[:, : self._budget_pages]
             first = np.where(places >= 0, full_pages[places], -1)
         generations = self._pages.generations(first)
-        self._waiting[name] = Request(first, generations, is_covered, queries=queries)
+        self._waiting[name] = Request(now_s, first, generations, is_covered, queries=queries)
 
     def queue(self, names: Iterable[Hashable], room: int) -> set[Hashable]:
         """All that wait to join, in order of arrival; ``room``: how many may join. Returns those whose copies have not
@@ -220,6 +224,8 @@ class Requests:
         """A request, new or after a retraction, joins with the next step, in this row of SGLang's request table."""
         self._of_row[row] = request = self._waiting.pop(name, None) or Request()
         request.end_tokens = end_tokens
+        if request.arrived_s is not None:
+            self._counters.observe(admission_delay_seconds=time.monotonic() - request.arrived_s)
 
     def of_rows(self, rows: Sequence[int], step: int) -> list[Request]:
         """The requests in these table rows; those that join do so with ``step``."""

@@ -51,6 +51,8 @@ class StepEngine:
     Attributes:
         is_dense: of the current step, or the one being captured, then set by the caller.
         has_dense_steps: whether any may be.
+        compare_next: set it, and the next step compares predicted with real queries, unless a graph replays it. With a
+            step log every step does, and graphs too.
         requests, pages: track requests and owners of pages.
     """
 
@@ -80,6 +82,7 @@ class StepEngine:
         self.has_dense_steps, self.is_dense = self.selector.dense_pages is not None, False
         before = self.recall, self.pages, self.requests, self._results
         self._boundary = StepBoundary(parts, *before, self.selector, step_log)
+        self._compares, self.compare_next = step_log is not None, False
         self._in_layer = ExitStack()  # a slice of the timeline
         estimates = parts.policy.route == "cpu" and parts.digests.mass_change is not None
         self._reweighs = parts.policy.rule.reweigh and estimates
@@ -95,6 +98,7 @@ class StepEngine:
     def pause(self) -> None:
         """Launches until the next step affect no request: warm-up or capture."""
         self._inputs.clear()
+        self._compares = self._step_log is not None
         self.transport.pause()
         self.selector.pause()
 
@@ -110,6 +114,7 @@ class StepEngine:
         if rows > sizes.max_batch or columns > sizes.max_pages:
             raise ValueError(f"batch of {rows} rows, {columns} pages; buffers are for {sizes}")
         self._step += 1
+        self._compares, self.compare_next = self._step_log is not None or self.compare_next, False
         self.parts.counters.steps += 1
         tracer.step(self._step)
         with tracer.slice("boundary", "step boundary", requests=rows):
@@ -200,7 +205,7 @@ class StepEngine:
         the real query attends to them."""
         if ahead.query is query:
             return None
-        if self._step_log is not None:
+        if self._compares:
             live = self._inputs.tail_len[: len(query)] > 0
             self._results.compare(layer, query, ahead.query, live)
         if not self._reweighs:

@@ -160,14 +160,6 @@ class ResidentCache:
         return LayerPages.of(self.k.unbind(), self.v.unbind(), self.k.device)
 
 
-class StepTimes(NamedTuple):
-    """Of one step, in seconds: from its boundary to its tokens; of its boundary; of waits for the CPU, all layers."""
-
-    step_seconds: float
-    boundary_seconds: float
-    gpu_wait_seconds: float
-
-
 class Stat(NamedTuple):
     """What ``/metrics`` and the documents say of a number. ``kind``: counter, gauge or histogram."""
 
@@ -193,7 +185,7 @@ class Counters:
     selected_pages: int = _total("pages", "Selected, summed over requests, layers and steps")
     cpu_pages: int = _total("pages", "Computed by CPU attention because they were not resident")
     fetched_pages: int = _total("pages", "Copied to the device before the layer that selected them")
-    budget_pages: int = 0
+    budget_pages: int = _total("pages", "The budget, summed over requests, layers and steps")
     recalled_pages: int = _total("pages", "Copied to the device by recalls")
     recall_bytes: int = _total("bytes", "Copied to the device by recalls")
     warmed_pages: int = 0
@@ -204,11 +196,16 @@ class Counters:
     verify_unequal_selections: int = 0
     cpu_pages_by_layer: Ids = field(init=False)
     gpu_wait_us_by_layer: Ids = field(init=False)
-    times: deque[StepTimes] = field(init=False)
+    query_cosine_by_layer: npt.NDArray[np.float32] = field(init=False)  # last measured; NaN: never
+    observed: deque[tuple[str, float]] = field(init=False)  # for histograms, until they are read
 
     def __post_init__(self, num_layers: int) -> None:
         self.cpu_pages_by_layer, self.gpu_wait_us_by_layer = np.zeros((2, num_layers), np.int64)
-        self.times = deque(maxlen=4096)  # until they are read
+        self.query_cosine_by_layer = np.full(num_layers, np.nan, np.float32)
+        self.observed = deque(maxlen=2**14)
+
+    def observe(self, **seconds: float) -> None:
+        self.observed.extend(seconds.items())
 
     def totals(self) -> dict[str, float]:
         return {x.name: getattr(self, x.name) for x in fields(self) if x.init}

@@ -117,6 +117,7 @@ class WorkerStatus:
     endpoint: str = ""  # of its control channel; "" before the first start
     isa: str = ""  # instruction set of its kernel, "" before the first Ready
     restarts: int = 0  # processes after the first
+    restart_backoff_seconds: float = 0.0  # pause before the next start, else 0
     refused_messages: int = 0  # control messages dropped for sender, token, contents or version
     last_error: str = ""  # why the last process exited, or ""
     items: int = 0  # (sequence, part) items computed by workers
@@ -187,8 +188,10 @@ class Supervisor:
                 pause_s = config.retry_s if failed else backoff_s
                 self.status.state = "failed" if failed else "restarting"
                 logger.warning("%s; next start in %.1f s", self.status.last_error, pause_s)
+                self.status.restart_backoff_seconds = pause_s
                 if self._stopping.wait(pause_s):
                     return
+                self.status.restart_backoff_seconds = 0.0
                 backoff_s = min(2 * backoff_s, config.backoff_max_s)
                 self.status.restarts += 1
         except Exception as e:  # a bug here must not leave a caller waiting for a worker
