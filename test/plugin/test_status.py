@@ -1,6 +1,8 @@
 """/metrics against /server_info: the same numbers, under the documented names."""
 
+import json
 import math
+import re
 import shutil
 import subprocess
 from types import SimpleNamespace
@@ -8,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
+from reference import DOCS
 from sglang_scout.engine.stores import Counters
 from sglang_scout.plugin import status
 
@@ -72,6 +75,15 @@ def test_metrics_have_the_numbers_of_the_state_and_each_step_once(metrics):
 def test_a_cosine_that_was_never_measured_is_no_number():
     values = status._values(STATE | {"query_cosine_by_layer": [None, None]})
     assert math.isnan(values["predicted_query_cosine"])
+
+
+def test_every_panel_is_of_the_chosen_models_and_instances():
+    panels = json.loads((DOCS / "monitoring" / "grafana.json").read_text())["panels"]
+    for expression in (target["expr"] for panel in panels for target in panel["targets"]):
+        chosen = re.findall(r"\{__name__=[^}]*\}", expression)
+        assert chosen and len(chosen) == expression.count("__name__")
+        for series in chosen:
+            assert series.endswith('", model_name=~"$model", instance=~"$instance"}'), series
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
