@@ -16,7 +16,7 @@ import pytest
 from servers.group import HOST, flags
 from servers.server_process import ServerProcess, free_ports, wait_healthy
 from servers.sglang_http import DIRECT
-from sglang_scout.cli import main
+from sglang_scout.cli import dashboard, main
 from sglang_scout.cli.dashboard import Poller, view
 
 WORKER = {"pid": 5, "state": "ready", "restarts": 0, "last_error": "", "pages": 50, "cpus": [0, 1]}
@@ -62,14 +62,18 @@ def test_a_new_worker_and_a_new_server_begin_at_zero():
     assert shown["steps_per_s"] == 5 and shown["cpu_ratio"] == [0.5, 0.25]
 
 
+KEY = "secret"
+
+
 @contextlib.contextmanager
-def decode_server(answer):
-    """Answers ``/server_info`` with ``answer()``; yields its URL."""
+def decode_server(answer, key=None):
+    """Answers ``/server_info`` with ``answer()``, given the key if there is one; yields its URL."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             body = json.dumps(answer()).encode()
-            self.send_response(200 if self.path == "/server_info" else 404)
+            allowed = key is None or self.headers["Authorization"] == f"Bearer {key}"
+            self.send_response(200 if self.path == "/server_info" and allowed else 401)
             self.end_headers()
             self.wfile.write(body)
 
@@ -101,13 +105,36 @@ def test_the_page_and_its_numbers(tmp_path):
     assert program.exit_code is not None, "an interrupt ends it"
 
 
+def said(url):
+    """The error that the page shows."""
+    return Poller(url).view()["error"]
+
+
 @pytest.mark.parametrize(
-    ("answer", "says"),
-    [({"internal_states": [{}]}, "not a decode server with --kv-offload"), ({}, "internal_states")],
+    "answer",
+    [{}, [], {"internal_states": [{}]}, {"internal_states": [{"kv_offload": {"policy": "scout"}}]}],
 )
-def test_another_server_is_named(answer, says):
+def test_what_is_no_decode_server_is_named(answer):
     with decode_server(lambda: answer) as url:
-        assert says in Poller(url).view()["error"]
+        assert f"{url} is not a decode server with --kv-offload; give" in said(url)
+
+
+def test_the_key_is_sent_and_asked_for(monkeypatch):
+    with decode_server(lambda: {"internal_states": [{"kv_offload": STATE}]}, KEY) as url:
+        monkeypatch.setenv("SCOUT_API_KEY", "another")
+        assert f"{url} needs its --api-key; set SCOUT_API_KEY" in said(url)
+        monkeypatch.setenv("SCOUT_API_KEY", KEY)
+        assert Poller(url).view()["resident"] == [12, 7]
+
+
+def test_why_there_is_no_answer_is_said_in_words(monkeypatch):
+    [port] = free_ports(1)
+    assert "refuses connections; start the decode server" in said(f"http://{HOST}:{port}")
+    assert "does not know; correct --decode" in said("http://no-such-host.invalid:1")
+    assert "cannot be reached (nonnumeric port" in said(f"http://{HOST}:port")
+    monkeypatch.setattr(dashboard, "TIMEOUT_S", 0.2)
+    with decode_server(lambda: time.sleep(1.0)) as url:
+        assert "has not answered in 0.2 s; check" in said(url)
 
 
 def test_what_is_no_url_is_refused(capsys):

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import socket
 import threading
 import time
+import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,12 @@ from sglang_scout.core.errors import ConfigError
 
 DESCRIPTION = (
     "Serve a live page of one decode server, on this machine only: resident pages by layer, each layer's CPU compute "
-    "ratio, waits, recalls and the CPU attention process. It reads the server's /server_info once a second, and sends "
-    "no API key."
+    "ratio, waits, recalls and the CPU attention process. It reads the server's /server_info once a second. If the "
+    "server has --api-key, put the key into the environment variable SCOUT_API_KEY."
 )
 PAGE = Path(__file__).with_name("dashboard.html")
 HOST = "127.0.0.1"
+TIMEOUT_S = 5.0
 SHARED_FOR_S = 0.5  # a view serves all that ask so soon after; a page asks once a second
 State = dict[str, Any]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
@@ -52,7 +57,10 @@ class Poller:
     """Polls the server when a page asks, for any number of pages."""
 
     def __init__(self, decode_url: str) -> None:
-        self._url = decode_url.rstrip("/") + "/server_info"
+        self._url = decode_url.rstrip("/")
+        self._request = urllib.request.Request(self._url + "/server_info")
+        if key := os.environ.get("SCOUT_API_KEY"):
+            self._request.add_unredirected_header("Authorization", f"Bearer {key}")
         self._lock = threading.Lock()
         self._polled_at = -math.inf
         self._before: tuple[float, State] | None = None
@@ -67,16 +75,33 @@ class Poller:
 
     def _poll(self) -> State:
         try:
-            with DIRECT.open(self._url, timeout=5.0) as answer:
-                state = json.load(answer)["internal_states"][0].get("kv_offload")
-        except (OSError, ValueError, LookupError) as error:
-            return {"error": f"{self._url}: {error}"}
-        if state is None or "worker" not in state:
-            return {"error": f"{self._url}: not a decode server with --kv-offload"}
+            with DIRECT.open(self._request, timeout=TIMEOUT_S) as answer:
+                state = json.load(answer)["internal_states"][0]["kv_offload"]
+            state["resident_pages_by_layer"]  # a prefill server has none
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            return {"error": f"{self._url} {in_words(error)}"}
         now = time.monotonic()
         at, before = self._before or (now - 1.0, state)
         self._before = now, state
         return view(before, state, now - at)
+
+
+def in_words(error: Exception) -> str:
+    """Why there is no state, and what to do."""
+    if isinstance(error, urllib.error.HTTPError):
+        if error.code in (401, 403):
+            return "needs its --api-key; set SCOUT_API_KEY to it and start the dashboard again"
+        return f"answers with status {error.code}; give --decode the address of a decode server"
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, socket.gaierror):
+        return "has a host name that this machine does not know; correct --decode"
+    if isinstance(reason, ConnectionRefusedError):
+        return "refuses connections; start the decode server, wait until it serves, or correct --decode"
+    if isinstance(reason, TimeoutError):
+        return f"has not answered in {TIMEOUT_S:g} s; check its log, and the network"
+    if isinstance(reason, OSError | HTTPException):
+        return f"cannot be reached ({reason}); check the network and --decode"
+    return "is not a decode server with --kv-offload; give --decode the address of one"
 
 
 def view(before: State, now: State, seconds: float) -> State:
