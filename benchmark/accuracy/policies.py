@@ -32,19 +32,7 @@ FULL = "full"
 PROFILES = WEIGHTS.with_name("profiles")
 NAMES = (FULL, "scout", "scout-rotated", "scout-real-query", "quest", "recent")
 SYSTEMS = ("infinigen", "sparda", "rheo", "hgca")
-PLAIN = {
-    FULL: "full attention",
-    "scout": "scout",
-    "paper": "scout as in its paper",
-    "scout-rotated": "scout, rotated digests",
-    "scout-real-query": "scout, real query",
-    "quest": "Quest top-k",
-    "recent": "recent window",
-    "infinigen": "InfiniGen",
-    "sparda": "SparDA",
-    "rheo": "RheoServe",
-    "hgca": "HGCA",
-}
+ALL = (*NAMES, "paper", *SYSTEMS)
 REAL_QUERY = {"digest": "minmax", "precompute": False}
 OWN_CONFIG: dict[str, dict[str, Any]] = {
     "scout": {"digest": "minmax"},
@@ -56,12 +44,6 @@ OWN_CONFIG: dict[str, dict[str, Any]] = {
 }
 
 
-def plain(policy: str) -> str:
-    """The human-readable name."""
-    base, *more = policy.split("+")
-    return ", ".join([PLAIN[base], *more])
-
-
 @dataclass(frozen=True)
 class Setting:
     """A policy with its budget; `full` has none."""
@@ -70,9 +52,8 @@ class Setting:
     budget_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.base not in PLAIN:
-            known = ", ".join((*NAMES, "paper", *SYSTEMS))
-            raise ValueError(f"policy {self.policy!r}: choose one of {known}")
+        if self.base not in ALL:
+            raise ValueError(f"policy {self.policy!r}: choose one of {', '.join(ALL)}")
         if (self.budget_tokens is None) != (self.policy == FULL):
             given = f"policy {self.policy}, budget {self.budget_tokens}"
             raise ValueError(f"{given}: only `full` has none")

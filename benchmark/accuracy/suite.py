@@ -1,7 +1,6 @@
 """Accuracy on questions about long texts, by policy, budget, length and task.
 
     python -m benchmark.accuracy.suite --json FILE.jsonl
-    python -m benchmark.accuracy.table FILE.jsonl
 
 The tasks are those of tasks.py, similar to RULER, for the retrieval model: each sample is a separate text with one
 question, so samples are independent. With --questions planted they are those of planted.py, for SmolLM2: a sample is a

@@ -1,4 +1,4 @@
-"""The accuracy suite without servers: flags, resuming, scores, the gate's verdict and tables."""
+"""The accuracy suite without servers: flags, resuming, scores and the gate's verdict."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmark.accuracy import gate, policies, scoring, suite, table, tasks, vocabulary
+from benchmark.accuracy import gate, policies, scoring, suite, tasks, vocabulary
 from benchmark.accuracy.policies import FULL, Setting
 from benchmark.progress import Progress
 from benchmark.rows import RowFile, environment
@@ -147,19 +147,3 @@ def test_the_gate_passes_equal_answers_and_fails_a_loss(tmp_path, capsys):
     file, _ = measured_rows(tmp_path / "r", lambda setting, index: setting == SCOUT and index == 0)
     loss = scoring.paired_loss(*(gate.outcomes(file.rows, s) for s in (FULL_SETTING, SCOUT)))
     assert (loss.asked, loss.lost, loss.gained) == (20, 4, 0)
-
-
-def test_the_table_holds_the_rows(tmp_path):
-    fails = lambda setting, index: setting == SCOUT and index in (1, 4)  # noqa: E731
-    path = tmp_path / "accuracy.jsonl"
-    settings = (FULL_SETTING, SCOUT, Setting("scout", 1024), Setting("recent", 512))
-    measured_rows(path, fails, settings)
-    out = tmp_path / "accuracy.md"
-    assert table.main([str(path), "--out", str(out)]) == 0
-    lines = out.read_text().splitlines()
-    mean = [line for line in lines if line.startswith("| scout |")]
-    assert mean[0].startswith("| scout | 60.0 (31.3 to 83.2) | 100.0 (72.2 to 100.0) |")
-    assert "| recent window | 100.0 (72.2 to 100.0) | – |" in lines
-    losses = lines[lines.index("## Loss against full attention, points") :]
-    assert any(line.startswith("| scout | 40.0 (") for line in losses)
-    assert "| scout, 512 | 128 | 0.250 | 4.0 | 0.0 | 0.0 | 0.0 |" in lines
