@@ -203,7 +203,14 @@ KEYS = "--kv-offload-config"
         (["--requests", "65537"], "--requests 65537: must be greater than 0 and at most 65536"),
         (["--host-gb", "nan"], "--host-gb nan"),
         (["--mem-fraction-static", "0"], "--mem-fraction-static 0.0: must be greater than 0"),
-        (["--gpu", "v100"], "--gpu v100: unknown device, and no readable device file"),
+        (["--gpu", "v100"], "--gpu v100: unknown GPU, known are a100, h100, h200, b200, l40s, rtx"),
+        (["--gpu", "v100"], "gh200; for another give --gpu-gb N"),
+        (["--gpu", "RTX 6000"], "unknown GPU (did you mean rtx-pro-6000 or rtx-6000-ada?)"),
+        (["--gpu", "H100 PCIe"], "unknown GPU, known"),
+        (
+            ["--gpu", "no.json"],
+            "No such file or directory: 'no.json'; give a JSON object of some of",
+        ),
         (["--kv-offload", "none"], "--kv-offload 'none': unknown policy"),
         pytest.param(
             ["--kv-offload", "sparda"],

@@ -18,8 +18,10 @@ from sglang_scout.cli.step_model import (
     CAVEAT,
     DEVICES,
     MISSING_SHARE,
+    TERMS,
     Device,
     Step,
+    find_device,
     low_end,
     offload_step,
     predict,
@@ -172,6 +174,29 @@ def test_the_command_prints_both_steps(model, tmp_path, capsys):
     step = json.loads(capsys.readouterr().out)["step"]
     assert step["low"]["us"] > step["high"]["us"] > 0 < step["stock"]["us"]
     assert 0 < step["low"]["speed_up"] < step["high"]["speed_up"] and step["note"] == CAVEAT
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("H100", "h100"),
+        ("h100 sxm", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("rtx_pro_6000", "rtx-pro-6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+    ],
+)
+def test_names_as_people_and_the_driver_write_them(name, known):
+    assert find_device(name) is DEVICES[known]
+
+
+def test_rates_are_of_one_direction_and_dense():
+    """Of PCIe 4 and 5, and without the data sheets' sparsity."""
+    for name, device in DEVICES.items():
+        assert device.link_gb_s in (32, 64) or name == "gh200"
+        assert 100 < device.flop_s / device.memory_gb_s / 1e9 < 430, name
+    assert "x86-64" in DEVICES["gh200"].note
 
 
 def test_every_published_prediction_says_what_it_is():

@@ -1,17 +1,5 @@
-"""A model of one decode step: its time from bytes, launches and bandwidths, for stock SGLang and with offload.
-
-    weights     bytes of the weights over bandwidth, or 2 x parameters x batch over FLOP/s if that is longer; of experts
-                those that the batch uses, if each token picks uniformly
-    attention   stock: all KV of the batch; offload: the resident share of the budget
-    look-ahead  W_q of every layer a second time
-    scores      the digests of all pages
-    launches    kernels of a layer, each with its launch; of layer-ahead selection only the bytes count, as it runs
-                on a side stream and shares the model's bandwidth (on the CPU device it runs in order)
-    ring        queries to the CPU, its results back and the new token's KV to its host page, over the link
-    wait        of each layer for CPU attention, which has a layer's time for its share of the pages; the first
-                layer's has only the attention's
-    copies      pages recalled over the link, and the boundary on the host: both overlap with the step, which takes
-                no less time than either
+"""A model of one decode step: its time from bytes, launches and bandwidths, for stock SGLang and with offload, as the
+sum of :data:`TERMS`.
 
 SGLang's work around the layers (scheduling, sampling, output) is in neither.
 
@@ -21,7 +9,9 @@ the model reproduce the ScoutAttention paper's own measurements on the paper's h
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -32,6 +22,19 @@ from sglang_scout.core.errors import ConfigError
 if TYPE_CHECKING:
     from sglang_scout.cli.sizes import ModelConfig, Plan, Server
     from sglang_scout.engine.policy import Policy
+
+TERMS = {
+    "weights": "reading the weights, or computing with them if that takes longer; of experts those that are used",
+    "look-ahead": "predicting the next layer's queries: W_q of every layer a second time",
+    "scores": "reading the digests of all pages, to select pages",
+    "attention": "on the GPU: reading the budget's resident pages; stock reads all KV",
+    "launches": "starting kernels; those of layer-ahead selection run beside the model and are not counted",
+    "ring": "queries to the CPU, its results and the new token's KV back, over the link",
+    "unexplained": "what the paper's servers took beyond all this, in the low end",
+    "wait": "for CPU attention, if its missing pages take longer than the GPU's layer before",
+    "copies": "recalled pages, over the link; in parallel: the step takes no less",
+    "boundary": "the host's work between two steps; in parallel: the step takes no less",
+}
 
 LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5, "dense": 12}
 """Kernel launches per layer: eleven of ours (docs/gpu-design.md), six on a side stream, or three in dense steps,
@@ -58,7 +61,10 @@ class Device:
     launch_us: float = 2.0  # of a kernel in a graph, including ramp-up
     boundary_us: tuple[float, float] = (2200.0, 83.0)  # once, and for each request
     unexplained_us: float = 0.0  # of a layer with a share on the CPU, which no term accounts for
-    in_order: bool = False  # layer-ahead selection runs in order with the model
+    in_order: bool = (
+        False  # layer-ahead selection runs in order with the model, as on the CPU device
+    )
+    note: str = ""  # for who plans with it
     # Share of a published rate that a part of the step reaches; "": of all others.
     reached: Mapping[str, float] = field(default_factory=lambda: {"": 0.8})
 
@@ -75,13 +81,23 @@ DEVICES = {
     "h100": Device(3350, 989e12, 64, 307.2 / 4, 84e9),  # SXM; Xeon 8480C, DDR5-4800
     "h200": Device(4800, 989e12, 64, 307.2 / 4, 149e9),  # SXM; Xeon 8480C, DDR5-4800
     "b200": Device(8000, 2250e12, 64, 358.4 / 4, 190e9),  # HGX; Xeon 8570, DDR5-5600
+    "l40s": Device(864, 362e12, 32, 307.2 / 4, 47.6e9),  # PCIe 4; a host as the H100's
+    # Workstations: two GPUs share 8 channels of DDR5-4800. FLOP/s from the data sheets' 1,457 TFLOP/s of sparse FP8
+    # (Ada) and 4,000 of sparse FP4 (Blackwell, Workstation Edition; the Server Edition has 1,597 GB/s).
+    "rtx-6000-ada": Device(960, 364e12, 32, 307.2 / 2, 47.6e9),  # 48 GB with ECC, PCIe 4
+    "rtx-pro-6000": Device(1792, 500e12, 64, 307.2 / 2, 101e9),  # 96 GB, PCIe 5
+    # 96 GB of HBM3; NVLink-C2C's 900 GB/s are 450 in each direction; all of Grace's 480 GB LPDDR5X is one server's.
+    "gh200": Device(
+        4000, 990e12, 450, 384, 101e9, note="Grace is an Arm CPU: sglang-scout needs x86-64"
+    ),
     # ScoutAttention's: 80 GB at 1.9 TB/s, PCIe 4 x16, 36 cores that attend at 100 GB/s; FLOP/s of an A100, as the paper
     # names no GPU.
     "paper": Device(1900, 312e12, 32, 100, 84e9),
 }
-"""Rates of NVIDIA's data sheets, and of 8 memory channels. Memory: free on an idle device, as its 80 GB are 80 GiB.
-Until such a device is measured, shares reached and times are assumptions: 2 us per launch; the boundary as measured on
-a CPU (docs/results/boundary.jsonl)."""
+"""Rates of NVIDIA's data sheets, of dense bfloat16, and of 8 memory channels. Memory: free on an idle device, as its 80
+GB are 80 GiB. Until such a device is measured, shares reached and times are assumptions: 2 us per launch; the boundary
+as measured on a CPU (docs/results/boundary.jsonl)."""
+GPUS = tuple(name for name in DEVICES if name != "paper")
 
 
 def low_end(device: Device) -> Device:
@@ -91,17 +107,26 @@ def low_end(device: Device) -> Device:
 
 
 def find_device(name: str) -> Device:
-    """A device of the table, or of a JSON file with the fields of :class:`Device`."""
-    if name in DEVICES:
-        return DEVICES[name]
-    try:
-        return Device(**json.loads(Path(name).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        names = ", ".join(f.name for f in fields(Device))
-        raise ConfigError(
-            f"plan: --gpu {name}: unknown device, and no readable device file ({error}); choose one of "
-            f"{', '.join(DEVICES)}, or give a JSON file of an object with {names}"
-        ) from None
+    """A device of the table, by a name as people and nvidia-smi write it, or of a JSON file of its fields."""
+    if name.endswith(".json"):
+        try:
+            return Device(**json.loads(Path(name).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            known = ", ".join(f.name for f in fields(Device))
+            raise ConfigError(
+                f"plan: --gpu {name}: {error}; give a JSON object of some of {known}"
+            ) from None
+    by_name = {known.replace("-", ""): known for known in DEVICES}
+    noise = r"nvidia|sxm\d?|80gb|hbm\de?|generation|blackwell|[^a-z0-9]"
+    plain = re.sub(noise, "", name.lower())
+    if plain in by_name:
+        return DEVICES[by_name[plain]]
+    near = [by_name[x] for x in difflib.get_close_matches(plain, by_name, cutoff=0.8)]
+    meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+    raise ConfigError(
+        f"plan: --gpu {name}: unknown GPU{meant}, known are {', '.join(GPUS)}; for another give --gpu-gb N, its GiB, "
+        "without predicted times"
+    )
 
 
 @dataclass(frozen=True)
@@ -196,6 +221,7 @@ def dense_step(server: Server, device: Device, batch: int) -> Step | None:
 class Prediction:
     """Stock and offload at the largest batch that fits each."""
 
+    device: Device = field(compare=False)
     stock: Step
     offload: Step
     # The batch from which on offload is faster than stock's best, and its host pages; None: none that fits is.
@@ -234,4 +260,4 @@ def _predict(plan: Plan, device: Device) -> Prediction:
     slower = next((b for b in batches if ours(b).tokens_per_s <= stock.tokens_per_s), 0)
     wins = slower + 1 if slower < plan.requests else None
     nbytes = None if wins is None else server.host_pages(wins) * page_bytes
-    return Prediction(stock, ours(plan.requests), wins, nbytes)
+    return Prediction(device, stock, ours(plan.requests), wins, nbytes)
