@@ -168,6 +168,9 @@ def test_the_command_prints_both_steps(model, tmp_path, capsys):
     assert main([*asked, "h100"]) == 0
     out = capsys.readouterr().out
     assert "A decode step, predicted (not measured)" in out and CAVEAT in " ".join(out.split())
+    low, _ = predict(plan_of(model(), host_gib=256), DEVICES["h100"])
+    parts = {**low.offload.parts_us, **low.offload.beside_us}
+    assert parts.keys() == TERMS.keys() and all(f"\n    {x}  " in out for x in TERMS)
     own = asdict(DEVICES["a100"]) | {"link_gb_s": 12, "host_gb_s": 40}
     (tmp_path / "own.json").write_text(json.dumps(own))
     assert main([*asked, str(tmp_path / "own.json"), "--json"]) == 0

@@ -1,67 +1,86 @@
-"""``sglang-scout plan``: memory per token and per request, how many requests fit, and the predicted step time; text or
-one JSON object."""
+"""``sglang-scout plan``: how many requests fit, the commands that start such servers, their memory and the predicted
+time of a step; text or one JSON object."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sglang_scout.cli import GIB, columns, gb, gib
-from sglang_scout.cli.step_model import CAVEAT, DEVICES, Prediction, find_device, has_model, predict
-from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
-from sglang_scout.core.flags import DTYPES, FP8_KV
+from sglang_scout.cli.step_model import CAVEAT, GPUS, TERMS, find_device, has_model, predict
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, KEYS
+from sglang_scout.core.flags import DTYPES, FP8_KV, load_json
 
 if TYPE_CHECKING:
     from sglang_scout.cli.sizes import Plan
+    from sglang_scout.cli.step_model import Prediction
 
 DESCRIPTION = (
-    "Show how much memory the KV of a model takes and how many requests fit. It reads the model's config.json and "
-    "the sizes of its files, and loads no weights. With --gpu it also predicts the time of a decode step, with stock "
-    "SGLang and with offload, from bytes and bandwidths. GiB is 2**30 bytes, as in --kv-offload-host-gb; GB is "
-    "10**9. The exit code is 1 if the requests do not fit."
+    "Say how many requests fit a decode server, which commands start it, and what takes memory. It reads the model's "
+    "config.json and the sizes of its files, and loads no weights. With --gpu it also predicts the time of a decode "
+    "step, with stock SGLang and with offload, from bytes and bandwidths. GiB is 2**30 bytes, as in "
+    "--kv-offload-host-gb; GB is 10**9. The exit code is 1 if the requests do not fit."
 )
+MEMORY = {
+    "host pages": "KV of all tokens, by pages of 32",
+    "digests": "a summary of each host page, by which pages are selected",
+    "input buffers": "SGLang's, 48 bytes for each token of the host pages",
+    "resident slots": "copies of pages: a budget for each request, and room for those being copied",
+    "step buffers": "what the policy selects or fetches in a step",
+    "kept tokens": "tokens that each head keeps for CPU attention",
+    "salience": "moving averages of attention weights",
+    "hints": "the best pages for a prompt's last token, from the prefill server",
+    "checksums": "of all full pages",
+    "ring": "queries to the CPU attention process and its results",
+    "partial results": "of attention threads that share a request",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(flag: str, text: str, kind: type = int, metavar: str | None = "N", **more: Any) -> None:
         parser.add_argument(*flag.split(), help=text, type=kind, metavar=metavar, **more)
 
-    where = "folder of the model, or the name of one that was downloaded from the Hugging Face Hub"
-    add("--model-path", where, str, "DIR", required=True)
+    model = parser.add_mutually_exclusive_group(required=True)
+    where = "folder of the model, or its name on the Hugging Face Hub, whose config.json is downloaded if necessary"
+    as_path = {"nargs": "?", "default": argparse.SUPPRESS, "metavar": "MODEL"}
+    model.add_argument("model_path", help=where, **as_path)
+    model.add_argument("--model-path", help="the same, as the server's flag", metavar="MODEL")
+    shape = "instead of a model: layers=N,hidden=N,heads=N,kv_heads=N,head_dim=N,parameters=N of a dense one"
+    model.add_argument("--shape", help=shape)
     tokens = "tokens of one request, prompt and answer (default: the model's maximum)"
     add("--context --context-tokens", tokens, dest="context_tokens")
     add("--requests", "concurrent requests to plan for (default: as many as fit)")
-    policy = {"default": "scout", "dest": "policy"}
-    add("--kv-offload", "as the server's flag (default: scout)", str, "POLICY", **policy)
-    keys = {"default": "{}", "dest": "config"}
-    add("--kv-offload-config", "as the server's flag", str, "JSON", **keys)
+    add("--kv-offload", "as the server's flag (default: scout)", str, "POLICY", dest="policy")
+    add("--kv-offload-config", "as the server's flag", str, "JSON", dest="config")
     budget = "as the server's flag, a multiple of 32 (default: {}, unless the policy has its own)"
     of_flag = {"metavar": "TOKENS", "dest": "budget_tokens"}
     add("--kv-offload-budget --budget", budget.format(DEFAULT_BUDGET_TOKENS), **of_flag)
     host = "the server's --kv-offload-host-gb, in GiB (default: about the server's, half of the available memory)"
     add("--host-gb", host, float, "GB", dest="host_gib")
     gpu = (
-        f"GPU to predict step times for, and whose memory is the default of --gpu-gb: {', '.join(DEVICES)}, or a JSON "
-        "file with a device's rates (python/sglang_scout/cli/step_model.py names them)"
+        f"GPU to predict step times for, and whose memory is the default of --gpu-gb: {', '.join(GPUS)}, or a file "
+        "NAME.json with a device's rates (python/sglang_scout/cli/step_model.py names them)"
     )
     add("--gpu", gpu, str, "NAME")
     memory = "memory of one GPU in GiB (default: that of --gpu; without both, only host memory limits the requests)"
     add("--gpu-gb", memory, float, "GB", dest="gpu_gib")
     share = "SGLang's flag: share of the GPU's memory for weights and KV (default: 0.88)"
-    add("--mem-fraction-static", share, float, "SHARE", default=0.88, dest="mem_fraction")
+    add("--mem-fraction-static", share, float, "SHARE", dest="mem_fraction")
     weights = "SGLang's flag: type of the weights (default: auto, the type in config.json, or float16 for float32)"
-    add("--dtype", weights, str, None, default="auto", choices=("auto", *DTYPES))
+    add("--dtype", weights, str, None, choices=("auto", *DTYPES))
     kv = "SGLang's flag: type of KV (default: auto, the type of the weights)"
-    add("--kv-cache-dtype", kv, str, None, default="auto", choices=("auto", *FP8_KV))
+    add("--kv-cache-dtype", kv, str, None, choices=("auto", *FP8_KV))
 
 
 def run(args: argparse.Namespace) -> int:
     from sglang_scout.cli.sizes import make_plan  # imports torch, which the help must not
 
-    asked = {name: x for name, x in vars(args).items() if name not in ("run", "json", "gpu")}
+    other = "run", "json", "gpu"
+    asked = {k: x for k, x in vars(args).items() if k not in other and x is not None}
     device = find_device(args.gpu) if args.gpu else None
     if device and args.gpu_gib is None:
         asked["gpu_gib"] = device.memory_bytes / GIB
@@ -114,39 +133,109 @@ def as_dict(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> d
 
 
 def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> str:
-    server, model, config = plan.server, plan.server.model, plan.server.config
-    experts = f", of which a token uses {gib(model.bytes_a_token)}" if model.expert_bytes else ""
-    page = f"{config.page_size_tokens} tokens: {gib(server.kv_bytes_per_page)} of KV, "
-    heads = f"{model.num_q_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}"
-    facts = [
-        ("model", f"{model.architecture}, {model.num_layers} layers, {heads}"),
-        ("weights", f"{gib(model.weight_bytes)} ({model.weight_source}){experts}"),
-        ("policy", f"{config.policy}, budget of {config.budget_tokens} tokens"),
-        ("KV per token", f"{server.kv_bytes_per_token} bytes, {model.kv_dtype}"),
-        ("page", f"{page}{gib(server.digest_bytes_per_page)} of digest, over all layers"),
-    ]
-    memory, requests = plan.memory, max(plan.requests, 1)
-    device = "device" if plan.gpu_kv_bytes is None else "GPU"
-    sizes = [("", "", "all", "per request")]
-    for row in (*memory.rows, total := ("total", requests, memory.device_bytes)):
-        what, count, nbytes = row
-        where = device if row in (*memory.device_rows, total) else "host"
-        sizes.append((f"{where}: {what}", str(count), gib(nbytes), gb(nbytes / requests)))
-    by_host = f"by host memory ({gib(plan.host_bytes)})", str(plan.offload["by_host"]), "-"
-    fits = [("", "offload", "stock"), by_host]
-    if plan.stock is not None:
-        name = f"by GPU memory ({gib(plan.gpu_kv_bytes or 0)} after the weights)"
-        fits.append((name, str(plan.offload["by_gpu"]), str(plan.stock["by_gpu"])))
-    blocks = [
-        columns(facts),
-        f"Memory of {_count(requests)} of {server.context_tokens} tokens ({server.pages_per_request} "
-        f"pages){' each' * (requests > 1)}\n" + columns(sizes, right=(1, 2, 3), indent=2),
-        "Requests that fit at once\n" + columns(fits, right=(1, 2), indent=2),
-        _verdict(plan),
-    ]
+    blocks = [_answer(plan), commands(plan) if plan.fits else "", _memory(plan)]
     if steps is not None:
-        blocks.insert(3, _step_text(*steps))
-    return "\n\n".join(blocks)
+        blocks.append(_step_text(*steps))
+    return "\n\n".join(filter(None, [*blocks, _facts(plan, steps)]))
+
+
+def _answer(plan: Plan) -> str:
+    asked, most = plan.asked, plan.offload["requests"]
+    each = f"{_count(plan.count)} of {plan.server.context_tokens:,} tokens"
+    more = f" Up to {most} would." if most > plan.count else ""
+    lines = [f"{each} at once.{more}"] if plan.fits else [f"Not {each} at once.", *_shortage(plan)]
+    if plan.stock is not None:
+        lines[0] += f" Stock SGLang, with KV on the same GPU: {plan.stock['requests']}."
+    given = "" if asked.host_gib else ", half of what is free here; for another machine: --host-gb"
+    lines += [f"Host memory ({gib(plan.host_bytes)}{given}) holds {plan.offload['by_host']}."]
+    if plan.stock is None:
+        lines += ["GPU memory is not counted: add --gpu NAME or --gpu-gb N."]
+        lines += ["With --device cpu, what is on the device takes host memory too, beside these."]
+    else:
+        left, holds = gib(plan.gpu_kv_bytes or 0), plan.offload["by_gpu"]
+        lines += [f"GPU memory ({left} beside the weights) holds {holds}."]
+        lines += [f"The limit is {plan.offload['limited_by'].replace('gpu', 'GPU')}."]
+    return "What fits\n" + textwrap.indent("\n".join(lines), "  ")
+
+
+def _shortage(plan: Plan) -> list[str]:
+    """Which memory is short, by how much, and values that fit."""
+    host, gpu = plan.host_gib - plan.host_bytes / GIB, plan.gpu_gib - (plan.asked.gpu_gib or 0)
+    short, enough = [], []
+    if plan.offload["by_host"] < plan.count:
+        short.append(f"Host memory for KV is short by {host:.1f} GiB.")
+        enough.append(f"--host-gb {plan.host_gib}")
+    if plan.stock is not None and plan.offload["by_gpu"] < plan.count:
+        weights = gib(plan.server.model.weight_bytes)
+        short.append(f"GPU memory is short by {gpu:.1f} GiB (the weights take {weights}).")
+        enough.append(f"--gpu-gb {plan.gpu_gib}")
+    fewer, shorter = plan.offload["requests"], plan.longest()
+    fixes = [f"--requests {fewer}"] * (fewer > 0) + [f"--context {shorter}"] * (shorter > 0)
+    return [*short, f"What would fit: {', or '.join([*fixes, ' with '.join(enough)])}."]
+
+
+def commands(plan: Plan) -> str:
+    """What starts both servers and the router, for a shell."""
+    asked, server = plan.asked, plan.server
+    keys, rope = load_json(asked.config), server.model.stretched(server.context_tokens)
+    share = asked.mem_fraction if asked.mem_fraction != type(asked).mem_fraction else None
+    dtype, kv_dtype = (x.replace("auto", "") for x in (asked.dtype, asked.kv_cache_dtype))
+
+    def launch(port: int, mode: str) -> str:
+        decodes, path = mode == "decode", asked.model_path or "MODEL"
+        own = {name: x for name, x in keys.items() if decodes or "both servers" in KEYS[name].help}
+        lines: list[dict[str, Any]] = [
+            {"--model-path": path, "--port": port},
+            {"--disaggregation-mode": mode, "--kv-offload": asked.policy},
+            {"--context-length": server.context_tokens},
+            {"--json-model-override-args": rope and json.dumps(rope)},
+        ]
+        if decodes:
+            lines[0] |= {"--base-gpu-id": int(asked.gpu_gib is not None)}
+            lines[1] |= {"--kv-offload-host-gb": plan.host_gib}
+            lines[1] |= {"--kv-offload-budget": asked.budget_tokens}
+            lines[2] |= {"--max-running-requests": plan.count, "--mem-fraction-static": share}
+        lines[1] |= {"--kv-offload-config": own and json.dumps(own)}
+        lines[2] |= {"--dtype": dtype, "--kv-cache-dtype": kv_dtype}
+        words = (
+            " ".join(f"{flag} {shlex.quote(str(x))}" for flag, x in line.items() if x)
+            for line in lines
+        )
+        return "python -m sglang.launch_server " + " \\\n    ".join(filter(None, words))
+
+    lines = ["What to pass, each command in a shell of its own"]
+    lines += ["# Without RDMA, in every shell: export MOONCAKE_PROTOCOL=tcp"]
+    if asked.gpu_gib is not None:
+        lines += ["# For two GPUs of one machine."]
+    if most := rope and server.model.max_context_tokens:
+        lines += [
+            f"# Beyond config.json's {most:,} tokens YaRN scales RoPE: the model must allow it."
+        ]
+    lines += [
+        f"# For huge pages, as root, before: sysctl vm.nr_hugepages={plan.huge_pages}",
+        launch(30000, "prefill"),
+        launch(30001, "decode"),
+        "python -m sglang_router.launch_router --pd-disaggregation --host 127.0.0.1 --port 30002 \\\n"
+        "    --prefill http://127.0.0.1:30000 8998 --decode http://127.0.0.1:30001",
+    ]
+    return "\n".join(lines)
+
+
+def _memory(plan: Plan) -> str:
+    memory, count = plan.memory, plan.count
+    device = "device" if plan.gpu_kv_bytes is None else "GPU"
+    host = sum(nbytes for _, _, nbytes in memory.rows) - memory.device_bytes
+    totals = ("total", count, memory.device_bytes), ("total", count, host)
+    sizes = [("", "", "all", "per request")]
+    for row in (*memory.rows, *totals):
+        what, number, nbytes = row
+        where = device if row in (*memory.device_rows, totals[0]) else "host"
+        sizes.append((f"{where}: {what}", str(number), gib(nbytes), gb(nbytes / count)))
+    pages = f"{plan.server.pages_per_request} pages"
+    each = f"{_count(count)} of {plan.server.context_tokens:,} tokens ({pages})"
+    explained = columns([(what, MEMORY[what]) for what, _, _ in memory.rows], indent=4)
+    table = columns(sizes, right=(1, 2, 3), indent=2)
+    return f"Memory of {each}{' each' * (count > 1)}\n{table}\n{explained}"
 
 
 def _step_text(low: Prediction, high: Prediction) -> str:
@@ -160,12 +249,15 @@ def _step_text(low: Prediction, high: Prediction) -> str:
         ("speed-up over stock", *gains, ""),
         ("longest part", *(s.bound if s.batch else "-" for s in steps)),
     ]
-    for name in {**low.offload.parts_us, **low.offload.beside_us}:
+    terms = {**low.offload.parts_us, **low.offload.beside_us}
+    for name in terms:
         values = ({**s.parts_us, **s.beside_us}.get(name) if s.batch else None for s in steps)
-        beside = " (in parallel)" if name in low.offload.beside_us else ""
         shown = ("-" if x is None else f"{x / 1e3:.2f}" for x in values)
-        rows.append((f"  {name}{beside}, ms", *shown))
-    lines = [f"A decode step, predicted (not measured)\n{columns(rows, right=(1, 2, 3), indent=2)}"]
+        rows.append((f"  {name}, ms", *shown))
+    lines = [
+        f"A decode step, predicted (not measured)\n{columns(rows, right=(1, 2, 3), indent=2)}",
+        columns([(name, TERMS[name]) for name in terms], indent=4),
+    ]
     for name, end in (("Low", low), ("High", high)):
         what = "no batch that fits is faster than stock"
         if end.wins_from is not None:
@@ -175,33 +267,25 @@ def _step_text(low: Prediction, high: Prediction) -> str:
     return "\n".join([*lines, *textwrap.wrap(CAVEAT, 100)])
 
 
-def _verdict(plan: Plan) -> str:
-    server, memory, requests = plan.server, plan.memory, max(plan.requests, 1)
-    binds = plan.offload["limited_by"].replace("gpu", "GPU")
-    first = f"{_count(plan.requests)} at once; {binds} is the limit."
-    if not plan.requests:
-        first = f"No request fits; {binds} is the limit."
-    elif plan.asked is not None:
-        first = f"{_count(requests)} can run at once; beyond that, {binds} is the limit."
-        if not plan.fits:
-            first = f"{_count(requests)} cannot run at once: {binds} is too small."
-    place = "device memory" if plan.gpu_kv_bytes is None else "GPU memory"
-    text = (
-        f"{first}\n"
-        f"For {_count(requests)}: --max-running-requests {requests} --context-length {server.context_tokens} "
-        f"--kv-offload-host-gb {plan.host_gib:.1f},\n"
-        f"which takes {gib(memory.device_bytes)} of {place} beside the weights, and up to "
-        f"{gib(memory.bytes_beside_pages)} of host memory beside the pages.\n"
-        f"To use huge pages, reserve them first: sysctl vm.nr_hugepages={plan.huge_pages}."
-    )
-    if plan.gpu_kv_bytes is None:
-        text += (
-            "\nWithout --gpu-gb only host memory is a limit. With --device cpu, device memory is host memory too, in "
-            "addition to --kv-offload-host-gb."
-        )
-    if (most := server.model.max_context_tokens) < server.context_tokens:
-        text += f"\nThe model's config.json allows {most} tokens; a longer context needs its RoPE scaling."
-    return text
+def _facts(plan: Plan, steps: tuple[Prediction, Prediction] | None) -> str:
+    server, model, config = plan.server, plan.server.model, plan.server.config
+    experts = f", of which a token uses {gib(model.bytes_a_token)}" if model.expert_bytes else ""
+    page = f"{config.page_size_tokens} tokens: {gib(server.kv_bytes_per_page)} of KV, "
+    heads = f"{model.num_q_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}"
+    facts = [
+        ("model", f"{model.architecture}, {model.num_layers} layers, {heads}"),
+        ("weights", f"{gib(model.weight_bytes)} ({model.weight_source}){experts}"),
+        ("policy", f"{config.policy}, budget of {config.budget_tokens} tokens"),
+        ("KV per token", f"{server.kv_bytes_per_token} bytes, {model.kv_dtype}"),
+        ("page", f"{page}{gib(server.digest_bytes_per_page)} of digest, over all layers"),
+    ]
+    if steps is not None:
+        gpu = steps[1].device
+        rates = f"{gpu.memory_gb_s:.0f} GB/s, {gpu.flop_s / 1e12:.0f} TFLOP/s of dense bfloat16"
+        host = f"memory {gpu.host_gb_s:.0f} GB/s for this server, link {gpu.link_gb_s:.0f} GB/s"
+        note = f". {gpu.note}" if gpu.note else ""
+        facts += [("GPU", f"{rates} (published)"), ("host", f"{host} each way (assumed){note}")]
+    return columns(facts)
 
 
 def _count(requests: int) -> str:
