@@ -135,6 +135,8 @@ def test_the_servers_get_what_was_planned(model):
     assert "--mem-fraction-static" not in prefill
     for server in prefill, decode:
         assert (server["--dtype"], server["--kv-cache-dtype"]) == ("bfloat16", "fp8_e4m3")
+    _, paper, _ = launched(as_text(plan_of(folder, host_gib=400, config='{"paper": true}')))
+    assert paper["--kv-offload-recall-profile"] == "PROFILE.json"
 
 
 def test_a_context_beyond_the_models(model):

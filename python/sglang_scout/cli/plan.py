@@ -195,6 +195,8 @@ def commands(plan: Plan) -> str:
             lines[1] |= {"--kv-offload-host-gb": plan.host_gib}
             lines[1] |= {"--kv-offload-budget": asked.budget_tokens}
             lines[2] |= {"--max-running-requests": plan.count, "--mem-fraction-static": share}
+            if server.config.paper and server.config.recall == "fixed":
+                lines[1] |= {"--kv-offload-recall-profile": "PROFILE.json"}
         lines[1] |= {"--kv-offload-config": own and json.dumps(own)}
         lines[2] |= {"--dtype": dtype, "--kv-cache-dtype": kv_dtype}
         words = (
