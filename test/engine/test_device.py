@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import resource
 import weakref
 from types import SimpleNamespace
 from unittest import mock
@@ -115,13 +116,15 @@ def test_memory_is_taken_and_locked_in_chunks_with_progress_until_it_is_unlocked
 @pytest.mark.parametrize(
     ("patches", "says"),
     [
-        ({}, "16.0 GiB of host memory: CUDA error 2 after 12.0 GiB; .*ulimit -l"),
+        ({}, r"16.0 GiB of host memory: cudaErrorMemoryAllocation \(2\): out of memory after 12.0"),
+        ({"lock_limit": lambda: ""}, "12.0 GiB; free memory, or lower --kv-offload-host-gb"),
+        ({"lock_limit": lambda: "the limit"}, "after 12.0 GiB; the limit$"),
         (
             {"populate_together": lambda at, size: errno.ENOMEM if at > 4096 else 0},
             "allocate 16.0 GiB of host memory: Cannot allocate memory after 4.0 GiB; free",
         ),
         ({"_device_address": lambda address: address + (1 << 40)}, "other addresses"),
-        ({"_device_address": lambda _: None}, "other addresses than the host .none for"),
+        ({"_device_address": lambda _: None}, "memory at 0x0, other addresses than the host's, 0x"),
     ],
 )
 def test_what_cannot_be_locked_is_refused_and_nothing_stays_locked(
@@ -132,3 +135,11 @@ def test_what_cannot_be_locked_is_refused_and_nothing_stays_locked(
     with pytest.raises(MemoryError, match=says):
         device.lock_memory(4096, 4 * CHUNK)
     assert not runtime.locked
+
+
+def test_the_limit_on_locked_memory_is_blamed_only_where_there_is_one(monkeypatch):
+    limit = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
+    assert device.lock_limit() == ""
+    limit = 64 << 20
+    assert "the limit on locked memory is 0.062 GiB: ulimit -l unlimited" in device.lock_limit()

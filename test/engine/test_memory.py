@@ -96,20 +96,27 @@ def test_too_little_memory_is_refused_with_what_fits(ranks):
         check_memory(large, 1 << 14, available, ranks=ranks)
     text = str(caught.value)
     found = "on each of 2 ranks" if ranks > 1 else "short by 5"
-    for part in ("host pages 80.0", "30.00 GiB are available", "HOST_MEMORY_GB=N", found):
+    for part in ("host pages 80.0", "30.000 GiB are available", "HOST_MEMORY_GB=N", found):
         assert part in text
-    host_gb = float(re.search(r"--kv-offload-host-gb (\S+) fits", text)[1])
+    host_gb = float(re.search(r"--kv-offload-host-gb (\S+) fits$", text.splitlines()[0])[1])
     pages = int(host_gb * 2**30) // ranks // PAGE_BYTES + 1
     check_memory(large, pages, available, ranks=ranks)
     with pytest.raises(ConfigError, match="short by 0.0"):
         check_memory(large, pages + 2, available, ranks=ranks)
 
 
-def test_where_no_size_fits_the_large_part_is_named():
+def test_where_no_context_fits_fewer_requests_are_named_that_do():
+    of_machine = {"context_tokens": 4096, "node_cpus": [36]}
     with pytest.raises(ConfigError) as caught:
-        check_memory(size(max_batch=64, node_cpus=[36]), 4097, 1 << 30)
-    wanted = "0.79 GiB are needed for the partial results alone; lower --max-running-requests (64)"
-    assert wanted in str(caught.value)
+        check_memory(size(max_batch=64, **of_machine), 4097, 2 << 30)
+    pattern = r"--max-running-requests (\d+) with --kv-offload-host-gb (\S+) fits$"
+    batch, host_gb = re.search(pattern, str(caught.value).splitlines()[0]).groups()
+    pages = int(float(host_gb) * 2**30) // PAGE_BYTES + 1
+    check_memory(size(max_batch=int(batch), **of_machine), pages, 2 << 30)
+    with pytest.raises(ConfigError):
+        check_memory(size(max_batch=int(batch) + 1, **of_machine), 129, 2 << 30)
+    with pytest.raises(ConfigError, match="; free memory, or lower --context-length: one request"):
+        check_memory(size(max_batch=64, **of_machine), 4097, 1 << 28)
 
 
 def test_of_an_arena_in_huge_pages_only_what_is_beside_it_is_asked():
@@ -118,7 +125,7 @@ def test_of_an_arena_in_huge_pages_only_what_is_beside_it_is_asked():
     assert 400 << 30 < made.arena_bytes < 401 << 30
     beside = made.bytes_of("hints", "partial results") + HEADROOM_BYTES
     check_memory(size(), 81921, beside, in_pool=True, shared=False)
-    with pytest.raises(ConfigError, match="GiB are needed beside the huge page pool"):
+    with pytest.raises(ConfigError, match="Needed beside the huge page pool: host"):
         check_memory(size(), 81921, beside - 1, in_pool=True, shared=False)
     with pytest.raises(ConfigError, match="short by 30"):
         check_memory(size(), 81921, 100 << 30, shared=False)
@@ -148,18 +155,42 @@ def test_partial_results_are_of_the_threads_that_may_share_a_sequence(max_batch,
 # -- device memory ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", [{}, {"resident_tokens": 65536}])
-def test_too_little_device_memory_is_refused_with_the_numbers(keys):
-    with pytest.raises(ConfigError) as caught:
-        size(config(keys)).plan(4097, 4097 * PAGE_BYTES // 32 + 50 * PAGE_BYTES)
-    for part in (
-        "0.63 GiB for the digests of 4097 host pages",
-        "8 requests need at least 88",
-        "--max-running-requests (8)",
-        "resident_tokens",
-        "--mem-fraction-static",
-    ):
-        assert part in str(caught.value)
+@pytest.mark.parametrize(
+    ("num_pages", "max_batch", "gib", "keys", "says"),
+    [
+        (81921, 64, 8, {}, r"--kv-offload-host-gb (\S+) fits, or raise --mem-.* by 0.074$"),
+        (4097, 64, 6, {"resident_tokens": 65536}, r"--kv-offload-host-gb (\S+) fits, or raise"),
+        (4097, 512, 6, {}, r"--max-running-requests (\d+) with --kv-offload-host-gb (\S+) fits"),
+        (1281, 512, 6, {}, r"--max-running-requests (\d+) fits, or raise"),
+    ],
+)
+def test_too_little_device_memory_is_refused_with_what_fits(
+    monkeypatch, num_pages, max_batch, gib, keys, says
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 << 30))
+    device = {"device_bytes": gib << 30, "shared": False}
+
+    def check(max_batch, pages):
+        made = size(config(keys), max_batch=max_batch, context_tokens=40960)
+        return check_memory(made, pages, 1 << 45, **device)
+
+    with pytest.raises(ConfigError, match="GPU memory is short by") as caught:
+        check(max_batch, num_pages)
+    answer, details = str(caught.value).splitlines()
+    assert "digests" in details and f"{gib}.000 GiB are left beside the weights" in details
+    found = re.search(says, answer).groups()
+    batch = int(found[0]) if "requests" in says else max_batch
+    pages = int(float(found[-1]) * 2**30) // PAGE_BYTES + 1 if "host-gb" in says else num_pages
+    check(batch, pages)
+    with pytest.raises(ConfigError):
+        check(batch + ("requests" in says), min(pages + 2, num_pages))
+
+
+def test_a_device_without_room_for_a_page_needs_more_of_its_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 1 << 30))
+    for device_bytes, fix in ((0, "raise --mem-fraction-static by 0.0"), (-(1 << 30), "--tp-size")):
+        with pytest.raises(ConfigError, match=f"GPU memory is short by .*; .*{fix}"):
+            check_memory(size(), 3, 1 << 45, device_bytes=device_bytes, shared=False)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import multiprocessing
+import re
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
@@ -188,17 +189,28 @@ def test_the_default_is_no_more_than_a_device_has_digests_of(default, caplog, ra
     got = default({None: 2000 << 30}, ranks=ranks, on_device=8 << 30) // ranks
     half = (4 << 30) // PAGE_BYTES
     assert SIZE.plan(got // PAGE_BYTES + 1, 8 << 30).num_slots == half > 256
-    assert f"beside {half} resident slots" in caplog.text
-    assert "--max-running-requests 64: a budget for each would need 4224" in caplog.text
+    assert f"beside {half} resident pages" in caplog.text
+    said = re.search(rf"for {half} resident pages of the 4224 .* set it to (\d+), or", caplog.text)
+    wanted = [dataclasses.replace(SIZE, max_batch=int(said[1]) + n).wanted_slots for n in (0, 1)]
+    assert wanted[0] <= half < wanted[1]
     host = default({None: 100 << 30}, ranks=ranks)
     assert default({None: 100 << 30}, ranks=ranks, on_device=8 << 30) == host, "if that is less"
 
 
-def test_what_leaves_no_room_is_named(default):
-    with pytest.raises(ConfigError, match="hold 2 of the 3 pages that each rank needs; raise"):
+def test_what_leaves_no_room_is_named(default, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 << 30))
+    with pytest.raises(ConfigError, match="GPU memory is short by .* raise --mem-fraction-static"):
         default({None: 2000 << 30}, on_device=3 * PAGE_BYTES)
-    with pytest.raises(ConfigError, match="requests 64: .* 0.46 more .* --kv-offload-cpus"):
+    with pytest.raises(
+        ConfigError, match="requests 64: .*short by 0.458 .* --kv-offload-cpus"
+    ) as no:
         default({None: 1 << 30}, ranks=4)
+    fitting = int(re.search(r"set it to (\d+),", str(no.value))[1])
+    worker = [
+        sum(row[2] for row in dataclasses.replace(SIZE, max_batch=fitting + n).worker)
+        for n in (0, 1)
+    ]
+    assert 8 * worker[0] < 1 << 30 <= 8 * worker[1]
 
 
 def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages():
@@ -209,8 +221,9 @@ def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages():
     assert given(3, ranks=2) == 3 * 2**29
     assert given(1024) == 1024 << 30
     assert given(2 * PAGE_BYTES / 2**30) == 2 * PAGE_BYTES
-    with pytest.raises(ConfigError, match=r"\(0.009\): 0.009.* hold 1 of the 2 pages.* raise it"):
+    with pytest.raises(ConfigError, match=r"host-gb 0.009: less than 2 .* at least (\S+),") as no:
         given(0.009)
+    assert given(float(re.search(r"at least (\S+),", str(no.value))[1])) >= 2 * PAGE_BYTES
 
 
 def test_a_size_may_be_in_the_pool_of_huge_pages(monkeypatch, tmp_path):

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sglang_scout.ops import triton as kernels
-from sglang_scout.worker.host_memory import populate_together
+from sglang_scout.worker.host_memory import gib, populate_together
 
 LOCK_CHUNK_BYTES = 4 * 2**30
 _MAPPED = 2  # cudaHostRegisterMapped
@@ -49,23 +50,36 @@ def lock_memory(
             error = populate_together(address + done, size)
             if error not in (0, errno.EINVAL):  # kernel without support
                 why = f"{os.strerror(error)} after {after}; free memory"
-                raise MemoryError(f"cannot allocate {of_all}: {why}")
+                raise MemoryError(f"cannot allocate {of_all}: {why}, or lower --kv-offload-host-gb")
             if status := int(runtime.cudaHostRegister(address + done, size, _MAPPED)):
                 raise MemoryError(
-                    f"cannot page-lock {of_all}: CUDA error {status} after {after}; raise the limit on locked memory "
-                    "(ulimit -l, or LimitMEMLOCK of the service)"
+                    f"cannot page-lock {of_all}: {_cuda_error(status)} after {after}; "
+                    f"{lock_limit() or 'free memory, or lower --kv-offload-host-gb'}"
                 )
             locked.callback(runtime.cudaHostUnregister, address + done)
             there = _device_address(address + done)
             if there != address + done:
-                raise MemoryError(
-                    "this device maps page-locked memory at other addresses than the host "
-                    f"({'none' if there is None else hex(there)} for {address + done:#x}), which the kernels do not "
-                    "support; use another device"
-                )
+                what = f"{there or 0:#x}, other addresses than the host's, {address + done:#x}"
+                raise MemoryError(f"the GPU maps page-locked memory at {what}; use another GPU")
             if progress is not None:
                 progress(done + size)
         return locked.pop_all().close
+
+
+def lock_limit() -> str:
+    """What to do about the limit on locked memory, "" if there is none."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    fix = "ulimit -l unlimited, in a systemd service LimitMEMLOCK=infinity, for docker --ulimit memlock=-1"
+    is_finite = limit != resource.RLIM_INFINITY
+    return f"the limit on locked memory is {gib(limit)}: {fix}" if is_finite else ""
+
+
+def _cuda_error(status: int) -> str:
+    runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")  # torch's
+    for call in (runtime.cudaGetErrorName, runtime.cudaGetErrorString):
+        call.restype = ctypes.c_char_p
+    name, text = runtime.cudaGetErrorName(status), runtime.cudaGetErrorString(status)
+    return f"{name.decode()} ({status}): {text.decode()}"
 
 
 def _device_address(address: int) -> int | None:

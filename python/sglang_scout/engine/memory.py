@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from sglang_scout.engine.policy import Policy
 from sglang_scout.engine.requests import hint_bytes
 from sglang_scout.engine.stores import ModelShape, Sizes
 from sglang_scout.worker.arena import ArenaSpec
-from sglang_scout.worker.host_memory import LAST_RESORT, flag_gib
+from sglang_scout.worker.host_memory import LAST_RESORT, gib
 from sglang_scout.worker.ring import layout_of, worker_memory
 
 HEADROOM_BYTES = 256 * 2**20
@@ -164,30 +164,17 @@ class ServerSize:
 
         Args:
             device_bytes: what a device with separate memory has left for digests, input buffers and resident pages; the
-                last get all the rest unless ``resident_tokens`` is set. None: the CPU device.
-        Raises:
-            ConfigError: they do not fit; with the numbers.
+                last get all the rest, but no less than the requests need, unless ``resident_tokens`` is set. None: the
+                CPU device.
         """
         config, page_bytes, layers = self.config, self.page_bytes, self.shape.num_layers
         arena = self.arena(num_pages)
         digests, inputs = (num_pages * each for each in self._beside_slots)
         # With a slot for every page nothing is ever missing; more slots would stay empty.
         num_slots = min(self.wanted_slots, num_pages)
-        if device_bytes is not None:
-            left, least = device_bytes - self.step_bytes, min(self._slots(0), num_pages)
-            if config.resident_tokens is None:
-                num_slots = min(max(left - digests - inputs, 0) // page_bytes, num_pages)
-            slots = max(num_slots, least)
-            if (needed := digests + inputs + slots * page_bytes) > left:
-                raise ConfigError(
-                    f"--kv-offload {config.policy}: needs {needed / 2**30:.2f} GiB of device memory "
-                    f"({digests / 2**30:.2f} GiB for the digests of {num_pages} host pages, "
-                    f"{inputs / 2**30:.2f} GiB for SGLang's input buffers of their tokens, and {slots} resident "
-                    f"pages, of which {self.max_batch} requests need at least {least}), but only "
-                    f"{left / 2**30:.2f} GiB are left; lower --kv-offload-host-gb, --max-running-requests "
-                    f"({self.max_batch}), --kv-offload-budget ({config.budget_tokens}) or resident_tokens "
-                    f"({config.resident_tokens}), or raise --mem-fraction-static"
-                )
+        if device_bytes is not None and config.resident_tokens is None:
+            left = device_bytes - self.step_bytes - digests - inputs
+            num_slots = min(max(left // page_bytes, self._slots(0)), num_pages)
         rows = (
             ("host pages", num_pages, num_pages * page_bytes),
             ("digests", num_pages, digests),
@@ -228,6 +215,11 @@ def input_bytes(tokens: int) -> int:
     return 6 * 8 * tokens
 
 
+def largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number below ``limit`` that fits, as all smaller ones do; 0 if none does."""
+    return bisect_left(range(1, limit), True, key=lambda number: not fits(number))
+
+
 def check_memory(
     size: ServerSize,
     num_pages: int,
@@ -238,7 +230,7 @@ def check_memory(
     shared: bool = True,
     ranks: int = 1,
 ) -> MemoryPlan:
-    """The plan, unless it does not fit in host memory.
+    """The plan, unless it does not fit in host memory, or on the device.
 
     Args:
         size: of each of the tensor-parallel ``ranks`` on this machine.
@@ -249,31 +241,48 @@ def check_memory(
         ConfigError: with what is short, and what fits.
     """
 
-    def needed(pages: int) -> int:
+    def short_bytes(size: ServerSize, pages: int) -> tuple[int, int]:
+        """Of host memory and of the device's."""
         plan = size.plan(pages, device_bytes)
-        one = plan.bytes_of("hints", "salience", "partial results") + (
-            plan.device_bytes if shared else 0
-        )
-        return ranks * (one + HEADROOM_BYTES + (0 if in_pool else plan.arena_bytes))
+        one = plan.bytes_of("hints", "salience", "partial results") + plan.device_bytes * shared
+        one += HEADROOM_BYTES + (0 if in_pool else plan.arena_bytes)
+        on_device = 0 if device_bytes is None else plan.device_bytes - device_bytes
+        return ranks * one - available_bytes, on_device
 
-    plan, wanted = size.plan(num_pages, device_bytes), needed(num_pages)
-    if wanted <= available_bytes:
+    plan, (on_host, on_device) = size.plan(num_pages, device_bytes), short_bytes(size, num_pages)
+    short = on_device if on_device > 0 else on_host
+    if short <= 0:
         return plan
-    fitting = bisect_right(range(1, num_pages), available_bytes, key=needed)
-    if fitting > MIN_PAGES:
-        fix = f"--kv-offload-host-gb {flag_gib(ranks * (fitting - 1) * size.page_bytes)} fits"
+    fix = _what_fits(size, num_pages, ranks, lambda *of: max(short_bytes(*of)) <= 0)
+    if on_device > 0:
+        what, there = "GPU", f"{gib(device_bytes or 0)} are left beside the weights"
+        share = math.ceil(1000 * on_device / torch.cuda.mem_get_info()[1]) / 1000
+        fix += f"{', or ' * bool(fix)}raise --mem-fraction-static by {share}" * (share < 0.5)
+        fix = fix or "use more GPUs with --tp-size"
     else:
-        least = size.plan(MIN_PAGES + 1, device_bytes)
-        what, _, nbytes = max(least.rows, key=lambda row: row[2])
-        fix = (
-            f"no --kv-offload-host-gb fits: {nbytes / 2**30:.2f} GiB are needed for the {what} alone; lower "
-            f"--max-running-requests ({size.max_batch})"
-        )
-    short = wanted - available_bytes
-    parts = ", ".join(f"{what} {nbytes / 2**30:.2f} GiB" for what, _, nbytes in plan.rows)
+        what, there = "host", f"{gib(available_bytes)} are available; {LAST_RESORT}"
+        fix = fix or "free memory, or lower --context-length: one request does not fit"
+    rows = plan.device_rows if on_device > 0 else plan.rows
+    needed = ", ".join(f"{name} {gib(nbytes)}" for name, _, nbytes in rows if nbytes >> 20)
+    where = " beside the huge page pool" * in_pool + f" on each of {ranks} ranks" * (ranks > 1)
     raise ConfigError(
-        f"--kv-offload {size.config.policy}: host memory is short by {short / 2**30:.2f} GiB; {fix}. "
-        f"{wanted / 2**30:.2f} GiB are needed{' beside the huge page pool' if in_pool else ''} ({parts}"
-        f"{f' on each of {ranks} ranks' if ranks > 1 else ''}), but {available_bytes / 2**30:.2f} GiB are available; "
-        f"{LAST_RESORT}"
+        f"--kv-offload {size.config.policy}: {what} memory is short by {gib(short)}; {fix}\n"
+        f"  Needed{where}: {needed}. {there}"
     )
+
+
+def _what_fits(
+    size: ServerSize, num_pages: int, ranks: int, fits: Callable[[ServerSize, int], bool]
+) -> str:
+    """The largest value of a flag, or "": fewer pages, but no less than a context, or else fewer requests."""
+    pages, less = largest(num_pages, lambda pages: fits(size, pages)), ""
+    if pages < (enough := min(num_pages, size.context_pages + 1)):
+        of = largest(size.max_batch, lambda batch: fits(replace(size, max_batch=batch), enough))
+        if of:
+            less, size = f"--max-running-requests {of}", replace(size, max_batch=of)
+            pages = largest(num_pages + 1, lambda pages: fits(size, pages))
+            if pages == num_pages:
+                return f"{less} fits"
+    host_gb = size.arena(1).flag_of(pages, ranks)
+    flag = f"{less}{' with ' * bool(less)}--kv-offload-host-gb {host_gb}"
+    return f"{flag} fits" if pages > MIN_PAGES else ""

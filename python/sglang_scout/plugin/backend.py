@@ -111,7 +111,7 @@ class ScoutAttnBackend(AttentionBackend):
     def _graph_transport(self, device: str) -> GraphTransport:
         faults = self.ranks.shared_words(self.ranks.size) if self.ranks.size > 1 else None
         if faults is not None and torch.device(device).type == "cuda":
-            lock(faults.data_ptr(), faults.nbytes, "--tp-size: a page that the ranks share: {}")
+            lock(faults.data_ptr(), faults.nbytes, "--tp-size: memory of all ranks")
         self.worker.serve_device()
         return GraphTransport(
             self.pool.arena,
@@ -126,8 +126,8 @@ class ScoutAttnBackend(AttentionBackend):
     def _log_plan(self) -> None:
         cpus = self.pool.cpus.plan
         if cpus.warning:
-            far = f"attention threads are far from the GPU: {cpus.warning}"
-            logger.warning(f"--kv-offload: {far}; allow them (cpuset, taskset)")
+            far = f"CPU attention will be slower: {cpus.warning}"
+            logger.warning(f"--kv-offload: {far}; allow these CPUs to the server (cpuset, taskset)")
         lines = [f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.pool.plan.rows]
         lines += [f"  CPUs {use.cpus}: {use.used_by} ({use.why})" for use in cpus.rows]
         budget = f"budget {self.config.budget_tokens} tokens, {self.max_batch} requests at most"
@@ -169,8 +169,8 @@ class ScoutAttnBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """All buffers are already allocated. Raises ConfigError for graphs of more rows than they have."""
         if max_bs > (most := self.max_batch):
-            why = f"more than --max-running-requests ({most}); lower it"
-            raise ConfigError(f"--cuda-graph-max-bs {max_bs}: {why}")
+            fix = f"more than --max-running-requests; set it to {most}"
+            raise ConfigError(f"--cuda-graph-max-bs {max_bs}: {fix}")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -179,8 +179,8 @@ class ScoutAttnBackend(AttentionBackend):
         """Attention of one layer, of ``q`` ``[B, HQ * D]``, ``k`` and ``v``; see :meth:`StepEngine.attend`."""
         if not save_kv_cache or kwargs:
             raise NotImplementedError(
-                f"--kv-offload: attention called with save_kv_cache={save_kv_cache} and "
-                f"{sorted(kwargs)}; this model is not supported"
+                f"--kv-offload: this model calls attention with save_kv_cache={save_kv_cache} and {sorted(kwargs)}; "
+                "serve it without --kv-offload"
             )
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         self._probe.query(layer.layer_id, q)

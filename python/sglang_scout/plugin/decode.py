@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import socket
 import time
 from collections.abc import Sequence
@@ -53,9 +54,11 @@ def around_init_pools(original, runner, **given):
     memory = rank_memory(max_batch)
     plan = memory.plan(tokens // PAGE_SIZE_TOKENS + 1)
     if tokens < (context_tokens := memory.size.context_tokens):
+        context_bytes = memory.ranks.size * (memory.size.context_pages + 1) * memory.size.page_bytes
         logger.warning(
-            f"host memory holds {tokens} tokens of KV, less than one context of {context_tokens}: longer requests are "
-            "refused; raise --kv-offload-host-gb or --max-total-tokens"
+            f"host pages hold {tokens} tokens, less than a context of {context_tokens}: longer requests are refused; "
+            f"set --kv-offload-host-gb {math.ceil(context_bytes / 2**30 * 10) / 10} without --max-total-tokens, or "
+            f"--context-length {tokens}"
         )
     build = functools.partial(original, runner, **given)
     return build_pools(build, runner, HostKVPool, memory=memory, plan=plan)[0]

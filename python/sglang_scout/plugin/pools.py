@@ -211,7 +211,7 @@ class HostKVPool(DigestKVPool):
     def _create_buffers_normal(self) -> None:
         self.arena = arena = Arena.create(self.plan.arena, numa_nodes=list(self.cpus.by_node))
         if torch.device(self.device).type == "cuda":
-            lock(arena.address, arena.nbytes, "--kv-offload-host-gb: {}, or lower the flag")
+            lock(arena.address, arena.nbytes, "--kv-offload-host-gb")
 
         def plane(pages: npt.NDArray[Any]) -> torch.Tensor:
             """16-bit floats are uint16 in the arena, because numpy has no bfloat16; SGLang stores fp8 as bytes."""
@@ -260,9 +260,8 @@ def build_pools(
     pool, allocator = built.token_to_kv_pool, built.token_to_kv_pool_allocator
     if not isinstance(pool, pool_class) or not isinstance(allocator, ScoutAllocator):
         raise RuntimeError(
-            f"--kv-offload: SGLang built {type(pool).__name__} with {type(allocator).__name__}, "
-            f"expected {pool_class.__name__} with {ScoutAllocator.__name__}; serve another model, or drop the flags "
-            "that choose another KV pool"
+            f"--kv-offload: SGLang built {type(pool).__name__} with {type(allocator).__name__}; drop the flags that "
+            "choose another KV pool, or serve another model"
         )
     logger.info("--kv-offload: SGLang %s, %s", VERSION, pool_class.__name__)
     return result, pool, allocator

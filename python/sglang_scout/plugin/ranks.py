@@ -6,9 +6,9 @@ Every rank makes the same calls in the same order, in the scheduler's thread.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
-import resource
 from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ from sglang.srt.distributed.parallel_state import get_attn_tp_group
 from sglang_scout.core import numa
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
-from sglang_scout.engine.memory import MIN_PAGES, MemoryPlan, ServerSize, check_memory
+from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_limit, lock_memory
+from sglang_scout.engine.memory import MIN_PAGES, MemoryPlan, ServerSize, check_memory, largest
 from sglang_scout.plugin.hooks import adapter, hook, pools_target
 from sglang_scout.plugin.launch import PROCESS_CPUS, parse
 from sglang_scout.plugin.model import model_shape, rank_policy
@@ -106,9 +106,8 @@ def rank_cpus(runner: Any, config: OffloadConfig, ranks: AttentionRanks) -> Rank
     # The order in which pages are allocated depends on it, and must be the same on all ranks.
     if len(by_node) > 1 and (len(set(counts)) > 1 or len(by_node) > MAX_NODES):
         logger.warning(
-            f"--kv-offload-cpus: the CPUs of the CPU attention processes are on {counts} NUMA nodes, by rank, but "
-            f"pages can be divided among at most {MAX_NODES}, and the same number on each rank. The system decides "
-            "where host pages are; name CPUs of fewer nodes"
+            f"--kv-offload-cpus: host pages are not bound to NUMA nodes, so CPU attention may be slower: the ranks' "
+            f"CPUs are on {counts} nodes; give each rank CPUs of equally many nodes, at most {MAX_NODES}"
         )
         by_node = {}
     return RankCpus(plan, by_node)
@@ -127,15 +126,16 @@ class RankMemory(NamedTuple):
         """Bytes for the KV pages of this rank: its share of ``--kv-offload-host-gb``, or of the default."""
         host_gb, page_bytes = self.size.config.host_gb, self.size.page_bytes
         if host_gb is not None:
-            total, given = int(host_gb * 2**30), format(host_gb, "g")
+            total = int(host_gb * 2**30)
         else:
-            total, given = self.default_bytes(), "not given"
+            total = self.default_bytes()
             logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", total / 2**30)
         of_pages = total // self.ranks.size
         if of_pages < MIN_PAGES * page_bytes:
+            least = math.ceil(self.ranks.size * MIN_PAGES * page_bytes / 2**30 * 1000) / 1000
             raise ConfigError(
-                f"--kv-offload-host-gb ({given}): {total / 2**30:.6f} GiB hold {of_pages // page_bytes} of the "
-                f"{MIN_PAGES} pages of {page_bytes} bytes that each rank needs; raise it, or free memory"
+                f"--kv-offload-host-gb {total / 2**30:.4g}: less than {MIN_PAGES} host pages of {page_bytes} bytes for "
+                f"each of {self.ranks.size} ranks; set it to at least {least}, or free memory"
             )
         return of_pages
 
@@ -147,13 +147,20 @@ class RankMemory(NamedTuple):
         most = size.arena(host_memory.free_pool_bytes() // size.page_bytes + 2)
         in_pool = host_memory.max_pages_in_pool(most, list(self.cpus.by_node), ranks.size)
         of_pool = ranks.least(ranks.size * max(in_pool - 1, 0) * size.page_bytes)
-        worker = ranks.size * sum(nbytes for *_, nbytes in size.worker)
+
+        def memory_of(batch: int) -> int:
+            return sum(nbytes for *_, nbytes in replace(size, max_batch=batch).worker)
+
+        worker = ranks.size * memory_of(size.max_batch)
         left = ranks.least(self._available_bytes() - worker)
         if max(left, of_pool) <= 0:
+            available = left + worker
+            # Half of it, so that as much is left for pages.
+            fitting = largest(size.max_batch, lambda n: 2 * ranks.size * memory_of(n) < available)
             raise ConfigError(
-                f"--max-running-requests {size.max_batch}: ring and partial results of CPU attention need "
-                f"{worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
-                f"lower it, or name fewer CPUs in --kv-offload-cpus; {host_memory.LAST_RESORT}"
+                f"--max-running-requests {size.max_batch}: host memory is short by {gib(-left)} for CPU attention; "
+                f"{f'set it to {fitting}' if fitting else 'free memory'}, or give fewer CPUs in --kv-offload-cpus\n"
+                f"  Needed: {gib(worker)}. {gib(available)} are available; {host_memory.LAST_RESORT}"
             )
         total = int(max(left, 0) * DEFAULT_HOST_SHARE)
         # A pool of less than half of that is somebody else's.
@@ -165,21 +172,19 @@ class RankMemory(NamedTuple):
         size, room = self.size, self.size.room(device_bytes)
         least = self.ranks.least(room.num_pages)
         if least < MIN_PAGES + 1:
-            raise ConfigError(
-                f"--kv-offload {size.config.policy}: the {(device_bytes - size.step_bytes) / 2**30:.2f} GiB of device "
-                f"memory left for digests and resident pages hold {least} of the {MIN_PAGES + 1} pages that each rank "
-                "needs; raise --mem-fraction-static"
-            )
+            check_memory(size, MIN_PAGES + 1, 2**62, device_bytes=device_bytes, shared=False)
         of_digests = self.ranks.size * (least - 1) * size.page_bytes
         if of_digests >= total:
             return total
         limited = f"--kv-offload-host-gb not given: limited to {of_digests / 2**30:.1f} GiB of KV pages, whose digests "
-        limited += f"fit on the device beside {room.num_slots} resident slots"
+        limited += f"fit on the GPU beside {room.num_slots} resident pages"
         logger.info(limited)
         if room.num_slots < size.wanted_slots:
+            fitting = (room.num_slots - size.budget_pages) // (size.budget_pages + 1)
             logger.warning(
-                f"--max-running-requests {size.max_batch}: a budget for each would need {size.wanted_slots} slots; "
-                "lower it, or raise --mem-fraction-static"
+                f"--max-running-requests {size.max_batch}: the GPU has memory for {room.num_slots} resident pages of "
+                f"the {size.wanted_slots} that full budgets take, so more is left to the CPU; "
+                f"{f'set it to {fitting}, or ' * (fitting > 0)}raise --mem-fraction-static"
             )
         return of_digests
 
@@ -236,9 +241,8 @@ def rank_memory(max_batch: int) -> RankMemory:
     return memory._replace(size=replace(memory.size, max_batch=max_batch))
 
 
-def lock(address: int, nbytes: int, message: str) -> None:
-    """Page-lock memory that the device uses, until this process ends. ``message``: of the refusal, with a place for the
-    error."""
+def lock(address: int, nbytes: int, flag: str) -> None:
+    """Page-lock memory that the device uses, until this process ends. ``flag``: begins a refusal."""
 
     def progress(done: int) -> None:
         if nbytes > LOCK_CHUNK_BYTES:
@@ -247,7 +251,7 @@ def lock(address: int, nbytes: int, message: str) -> None:
     try:
         lock_memory(address, nbytes, progress)
     except MemoryError as error:
-        raise ConfigError(message.format(error)) from None
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 @hook(
@@ -260,15 +264,10 @@ def around_batch_register(original, engine, pointers: list[int], lengths: list[i
     # https://github.com/sgl-project/sglang/pull/33264 does so too.
     if not (error := original(engine, pointers, lengths)):
         return error
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.3g} MiB"
+    no_rdma = "set --disaggregation-transfer-backend mooncake_tcp to work without RDMA"
     raise RuntimeError(
-        f"--kv-offload: the transfer engine cannot register {len(pointers)} buffers of "
-        f"{sum(lengths) / 2**30:.2f} GiB (error {error}; its own log lines above name the first one), so no KV can be "
-        f"transferred. RDMA locks them in memory: the limit on locked memory is {locked}; make it unlimited (ulimit "
-        "-l, LimitMEMLOCK of a service, --ulimit memlock=-1 of a container). The network device must have room for "
-        "them: lower --kv-offload-host-gb, or raise its limits (max_mr and max_mr_size in ibv_devinfo -v). Buffers on "
-        "a GPU (digests on a decode server, everything on a prefill server) also need the kernel module "
-        "nvidia_peermem, or a mooncake with CUDA and WITH_NVIDIA_PEERMEM=0. To work without RDMA, set "
-        "--disaggregation-transfer-backend mooncake_tcp"
+        f"--kv-offload: the transfer engine cannot register {len(pointers)} buffers of {gib(sum(lengths))} (error "
+        f"{error}); {lock_limit() or no_rdma}\n  Its own log lines above name the first one. Or the network device has "
+        "no room for them (max_mr and max_mr_size in ibv_devinfo -v): lower --kv-offload-host-gb. Buffers on a GPU "
+        "need the kernel module nvidia_peermem, or a mooncake with CUDA and WITH_NVIDIA_PEERMEM=0"
     )

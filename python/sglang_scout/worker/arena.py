@@ -68,11 +68,10 @@ class Arena(contextlib.AbstractContextManager["Arena"]):
         of ``numa_nodes``, if the machine has several.
 
         Raises ArenaError: not enough memory on a node or as the machine grows, a pool that is short though half of the
-        pages are free, a node that does not exist, or a failed system call.
+        pages are free, or a failed system call.
         """
         if numa_nodes and len(numa.nodes()) <= 1:
-            logger.info("arena: only one NUMA node, memory is not bound to %s", numa_nodes)
-            numa_nodes = ()
+            numa_nodes = ()  # there is one
         arena, short = None, host_memory.pool_lacks(spec, numa_nodes)
         if not short:
             try:
@@ -81,12 +80,13 @@ class Arena(contextlib.AbstractContextManager["Arena"]):
                 short = f"it has enough pages, but: {e.strerror}"
         if arena is None:
             if host_memory.free_pool_bytes():
-                logger.warning("arena: not in the huge page pool: %s", short)
+                logger.info("not in huge pages of the pool: %s", short)
             try:
                 arena = _make(spec, numa_nodes, False)
             except OSError as e:
-                raise ArenaError(f"cannot make {spec.describe()}: {e.strerror}") from e
-        logger.info("arena: %s, %s pages", spec.describe(), arena.backing)
+                fix = "free memory, or lower --kv-offload-host-gb"
+                raise ArenaError(f"cannot allocate {spec.describe()}: {e.strerror}; {fix}") from e
+        logger.info("%s, in %s pages", spec.describe(), arena.backing)
         return arena
 
     @classmethod
@@ -149,7 +149,7 @@ class Arena(contextlib.AbstractContextManager["Arena"]):
 
     def _mapped(self) -> np.ndarray:
         if self._memory is None:
-            raise ArenaError("the arena is closed")
+            raise ArenaError("the host pages are closed")
         return self._memory
 
     def _plane(

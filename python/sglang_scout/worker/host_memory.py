@@ -16,10 +16,9 @@ import mmap
 import os
 import re
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from operator import le
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,32 +147,21 @@ def pool_lacks(spec: ArenaSpec, nodes: Sequence[int] = (), arenas: int = 1) -> s
     node, needed, free = _shortest_pool(spec, nodes, arenas)
     if free >= needed:
         return ""
-    short = (
-        f"{spec.describe()}{f' on each of {arenas} ranks' if arenas > 1 else ''} needs {needed} huge pages of 2 MiB"
-        f"{'' if node is None else f' on NUMA node {node}'}, and {free} are free in the pool"
-    )
+    where = "" if node is None else f" on NUMA node {node}"
+    short = f"host pages need {needed} huge pages of 2 MiB{where}, and {free} are free in the pool"
     if 2 * free < needed:
         return short
     wanted = pool_pages(node)[1] + needed - free
-    fix = f"run sysctl vm.nr_hugepages={wanted}"
+    fix = f"sysctl vm.nr_hugepages={wanted}"
     if node is not None:
-        fix = f"write {wanted} to {pool_folder(node)}/nr_hugepages"
-    pages = max(max_pages_in_pool(spec, nodes, arenas) - 1, 0)
-    kv_bytes = arenas * pages * 2 * spec.num_layers * spec.page_bytes
-    raise ArenaError(f"{short}; {fix}, or set --kv-offload-host-gb {flag_gib(kv_bytes)}")
+        fix = f"echo {wanted} > {pool_folder(node)}/nr_hugepages"
+    host_gb = spec.flag_of(max_pages_in_pool(spec, nodes, arenas), arenas)
+    raise ArenaError(f"{short}; run {fix}, or set --kv-offload-host-gb {host_gb}")
 
 
 def max_pages_in_pool(spec: ArenaSpec, nodes: Sequence[int] = (), arenas: int = 1) -> int:
     """The most host pages, fewer than in ``spec``, with which such arenas fit into the pool; 0 if none do."""
-
-    def too_many(pages: int) -> bool:
-        # A share of the pages, rounded by whoever chose it.
-        context = spec.context_pages * pages // spec.num_pages + spec.num_kv_heads
-        smaller = replace(spec, num_pages=pages, context_pages=min(context, spec.context_pages))
-        _, needed, free = _shortest_pool(smaller, nodes, arenas)
-        return needed > free
-
-    return bisect_left(range(1, spec.num_pages), True, key=too_many)
+    return spec.most_pages(lambda one: le(*_shortest_pool(one, nodes, arenas)[1:]))
 
 
 def _shortest_pool(
@@ -192,15 +180,21 @@ def take(address: int, spec: ArenaSpec, nodes: Sequence[int]) -> None:
     as what is bound to it cannot be elsewhere; what a machine gets only as it is used is allocated at once. Raises
     ArenaError."""
     needed = spec.bytes_by_node(nodes, mmap.PAGESIZE)
-    for node, of_node in needed.items():
-        if of_node > (free := available_bytes(node)):
-            what = f"{spec.describe()} does not fit: {gib(free)} of host memory are available"
-            fix = "lower --kv-offload-host-gb"
-            if node is not None:
-                what = f"{spec.describe()} is bound to NUMA nodes {list(nodes)}: node {node} would hold "
-                what += f"{gib(of_node)} and has {gib(free)}"
-                fix += ", or name no CPUs of that node in --kv-offload-cpus"
-            raise ArenaError(f"{what}; {fix}; {LAST_RESORT}")
+    free = {node: available_bytes(node) for node in needed}
+
+    def short(spec: ArenaSpec) -> list[tuple[int | None, int]]:
+        by_node = spec.bytes_by_node(nodes, mmap.PAGESIZE)
+        return [(node, n - free[node]) for node, n in by_node.items() if n > free[node]]
+
+    for node, lacks in short(spec):
+        fitting = spec.flag_of(spec.most_pages(lambda smaller: not short(smaller)))
+        fix = f"lower --kv-offload-host-gb to {fitting} for each rank"
+        where = "" if node is None else f" of NUMA node {node}"
+        fix += ", or give no CPUs of that node in --kv-offload-cpus" * bool(where)
+        raise ArenaError(
+            f"host memory{where} is short by {gib(lacks)}; {fix}\n  Needed: {gib(needed[node])}, available: "
+            f"{gib(free[node])}; {LAST_RESORT}"
+        )
     nbytes = needed.pop(None)
 
     def now() -> int:
@@ -266,21 +260,19 @@ def take_in_steps(address: int, nbytes: int, now: Callable[[], int]) -> None:
             )
         done, asked_s = done + step, time.monotonic()
         if done // STEP_BYTES > (done - step) // STEP_BYTES:
-            logger.info("arena: %s of %s are allocated", gib(done), gib(nbytes))
+            logger.info("host memory: %s of %s are allocated", gib(done), gib(nbytes))
 
 
 def bind_memory(address: int, spans: Sequence[tuple[int, int, int]]) -> None:
     """Binds spans (offset, bytes, node) of a mapping, not yet touched, to the nodes to allocate their pages from. The
     policy belongs to the file, so it also applies to other processes' faults. Only logs if the kernel or a sandbox
-    refuses. Raises ArenaError for a node that does not exist."""
-    asked, known = sorted({node for _, _, node in spans}), numa.nodes()
-    if not set(asked) <= set(known):
-        raise ArenaError(f"numa_nodes={asked}; this machine has {known}")
+    refuses."""
     for offset, nbytes, node in spans:
         if error := _mbind(address + offset, nbytes, node):
-            logger.warning("arena: not bound to NUMA node %d: %s", node, os.strerror(error))
+            what = "host pages are not bound to NUMA node %d (mbind: %s), so CPU attention may be slower; allow it "
+            logger.warning(what + "(docker run --cap-add SYS_NICE)", node, os.strerror(error))
             return
-    logger.info("arena: memory is bound to NUMA nodes %s", asked)
+    logger.info("host pages are bound to NUMA nodes %s", sorted({node for *_, node in spans}))
 
 
 def _mbind(address: int, nbytes: int, node: int) -> int:

@@ -7,8 +7,9 @@ native module exports the structs as numpy dtypes and computes the offsets.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from sglang_scout import _native
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, gib
+from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, flag_gib, gib
 
 HEADER_DTYPE = np.dtype(_native.RING_STRUCTS["Header"])
 BELL_DTYPE = np.dtype(_native.RING_STRUCTS["Bell"])
@@ -108,11 +109,26 @@ class ArenaSpec:
             found[node] = found.get(node, 0) + nbytes
         return found
 
+    def most_pages(self, fits: Callable[[ArenaSpec], bool]) -> int:
+        """The most host pages, fewer than these, with which such an arena fits; 0 if none do."""
+
+        def too_many(pages: int) -> bool:
+            # A share of the pages, rounded by whoever chose it.
+            context = self.context_pages * pages // self.num_pages + self.num_kv_heads
+            context = min(context, self.context_pages)
+            return not fits(replace(self, num_pages=pages, context_pages=context))
+
+        return bisect_left(range(1, self.num_pages), True, key=too_many)
+
+    def flag_of(self, num_pages: int, arenas: int = 1) -> str:
+        """The value of --kv-offload-host-gb for so many pages, the first one being SGLang's padding."""
+        return flag_gib(arenas * max(num_pages - 1, 0) * 2 * self.num_layers * self.page_bytes)
+
     def describe(self) -> str:
         layout = layout_of(self)
         return (
-            f"an arena of {gib(layout.total_bytes)} (KV {gib(self.kv_bytes)}: {self.num_layers} layers x "
-            f"{self.num_pages} pages x 2 x {self.page_bytes} bytes; ring {gib(layout.kv_offset)})"
+            f"host memory of {gib(layout.total_bytes)}: {gib(self.kv_bytes)} for {self.num_pages} host pages of "
+            f"{self.num_layers} layers, {gib(layout.kv_offset)} for CPU attention"
         )
 
 
