@@ -95,7 +95,10 @@ def test_mistakes_are_named(make_arena, cpu):
 def test_bad_cpu_comes_back_as_the_worker_s_reason(make_arena):
     children = len(psutil.Process().children())
     client = WorkerClient(make_arena(), [1023])
-    with pytest.raises(WorkerError, match=r"cannot start on CPUs \[1023\].*online are"):
+    with pytest.raises(
+        WorkerError,
+        match=r"cannot start on CPUs 1023: .*; set --kv-offload-cpus to some of .*online are",
+    ):
         client.start()
     assert client.snapshot().state == "failed"
     assert len(psutil.Process().children()) == children

@@ -63,7 +63,7 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
     """The profile of a run without recall. Raises ConfigError, also for too few steps of requests beyond the budget."""
     facts = log.facts
     if not 0.0 < threshold < 1.0:
-        raise ConfigError(f"profile: --threshold {threshold}: must be between 0 and 1, as 0.12")
+        raise ConfigError(f"profile: --threshold {threshold}: must be between 0 and 1; give 0.12")
     if facts.recall != "off":
         raise ConfigError(
             f'profile: the step log was recorded with "recall": "{facts.recall}"; record one with "recall": "off"'

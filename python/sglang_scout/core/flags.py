@@ -171,10 +171,9 @@ def check_files(config: OffloadConfig) -> None:
     process that uses them. Their contents are kept; the target of a dangling link is created."""
     if config.paper and config.recall == "fixed" and config.recall_profile is None:
         raise ConfigError(
-            f"{FLAGS['config']}: paper = True: needs {FLAGS['recall_profile']} FILE, as the paper's recall intervals "
-            'are profiled; to make one, let this server serve requests longer than the budget with \'{"paper": true, '
-            '"recall": "off", "step_log": "steps.jsonl"}\', then run `sglang-scout profile steps.jsonl --output '
-            "FILE`"
+            f"{FLAGS['config']}: paper = True: needs {FLAGS['recall_profile']} FILE; to make one, serve requests "
+            'longer than the budget with \'{"paper": true, "recall": "off", "step_log": "steps.jsonl"}\', then run '
+            "`sglang-scout profile steps.jsonl --output FILE`"
         )
     for what, path in _written_files(config).items():
         # os.path, unlike pathlib, also returns False for paths that cannot be accessed.
@@ -268,8 +267,8 @@ def check_architecture(what: str, architecture: str) -> None:
         is_windowed = architecture in WINDOWED
         why = ", some of whose layers use sliding-window attention" if is_windowed else ""
         raise ConfigError(
-            f"{what}: --kv-offload does not support {architecture}{why}; "
-            f"supported are {', '.join(ARCHITECTURES)}"
+            f"{what}: --kv-offload does not support {architecture}{why}; serve it without --kv-offload, or choose one "
+            f"of {', '.join(ARCHITECTURES)}"
         )
 
 

@@ -254,23 +254,23 @@ def check_profile(
     name, theirs = profile.model, profile.identity or identity
     page, budget = profile.page_size_tokens, profile.budget_tokens
 
-    def refuse(made_for: str, here: str, value: Any = None) -> NoReturn:
+    def differs(made_for: str, here: str, value: Any = None) -> NoReturn:
         fix = REMAKE if value is None else f"set that to {value!r} or {REMAKE}"
         raise _wrong(path, f"made for {made_for}, this server has {here}", fix)
 
     if (layers := profile.num_layers) != identity.num_layers:
-        refuse(f"{name!r} with {layers} layers", f"{model!r} with {identity.num_layers}")
+        differs(f"{name!r} with {layers} layers", f"{model!r} with {identity.num_layers}")
     if theirs != identity:
-        refuse(f"{name!r} ({theirs.describe()})", f"{model!r} ({identity.describe()})")
+        differs(f"{name!r} ({theirs.describe()})", f"{model!r} ({identity.describe()})")
     if page != config.page_size_tokens:
-        refuse(f"pages of {page} tokens", f"pages of {config.page_size_tokens}")
+        differs(f"pages of {page} tokens", f"pages of {config.page_size_tokens}")
     if budget != config.budget_tokens:
         flag = f"--kv-offload-budget {config.budget_tokens}"
-        refuse(f"a budget of {budget} tokens", flag, budget)
+        differs(f"a budget of {budget} tokens", flag, budget)
     highest = config.recall_threshold
     if config.recall == "fixed" and highest is not None and profile.threshold > highest:
         made = f"a threshold of {profile.threshold:g}"
-        refuse(made, f"recall_threshold = {highest:g} in {FLAGS['config']}", profile.threshold)
+        differs(made, f"recall_threshold = {highest:g} in {FLAGS['config']}", profile.threshold)
     for key, here in selection_of(config).items():
         if (made := profile.selection.get(key, here)) != here:
-            refuse(f"{key} = {made!r}", f"{key} = {here!r} in --kv-offload-config", made)
+            differs(f"{key} = {made!r}", f"{key} = {here!r} in --kv-offload-config", made)

@@ -139,8 +139,8 @@ class StepEngine:
     def _check_faults(self) -> None:
         if faults := self.transport.faults():
             raise RuntimeError(
-                f"--kv-offload: part of a decode step's attention is missing: {', '.join(faults)}; its "
-                "tokens are not returned"
+                f"--kv-offload: part of a decode step's attention is missing: {', '.join(faults)}; its tokens are not "
+                "returned, and the server ends: restart it"
             )
 
     def layer_input(

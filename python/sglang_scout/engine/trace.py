@@ -143,7 +143,7 @@ class Tracer:
                 self._file.flush()
             except (OSError, ValueError) as error:
                 # Keep serving: a failed trace must not fail requests.
-                logger.error("cannot write the trace %s: %s", self._path, error)
+                logger.error("cannot write the trace %s: %s; it ends here", self._path, error)
                 self._close()
 
     def _close(self) -> None:

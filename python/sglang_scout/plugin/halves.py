@@ -94,7 +94,7 @@ class Halves:
         else:
             manager.event_loop.call_later(OTHER_HALF_S, self._miss, room, self._nth(request))
         if any(other is not request for other in self._of(room)):
-            raise ValueError(f"bootstrap_room {room} is in use by another request")
+            raise ValueError(f"bootstrap_room {room} is in use by another request; send a new one")
 
     def _room(self, number: int) -> _Room:
         if len(self._rooms) > MAX_ROOMS:
@@ -152,7 +152,7 @@ class Halves:
                     self._manager.event_loop.call_soon_threadsafe(self._hear, half)
         except (msgspec.MsgspecError, OSError, TypeError) as error:
             what = "the connection to the other server of the pair failed"
-            logger.warning(f"--kv-offload: {what}: {error!r}; the next request opens a new one")
+            logger.info(f"--kv-offload: {what}: {error!r}; the next request opens a new one")
         finally:
             del self._sockets[socket]
             if self._manager:

@@ -56,11 +56,11 @@ def _each(value: Any) -> list[Any]:
 _NONE_FOR_PROMPT = "a prefill-decode pair has none for the prompt; drop the field"
 _ONLY_TOKENS = "not supported by a prefill-decode pair; send text or input_ids"
 LIMITS = {
-    "n": "a prefill-decode pair gives one answer per request; send the request again for another",
+    "n": "must be 1, as a prefill-decode pair gives one answer per request; send the request again for another",
     "logprob_start_len": "a prefill-decode pair returns log-probabilities of the prompt (in OpenAI's API: echo with "
     "logprobs) only from /generate, for one prompt, without stream and top_logprobs_num",
     "token_ids_logprob": "a prefill-decode pair has none for the first token; use top_logprobs_num",
-    "max_new_tokens": "must be at least 1 with return_logprob: a prefill-decode pair always computes a token",
+    "max_new_tokens": "is 0; it must be at least 1 with return_logprob, as a prefill-decode pair computes a token",
     "return_hidden_states": "a prefill-decode pair has none for the prompt and the first token; drop the field",
     "return_routed_experts": _NONE_FOR_PROMPT,
     "return_indexer_topk": _NONE_FOR_PROMPT,
@@ -125,14 +125,15 @@ def _check_place(request: GenerateReqInput) -> None:
         raise ValueError(f"bootstrap_room is {room}; it must be from 1 to {2**63 - 1}")
     if (host is None) != (room is None) or (room is None and request.bootstrap_port is not None):
         raise ValueError(
-            "bootstrap_host, bootstrap_port and bootstrap_room belong together; SGLang's router sets them"
+            f"bootstrap_host is {host!r}, bootstrap_port {request.bootstrap_port} and bootstrap_room {room}; send all "
+            "or none of them, as SGLang's router does"
         )
     if host is None or _HOST_NAME.fullmatch(host):
         return
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        raise ValueError(f"bootstrap_host is {host!r}, not a host's name or address") from None
+        raise ValueError(f"bootstrap_host is {host!r}; it must be a name or address") from None
 
 
 @hook("managers.tokenizer_manager.TokenizerManager._validate_one_request", "before")
@@ -143,13 +144,14 @@ def before_validate_one_request(manager, obj, input_ids: list[int] | None) -> No
     if manager.gracefully_exit:
         refuse(obj, HTTPStatus.SERVICE_UNAVAILABLE, REFUSAL)
     if not isinstance(obj.sampling_params, dict):
-        raise ValueError("sampling_params must be one object for one prompt")
+        kind = type(obj.sampling_params).__name__
+        raise ValueError(f"sampling_params is a {kind}; it must be one object for one prompt")
     _check(obj.sampling_params, manager.sampling_params_class, "sampling_params")
     if "\0" in (obj.sampling_params.get("regex") or ""):  # ends a scheduler with xgrammar 0.2.1
-        raise ValueError("regex has a NUL character")
+        raise ValueError("regex contains a NUL character; leave it out")
     for token, bias in (obj.sampling_params.get("logit_bias") or {}).items():
         if not abs(bias) <= FLOAT32_MAX:
-            raise ValueError(f"logit_bias of token {token} is {bias}, not a finite 32-bit float")
+            raise ValueError(f"logit_bias of token {token} is {bias}; the limit is 3.4e38")
     sent = _types_of(TokenizedGenerateReqInput).__struct_fields__
     values = {name: getattr(obj, name, None) for name in sent} | {"input_text": obj.text}
     _check(values, TokenizedGenerateReqInput, "request")

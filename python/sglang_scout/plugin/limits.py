@@ -32,13 +32,11 @@ _KEPT = {
     "disaggregation_decode_retraction_backup enable_kv_cache_sharding enable_nvidia_megakernel "
     "enable_page_major_kv_layout enable_pd_role_switch enable_pdmux enable_prefill_cp "
     "enable_torch_compile enable_unified_memory": "",
-    "nnodes pp_size attn_cp_size dcp_size": ": CPU attention needs all pages of a request in this server's memory; use "
-    "--tp-size instead",
+    "nnodes pp_size attn_cp_size dcp_size": ": one server has all pages of a request; use --tp-size instead",
     "dp_size attn_dp_size enable_dp_attention": ": start a server for each replica, behind one router",
-    "enable_attn_tp_input_scattered enable_layernorm_sp moe_dense_tp_size moe_a2a_backend": ": queries are predicted "
-    "from layer inputs, so every rank needs the whole input",
-    "tokenizer_worker_num grpc_mode smg_grpc_mode": ": it bypasses the request checks, without which a malformed "
-    "request would end the scheduler",
+    "enable_attn_tp_input_scattered enable_layernorm_sp moe_dense_tp_size moe_a2a_backend": ": every rank needs the "
+    "whole input of a layer",
+    "tokenizer_worker_num grpc_mode smg_grpc_mode": ": it bypasses the request checks",
     "enable_lora lora_paths": ": queries are predicted from the base model's weights; merge the adapter into these",
     "speculative_algorithm": ": a decode step has one query per request, but drafts have several tokens",
     "ep_size": ": it is untested; --tp-size also divides the experts",
@@ -50,22 +48,17 @@ _KEPT = {
     "use_ray": ": its schedulers do not load plugins",
     "preferred_sampling_params": ": they are added to a request after its checks; let clients send them",
     "allow_auto_truncate": ": each server of a pair would truncate a long prompt at its own limit",
-    "disaggregation_enable_kv_checksum kv_canary": ": its CUDA kernels know neither host pages nor digests and hints, "
-    "which some have; use page_checksums in --kv-offload-config, which finds KV that changes in host memory",
+    "disaggregation_enable_kv_checksum kv_canary": ": use page_checksums in --kv-offload-config instead",
 }
 _AS_GOOD = ("auto", "sglang", "cpu_tensor")  # of --model-impl and of ...-retraction-backup
 # The same on a decode server, and on one on a CUDA device.
 _KEPT_ON_DECODE = {
-    "enable_deterministic_inference rl_on_policy_target": "with --kv-offload the other requests of a batch decide "
-    "which pages of a request are on the device, and so in which order its attention is summed; drop the flag, or "
-    "serve without --kv-offload",
+    "enable_deterministic_inference rl_on_policy_target": ": other requests decide in which order attention is summed",
 }
 _KEPT_ON_CUDA = {
-    "cpu_offload_gb offload_group_size": "--kv-offload predicts the queries of a layer before it runs, from weights "
-    "that are on the device; drop the flag, or spread the weights with --tp-size",
+    "cpu_offload_gb offload_group_size": ": weights must be on the device; spread them with --tp-size instead",
     # SGLang runs it in pieces, and fails if the graphs are not piecewise.
-    "debug_cuda_graph": "--kv-offload runs a decode step as one CUDA graph or without graphs; drop the flag, or set "
-    "--cuda-graph-backend-decode disabled instead to run without graphs",
+    "debug_cuda_graph": ": a decode step is one CUDA graph or none; set --cuda-graph-backend-decode disabled instead",
 }
 
 
@@ -77,12 +70,15 @@ def _refuse(args: ServerArgs, name: str, why: str) -> NoReturn:
     raise ConfigError(f"{flag_of(name)} {getattr(args, name)}: {why}")
 
 
-def _check_kept(args: ServerArgs, kept: dict[str, str], says: str = "{}") -> None:
+def _check_kept(args: ServerArgs, kept: dict[str, str]) -> None:
     for names, why in kept.items():
         for name in names.split():
             value = getattr(args, name, None)
             if value and value != adapter.default_of(name) and value not in _AS_GOOD:
-                _refuse(args, name, says.format(why))
+                raise ConfigError(
+                    f"{flag_of(name)} {value}: not supported with --kv-offload {args.kv_offload}{why}; drop one of the "
+                    "two"
+                )
 
 
 def device_of(args: ServerArgs) -> str:
@@ -114,7 +110,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
     if (backend := args.disaggregation_transfer_backend) not in TRANSFER_BACKENDS:
         why = f"not supported with {policy}; choose one of {', '.join(TRANSFER_BACKENDS)}"
         _refuse(args, "disaggregation_transfer_backend", why + _NIXL * (backend == "nixl"))
-    _check_kept(args, _KEPT, f"not supported with {policy}{{}}; drop one of the two")
+    _check_kept(args, _KEPT)
     if config.dummy_kv and backend != "fake":
         raise ConfigError(
             "--kv-offload-config: dummy_kv = true overwrites what a prefill server sends; drop it, or "
@@ -185,7 +181,7 @@ def check_resolved_graphs(args: ServerArgs, config: OffloadConfig) -> None:
         why += "--cuda-graph-backend-decode disabled to run without graphs"
         _refuse(args, "disable_cuda_graph_padding", why)
     if config.verify:
-        needs = "needs --cuda-graph-backend-decode disabled"
+        needs = "needs --cuda-graph-backend-decode disabled; set it, or drop the key"
         raise ConfigError(f"--kv-offload-config: verify = true {needs}")
 
 
@@ -193,8 +189,8 @@ def check_memory_flag(config: OffloadConfig) -> None:
     free_gb = max(available_bytes(), free_pool_bytes()) / 2**30
     if config.host_gb is not None and config.host_gb > free_gb:
         raise ConfigError(
-            f"--kv-offload-host-gb {config.host_gb:g}: only {free_gb:.1f} GiB of host memory are available; lower the "
-            f"flag, or free memory; {LAST_RESORT}"
+            f"--kv-offload-host-gb {config.host_gb:g}: only {free_gb:.1f} GiB of host memory are available; set it "
+            f"below that, or free memory\n  {LAST_RESORT}"
         )
 
 

@@ -53,7 +53,7 @@ def model_identity(config: Any) -> ModelIdentity:
         digest = config_digest(json.loads(Path(file).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         message = f"--model-path {config.model_path}: cannot read its config.json: {error}"
-        raise ConfigError(message) from error
+        raise ConfigError(f"{message}; copy the model's own file there") from error
     architecture = (config.hf_config.architectures or ["(none named)"])[0]
     heads = config.num_attention_heads, config.get_total_num_kv_heads(), config.head_dim
     return ModelIdentity(architecture, config.num_hidden_layers, *heads, digest)
@@ -90,7 +90,7 @@ def model_shape(runner: Any) -> ModelShape:
     if len(kinds) != 1 or first.sliding_window_size > 0 or first.logit_cap:
         raise ConfigError(
             f"--model-path {config.model_path}: its layers differ in scaling or kind, cap their logits or "
-            "use sliding-window attention, which --kv-offload does not support; choose another model"
+            "use sliding-window attention; serve it without --kv-offload, or choose another model"
         )
     fp8 = None if runner.kv_cache_dtype == config.dtype else runner.kv_cache_dtype
     if fp8 is not None:
@@ -130,8 +130,8 @@ def make_projector(index: int, layer: Any) -> QueryProjector:
     }
     if wrong := [what for what, is_known in parts.items() if not is_known]:
         raise ConfigError(
-            f"--kv-offload: layer {index} of {type(layer).__name__} has an unexpected {wrong[0]}; this model is not "
-            "supported"
+            f"--kv-offload: layer {index} of {type(layer).__name__} has an unexpected {wrong[0]}; serve this model "
+            "without --kv-offload"
         )
     q_norm = getattr(attention, "q_norm", None)
     heads = QueryHeads(
@@ -198,8 +198,7 @@ class QueryProbe:
             return  # KV that was never written
         if not (found - wanted).norm() <= MAX_QUERY_ERROR * wanted.norm():
             raise RuntimeError(
-                f"--kv-offload: the query of layer {layer} differs from the one predicted from its own input: this "
-                "SGLang does not pass layers what sglang-scout expects, and pages would be selected with wrong queries"
-                "; install SGLang unmodified, or serve without --kv-offload"
+                f"--kv-offload: the query of layer {layer} differs from the one predicted from its own input, so wrong "
+                "pages would be selected; install SGLang unmodified, or serve without --kv-offload"
             )
         del self.unseen[layer]

@@ -212,9 +212,8 @@ def _same_layers(here: int, there: int, layers: int) -> bool:
     same = there in (2 * layers, 4 * layers, 6 * layers)
     if not same:
         logger.error(
-            f"--kv-offload: this server has {here} KV buffers and the decode server {there}, so no KV is sent: the two "
-            "serve different models, or only one uses pipeline parallelism; give both the same --model-path and no "
-            "--pp-size"
+            f"--kv-offload: this server has {here} KV buffers and the decode server {there}, so no KV is sent; give "
+            "both the same --model-path and no --pp-size"
         )
     return same
 
@@ -287,6 +286,6 @@ def around_connect_to_decode(original, manager, *args, **kwargs) -> SimpleNamesp
             with manager._socket_lock:
                 sock.send_multipart(parts)
         except zmq.ZMQError as error:
-            logger.error(f"--kv-offload: a message to a lost decode server was lost: {error}")
+            logger.info(f"--kv-offload: a decode server is gone, its requests fail: {error}")
 
     return SimpleNamespace(send_multipart=send_multipart)

@@ -36,10 +36,7 @@ def with_fields(fields: dict[str, tuple[Any, Any, str]], module: str) -> Any:
 
 def apply_defaults(args: Any) -> None:
     if envs.SGLANG_RUST_SERVER.get():
-        raise ConfigError(
-            "SGLANG_RUST_SERVER: that server bypasses the request checks of --kv-offload, without which a malformed "
-            "request would end the scheduler; unset it"
-        )
+        raise ConfigError("SGLANG_RUST_SERVER: bypasses the checks of --kv-offload; unset it")
     # Digests and arena need the pool's size at start; SGLang would choose it after graph capture.
     os.environ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] = "0"
     # A running step may still write the cached pages that it sends early, and digests are computed from what is sent.
@@ -83,7 +80,7 @@ def layer_input(
     if not pending.update.is_plain_add:
         raise RuntimeError(
             f"--kv-offload: a layer's output is not added to the residual but handled by "
-            f"{type(pending.update).__name__}; this model is not supported"
+            f"{type(pending.update).__name__}; serve this model without --kv-offload"
         )
     return stream.complete(hidden_states), stream.residual
 

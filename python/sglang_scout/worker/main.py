@@ -77,7 +77,7 @@ def _configured(channel: Channel) -> m.Configure | None:
             return None
         if found := [message for message in received if isinstance(message, m.Configure)]:
             return found[0]
-    raise WorkerError(f"the server did not configure it within {_CONFIGURE_TIMEOUT_S:.0f} s")
+    raise WorkerError(f"heard nothing from the server for {_CONFIGURE_TIMEOUT_S:.0f} s")
 
 
 def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.RingRuntime:
@@ -90,8 +90,8 @@ def start_runtime(arena: Arena, epoch: int, configure: m.Configure) -> _native.R
     except (OSError, ValueError, OverflowError, RuntimeError) as e:
         online, allowed = read_cpus("devices/system/cpu/online"), os.sched_getaffinity(0)
         raise WorkerError(
-            f"cannot start on CPUs {cpus}: {getattr(e, 'strerror', None) or e}; online are {ranges(online)}, allowed "
-            f"to this process {ranges(allowed)}"
+            f"cannot start on CPUs {ranges(cpus)}: {getattr(e, 'strerror', None) or e}; set --kv-offload-cpus to some "
+            f"of {ranges(allowed)} (online are {ranges(online)})"
         ) from e
 
 
@@ -112,10 +112,10 @@ def map_pages(arena: Arena, cpus: Collection[int], stopping: threading.Event) ->
             return
         size = min(PIECE_BYTES, arena.nbytes - done)
         if error := populate(arena.address + done, size, write=False):
-            what = "mapped %s of %s of the arena; the rest will be mapped at first use: madvise: %s"
-            logger.warning(what, gib(done), gib(arena.nbytes), os.strerror(error))
+            what = "mapped %s of %s of host pages, the rest at first use: %s"
+            logger.info(what, gib(done), gib(arena.nbytes), os.strerror(error))
             return
-    logger.info("mapped %s of the arena in %.1f s", gib(arena.nbytes), time.monotonic() - begin_s)
+    logger.info("mapped %s of host pages in %.1f s", gib(arena.nbytes), time.monotonic() - begin_s)
 
 
 def main() -> int:

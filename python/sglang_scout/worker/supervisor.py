@@ -53,7 +53,8 @@ class WorkerProcess:
                 self._pidfd = os.pidfd_open(self.pid)
                 made.callback(os.close, self._pidfd)
             except (OSError, zmq.ZMQError) as e:
-                raise WorkerError(f"cannot start the CPU attention process: {e}") from e
+                fix = "free memory, or raise ulimit -n and ulimit -u"
+                raise WorkerError(f"cannot start the CPU attention process: {e}; {fix}") from e
             self._made = made.pop_all()
 
     def wait(self, timeout_s: float) -> tuple[list[m.Message], bool]:
@@ -90,7 +91,8 @@ class WorkerProcess:
                 return
             except subprocess.TimeoutExpired:
                 # It is stuck in the kernel; no other may be started before it is gone.
-                logger.error("CPU attention process %d survives SIGKILL, waiting", self.pid)
+                what = "CPU attention process %d survives SIGKILL: it is stuck in the kernel, see dmesg"
+                logger.error(what, self.pid)
 
 
 def _spawn(channel: Channel, epoch: int, arena_fd: int) -> subprocess.Popen[bytes]:
@@ -187,7 +189,8 @@ class Supervisor:
                 failed = failures >= config.max_start_failures
                 pause_s = config.retry_s if failed else backoff_s
                 self.status.state = "failed" if failed else "restarting"
-                logger.warning("%s; next start in %.1f s", self.status.last_error, pause_s)
+                what = "%s; next start in %.1f s, until then the server computes its pages itself"
+                logger.warning(what, self.status.last_error, pause_s)
                 self.status.restart_backoff_seconds = pause_s
                 if self._stopping.wait(pause_s):
                     return
@@ -195,7 +198,8 @@ class Supervisor:
                 backoff_s = min(2 * backoff_s, config.backoff_max_s)
                 self.status.restarts += 1
         except Exception as e:  # a bug here must not leave a caller waiting for a worker
-            logger.exception("supervisor of the CPU attention process")
+            what = "nothing restarts the CPU attention process any more; restart the server, and report this"
+            logger.exception(what)
             self.status.state, self.status.last_error = "failed", f"supervisor: {e!r}"
         finally:
             self._producer.set_live_epoch(0)
