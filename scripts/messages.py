@@ -1,5 +1,5 @@
 """Prints every message that an operator or a client can meet, read from the code, with ``{places}`` for values and
-``<one | another>`` for choices.
+``<one | another>`` for branches.
 
 .venv/bin/python scripts/messages.py [WORD]    # those with this word in their kind, file or text
 """
@@ -14,28 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "python" / "sglang_scout"
-NATIVE = ROOT / "sgl-kernel" / "src"
+PACKAGE = Path(__file__).resolve().parents[1] / "python" / "sglang_scout"
 KINDS = {
-    "ConfigError": "refused at start",
-    "HTTPException": "HTTP answer",
-    "FINISH_ABORT": "HTTP answer",
-    "answer_error": "HTTP answer",
-    "aborted": "HTTP answer",
-    "refuse": "HTTP answer",
-    "logger.error": "error log",
-    "logger.exception": "error log",
-    "logger.warning": "warning log",
-    "_warn_once": "warning log",
+    "refused at start": "ConfigError _refuse",
+    "reasons of a refusal": "_check_kept",
+    "HTTP answer": "HTTPException FINISH_ABORT answer_error aborted refuse _wrong",
+    "error log": "logger.error logger.exception",
+    "warning log": "logger.warning _warn_once",
 }
-TO_CLIENTS = (
+KIND_OF = {name: kind for kind, names in KINDS.items() for name in names.split()}
+ANSWERED = (
     "plugin/http.py",
     "plugin/halves.py",
 )  # SGLang answers their ValueErrors with status 400
-THROW = re.compile(r"throw (?:std|nb)::\w+\((.*?)\);", re.DOTALL)
 Names = dict[str, str]
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Message(NamedTuple):
@@ -45,24 +37,12 @@ class Message(NamedTuple):
     text: str
 
 
-class Scope(NamedTuple):
-    """A function or module, without the functions in it: its calls, each with the strings known there by name."""
-
-    node: ast.AST
-    calls: list[tuple[ast.Call, Names]]
-    names: Names
-
-
 def kind_of(call: ast.Call, file: str) -> str:
     name = ast.unparse(call.func)
-    if name == "ValueError" and file in TO_CLIENTS:
+    if name == "ValueError" and file in ANSWERED:
         return "HTTP answer"
-    return KINDS.get(name, "fatal" if re.fullmatch(r"\w+(Error|Exit)", name) else "")
-
-
-def either(texts: list[str]) -> str:
-    texts = list(dict.fromkeys(texts))
-    return texts[0] if len(texts) == 1 else f"<{' | '.join(texts)}>"
+    kind = KIND_OF.get(name, "fatal" if re.fullmatch(r"\w+(Error|Exit)", name) else "")
+    return "" if kind == "HTTP answer" and not file.startswith("plugin/") else kind
 
 
 def text_of(node: ast.AST, names: Names) -> str:
@@ -75,20 +55,16 @@ def text_of(node: ast.AST, names: Names) -> str:
             return text_of(node.value, names)
         case ast.BinOp(op=ast.Add()):
             return text_of(node.left, names) + text_of(node.right, names)
-        case ast.BinOp(op=ast.BitOr()):
-            return either([text_of(node.left, names), text_of(node.right, names)])
+        case ast.Dict():
+            return "\n    or ".join(text_of(value, names) for value in node.values)
         case ast.IfExp():
-            return either([text_of(node.body, names), text_of(node.orelse, names)])
-        case ast.BoolOp() | ast.Dict():
-            return either([text_of(value, names) for value in node.values])
+            return f"<{text_of(node.body, names)} | {text_of(node.orelse, names)}>"
     name = ast.unparse(node)
     return names.get(name, f"{{{name}}}")
 
 
-def has_words(text: str) -> bool:
-    while text != (text := re.sub(r"{[^{}]*}|%s", "", text)):
-        pass
-    return re.search("[A-Za-z]{2}", text) is not None
+def words_in(text: str) -> str:
+    return re.sub(r"{[^{}]*}|%s|[^A-Za-z]", "", text)
 
 
 def assigned(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
@@ -97,104 +73,46 @@ def assigned(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
             return list(zip(to, values, strict=False))
         case ast.Assign(targets=[to], value=value) | ast.AugAssign(target=to, value=value):
             return [(to, value)]
-        case ast.For(target=ast.Tuple(elts=[_, to]), iter=ast.Call(ast.Attribute(value))):
-            return [(to, value)]  # for name, text in TEXTS.items()
     return []
 
 
-def scope_of(node: ast.AST, outer: Names) -> Scope:
-    own, left = [], list(ast.iter_child_nodes(node))
-    while left:
-        own.append(one := left.pop())
-        left += () if isinstance(one, Function) else ast.iter_child_nodes(one)
-    own.sort(key=lambda one: getattr(one, "lineno", 0))
-    found: dict[
-        str, list[str]
-    ] = {}  # texts given to a variable since it was last used: in branches
-    calls, names = [], dict(outer)
-    for one in own:
+def calls_in(scope: ast.AST, constants: Names) -> Iterator[tuple[ast.Call, Names]]:
+    """Calls of a function or module, with the texts of its variables. Texts that a variable is given before the next
+    call that uses it are branches. Constants that it gives texts to are added."""
+    names, used = dict(constants), set[str]()
+    for one in sorted(ast.walk(scope), key=lambda one: getattr(one, "lineno", 0)):
         for to, value in assigned(one):
             text, name = text_of(value, names), ast.unparse(to)
             if isinstance(one, ast.AugAssign):
                 names[name] = names.get(name, "") + text
-            elif has_words(text) or isinstance(one, ast.For):
-                found.setdefault(name, []).append(text)
-                names[name] = either(found[name])
-            else:
-                names.pop(name, None)
-            if isinstance(value, ast.Dict):
-                pairs = zip(value.keys, value.values, strict=True)
-                names |= {
-                    f"{name}[{ast.unparse(key)}]": text_of(x, names) for key, x in pairs if key
-                }
+            elif words_in(text):
+                is_branch = name in names and name not in used
+                names[name] = f"<{names[name]} | {text}>" if is_branch else text
+                used.discard(name)
+                constants |= {name: text} if name.isupper() else {}
         if isinstance(one, ast.Call):
-            calls.append((one, dict(names)))
-            for used in ast.walk(one):
-                found.pop(ast.unparse(used) if isinstance(used, ast.Name) else "", None)
-    return Scope(node, calls, names)
+            yield one, names
+            used |= {x.id for x in ast.walk(one) if isinstance(x, ast.Name)}
 
 
-def scopes(node: ast.AST, outer: Names) -> Iterator[Scope]:
-    """Of ``node``, and of the functions in it."""
-    scope = scope_of(node, outer)
-    yield scope
-    for one in ast.walk(node):
-        if isinstance(one, Function) and one is not node:
-            yield scope_of(one, scope.names)
-
-
-def argument(call: ast.Call, names: Names) -> str:
-    """The text among the arguments: the first one with words, or else the last one."""
-    texts = [text_of(one, names) for one in call.args]
-    return next(filter(has_words, texts), "".join(texts[-1:]))
-
-
-def of_callers(message: Message, helper: ast.AST, callers: list[Scope]) -> list[Message]:
-    """A message with what each caller gives for the parameters of the function that has it; none if it has none of
-    these."""
-    if not isinstance(helper, Function):
-        return []
-    names = [one.arg for one in helper.args.args]
-    defaults = dict(zip(reversed(names), reversed(helper.args.defaults), strict=False))
-    found = []
-    for call, known in (call for scope in callers for call in scope.calls):
-        if ast.unparse(call.func) == helper.name:
-            given = defaults | dict(zip(names, call.args, strict=False))
-            given |= {keyword.arg or "": keyword.value for keyword in call.keywords}
-            text = message.text
-            for name, value in given.items():
-                text = text.replace(f"{{{name}}}", text_of(value, known))
-            found.append(message._replace(text=text))
-    return found if any(f"{{{name}}}" in message.text for name in names) else []
-
-
-def python_messages() -> Iterator[Message]:
-    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-    shared: Names = {}
-    for tree in trees.values():
-        shared |= {
-            k: v for k, v in scope_of(tree, {}).names.items() if k.partition("[")[0].isupper()
-        }
-    for path, tree in trees.items():
-        file, here = str(path.relative_to(PACKAGE)), list(scopes(tree, shared))
-        for scope in here:
-            for call, names in scope.calls:
+def messages() -> Iterator[Message]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file, tree, found = str(path.relative_to(PACKAGE)), ast.parse(path.read_text()), {}
+        functions = ast.FunctionDef | ast.AsyncFunctionDef
+        nodes, constants = [x for x in ast.walk(tree) if isinstance(x, functions)], dict[str, str]()
+        for scope in (tree, *nodes):  # inner ones last
+            for call, names in calls_in(scope, constants):
                 if kind := kind_of(call, file):
-                    message = Message(kind, file, call.lineno, argument(call, names))
-                    yield from of_callers(message, scope.node, here) or [message]
-
-
-def native_messages() -> Iterator[Message]:
-    for path in sorted(NATIVE.glob("*.*")):
-        for found in THROW.finditer(text := path.read_text()):
-            line = text.count("\n", 0, found.start()) + 1
-            yield Message("C++", path.name, line, " ".join(found[1].split()))
+                    texts = (text_of(one, names) for one in call.args)
+                    text = max(texts, key=lambda text: len(words_in(text)), default="")
+                    found[call.lineno] = Message(kind, file, call.lineno, text)
+        yield from found.values()
 
 
 def main() -> None:
     word = "".join(sys.argv[1:])
-    messages = sorted({*python_messages(), *native_messages()})
-    shown = [x for x in messages if has_words(x.text) and word in f"{x.kind} {x.file} {x.text}"]
+    found = (x for x in sorted(messages()) if words_in(x.text))
+    shown = [x for x in found if word in f"{x.kind} {x.file} {x.text}"]
     for one in shown:
         print(f"{one.kind}: {one.file}:{one.line}\n    {one.text}")
     counts = Counter(one.kind for one in shown)

@@ -399,9 +399,12 @@ KEYS = "--kv-offload-config"
     [
         (["--budget", "1000"], "--kv-offload-budget 1000: must be a positive multiple"),
         (["--context-tokens", "9" * 400], "--context-tokens 999"),
-        (["--requests", "65537"], "--requests 65537: must be greater than 0 and at most 65536"),
+        (
+            ["--requests", "65537"],
+            "--requests 65537: out of range; give more than 0 and at most 65536",
+        ),
         (["--host-gb", "nan"], "--host-gb nan"),
-        (["--mem-fraction-static", "0"], "--mem-fraction-static 0.0: must be greater than 0"),
+        (["--mem-fraction-static", "0"], "--mem-fraction-static 0.0: out of range"),
         (["--gpu", "v100"], "--gpu v100: unknown GPU, known are a100, h100, h200, b200, l40s, rtx"),
         (["--gpu", "v100"], "gh200; for another give --gpu-gb N"),
         (["--gpu", "RTX 6000"], "unknown GPU (did you mean rtx-pro-6000 or rtx-6000-ada?)"),

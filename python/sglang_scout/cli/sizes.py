@@ -152,7 +152,9 @@ def make_plan(model_path: str | None = None, **options: Any) -> Plan:
         ("--mem-fraction-static", asked.mem_fraction, 1),
     ):
         if value is not None and not 0 < value <= most:
-            raise ConfigError(f"plan: {flag} {value}: must be greater than 0 and at most {most}")
+            raise ConfigError(
+                f"plan: {flag} {value}: out of range; give more than 0 and at most {most}"
+            )
     settings = server_config(asked.policy, asked.config, asked.budget_tokens)
     read = read_shape if asked.shape else read_model
     model = read(asked.shape or asked.model_path or "", asked.dtype, asked.kv_cache_dtype)
