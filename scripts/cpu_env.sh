@@ -17,12 +17,6 @@ if [ "${SCOUT_FORCE_CPU:-0}" = 1 ] || [ ! -e /dev/nvidiactl ]; then
     # Two servers and CPU attention share the cores. OpenMP threads that spin at the end of each parallel region
     # would take them from threads with work.
     export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
-    # Newer SGLang loads the driver's library; scripts/no_driver.sh builds a stub that reports no device.
-    _no_driver="${VIRTUAL_ENV:-$PWD/.venv}/lib/no-driver"
-    case ":${LD_LIBRARY_PATH:-}:" in
-    *":$_no_driver:"*) ;;
-    *) [ ! -d "$_no_driver" ] || export LD_LIBRARY_PATH="$_no_driver${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" ;;
-    esac
     # With --tp-size SGLang loads NCCL if it finds it, and then needs a GPU. This path does not exist, so SGLang
     # falls back to gloo.
     export SGLANG_NCCL_SO_PATH="${SGLANG_NCCL_SO_PATH:-no-gpu}"

@@ -44,11 +44,11 @@ JIT="$PWD/.cache/gpu-jit"
 export CUDA_HOME="${CUDA_HOME:-/usr/local/cuda}" TVM_FFI_CACHE_DIR="$JIT/tvm-ffi" FLASHINFER_WORKSPACE_BASE="$JIT"
 mkdir -p "$TVM_FFI_CACHE_DIR"
 if [ -x "$CUDA_HOME/bin/nvcc" ]; then
-    scripts/no_driver.sh "$JIT" # FlashInfer links with the driver's library
-    ln -sf libcuda.so.1 "$JIT/lib/no-driver/libcuda.so"
+    stub="$(echo "$PWD"/.venv/lib/python*/site-packages/sglang_scout/no_driver)"
+    ln -sf "$stub/libcuda.so.1" "$JIT/libcuda.so" # FlashInfer links with the driver's library
     (
         . scripts/cpu_env.sh
-        export LIBRARY_PATH="$JIT/lib/no-driver" LD_LIBRARY_PATH="$JIT/lib/no-driver"
+        export LIBRARY_PATH="$JIT" LD_LIBRARY_PATH="$stub"
         "$PYTHON" -m benchmark.server.prewarm --arch "$ARCH"
     ) || die "SGLang's modules could not be compiled"
 else

@@ -38,7 +38,7 @@ fingerprint() {
     {
         sglang_version
         echo "$TRANSFER"
-        find pyproject.toml scripts/setup.sh scripts/no_driver.sh sgl-kernel -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
+        find pyproject.toml scripts/setup.sh sgl-kernel -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
         .venv/bin/python -S -c 'import sys; print(sys.version, sys.prefix)' 2>/dev/null || echo "no venv"
     } | sha256sum | cut -d' ' -f1
 }
@@ -141,12 +141,6 @@ install_project() {
     "$UV" pip install --python .venv/bin/python --override .cache/overrides.txt "sglang==$sglang" -e ".[test,docs,$TRANSFER]"
 }
 
-stand_in_for_the_driver() {
-    rm -rf .venv/lib/no-driver
-    if [ "$(sglang_version)" = 0.5.15.post1 ] || has_library 'libcuda\.so\.1'; then return; fi
-    scripts/no_driver.sh .venv
-}
-
 verify() {
     # In this order: torch brings mooncake's libcudart.
     .venv/bin/python -c 'import sglang_scout._native, torch, mooncake.engine, sglang_router' \
@@ -170,7 +164,6 @@ system_packages
 find_uv
 make_venv
 install_project
-stand_in_for_the_driver
 verify
 fingerprint >"$STAMP"
 say "done"

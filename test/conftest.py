@@ -39,6 +39,11 @@ with_shapes = [
 hook = install_import_hook(with_shapes, "beartype.beartype").hook
 hook.should_instrument = with_shapes.__contains__  # and no modules within a package
 
+# After the hook, as it imports the package; before SGLang's kernels.
+from sglang_scout.core.no_driver import stand_in_for_the_driver  # noqa: E402
+
+stand_in_for_the_driver()
+
 pytest_plugins = ["op_fixtures"]
 
 # The same examples in every run: a change is judged by what it does, not by luck. Those who look for

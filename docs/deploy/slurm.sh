@@ -6,7 +6,6 @@
 set -euo pipefail
 MODEL="${1:?the folder of a model}"
 source .venv/bin/activate
-source scripts/cpu_env.sh
 ulimit -l unlimited
 mapfile -t NODE < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 trap 'kill $(jobs -p); wait' TERM EXIT

@@ -87,6 +87,24 @@ def test_an_untested_sglang_is_tried_as_the_default(tiny_model):
         assert done.returncode == 1 and "cannot serve with --kv-offload: " in done.stderr
 
 
+def test_kernels_load_without_a_driver_also_in_a_scheduler():
+    """SGLang 0.5.23's are linked with the driver's library, and a scheduler imports them before it loads plugins."""
+    code = """
+import importlib, multiprocessing
+from sglang.srt import plugins
+plugins.load_plugins()
+import sgl_kernel
+child = multiprocessing.get_context("spawn").Process(target=importlib.import_module, args=("sgl_kernel",))
+child.start()
+child.join()
+raise SystemExit(child.exitcode)
+"""
+    environment = {k: x for k, x in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
 def test_adapters_have_the_names_that_the_plugin_uses():
     folder = Path(hooks.__file__).parent
     used = set(re.findall(r"\badapter\.(\w+)", "".join(p.read_text() for p in folder.glob("*.py"))))

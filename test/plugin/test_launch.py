@@ -121,6 +121,14 @@ if version("sglang") != "0.5.15.post1":
 SEEN = "page_size attention_backend decode_attention_backend max_running_requests kv_offload_config"
 
 
+SET = {
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "120",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""What the flag sets in the environment, with --device cpu."""
+
+
 def seen(made):
     role = os.environ.pop("SGLANG_SCOUT_ROLE", None)
     return {name: getattr(made, name) for name in SEEN.split()} | {"role": role}
@@ -141,7 +149,7 @@ def serve_flags(cases, model, folder):
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     sys.stderr = open(folder / "stderr", "w")
-    for name in ("SGLANG_SCOUT_ROLE", "TRITON_INTERPRET"):  # the second is set by the unit tests
+    for name in ("SGLANG_SCOUT_ROLE", "TRITON_INTERPRET", *SET):  # some are set by the unit tests
         os.environ.pop(name, None)
     load_plugins()
     from sglang.srt.server_args import ServerArgs
@@ -158,7 +166,7 @@ def serve_flags(cases, model, folder):
     facts = seen(resolved(**common))
     hooks = HookRegistry._hooks
     facts["patched"] = sorted(t for t in HookRegistry._patched if "scout" in str(hooks[t]))
-    facts["keep_alive_s"] = [os.environ.get("SGLANG_TIMEOUT_KEEP_ALIVE")]
+    facts["set"] = [[os.environ.get(name) for name in SET]]
     results = []
     for given in cases:
         given = common | {"kv_offload": "scout"} | given
@@ -168,7 +176,7 @@ def serve_flags(cases, model, folder):
         except Exception as error:
             results.append([repr(type(error).__mro__[-4:-1]), str(error)])
     os.environ.pop("SGLANG_SCOUT_ROLE", None)
-    facts["keep_alive_s"].append(os.environ["SGLANG_TIMEOUT_KEEP_ALIVE"])
+    facts["set"].append([os.environ[name] for name in SET])
     (folder / "results.json").write_text(json.dumps([results, facts]))
     sys.argv = ["launch_server", *flags(**common, kv_offload="scout", kv_offload_budget=33)]
     try:
@@ -281,7 +289,7 @@ def test_without_the_flag_sglang_is_as_it_was(outcome):
     assert facts["page_size"] == 1
     unset = "role", "decode_attention_backend", "max_running_requests"
     assert [facts[name] for name in unset] == [None] * 3
-    assert facts["keep_alive_s"] == [None, "120"], "without the flag, and with it"
+    assert facts["set"] == [[None] * len(SET), list(SET.values())], "without the flag, and with it"
     targets = (hook.target_here for hook in hooks_of("flags"))
     assert facts["patched"] == sorted(f"sglang.srt.{target}" for target in targets if target)
 

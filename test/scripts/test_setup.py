@@ -16,7 +16,6 @@ PROGRAMS = {
     "bin/uv": 'echo "$@" >>asked',
     "bin/old_python": "exit 1",
     ".venv/bin/python": 'case "$*" in *get_path*) echo include ;; esac',
-    "scripts/no_driver.sh": "",
 }
 
 

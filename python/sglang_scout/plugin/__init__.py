@@ -29,6 +29,10 @@ def register() -> None:
 
 
 def _install() -> None:
+    # Also without the flag: without it SGLang 0.5.23 starts on no machine without a driver.
+    from sglang_scout.core.no_driver import stand_in_for_the_driver
+
+    stand_in_for_the_driver()
     # Imported here, as an import fails with an SGLang that is not supported. The first one says so.
     from sglang_scout.plugin.hooks import apply, hooks_of  # isort: split
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from sglang_scout.core import numa
 from sglang_scout.core.config import FLAGS, PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.flags import check_files, load_json, parse_config
@@ -34,6 +35,11 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_RUNNING_REQUESTS = 64
 LAST_RESORT_S = 3600
+CPU_ENVIRONMENT = {  # as in scripts/cpu_env.sh, which says why
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_NCCL_SO_PATH": "no-gpu",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 ROLE_ENV = "SGLANG_SCOUT_ROLE"
 """From the launcher to its scheduler processes, which are hooked by it. Another server that inherits it ignores it."""
 
@@ -147,7 +153,11 @@ def _apply_defaults(args: ServerArgs) -> None:
     os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "120")
     reach_directly(args.host)
     on_cpu = limits.device_of(args) == "cpu"
+    if not numa.has_rdma():
+        os.environ.setdefault("MOONCAKE_PROTOCOL", "tcp")  # mooncake's default, rdma, would fail
     if on_cpu:
+        for name, value in CPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         # With other CPU backends SGLang chooses Triton for page bookkeeping, which needs a GPU.
         args.attention_backend = args.prefill_attention_backend = "torch_native"
     if args.disaggregation_mode == "prefill":
