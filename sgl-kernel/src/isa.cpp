@@ -1,5 +1,7 @@
 #include "isa.h"
 
+#include <cpuid.h>
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -34,22 +36,40 @@ std::atomic<int>& selected() {
   return isa;
 }
 
+// Not __builtin_cpu_supports: where Zig compiles, as for the wheels, it is always false.
+struct Leaf {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+};
+
+Leaf cpuid(unsigned leaf, unsigned part = 0) {
+  Leaf found;
+  __get_cpuid_count(leaf, part, &found.a, &found.b, &found.c, &found.d);
+  return found;
+}
+
+bool all(unsigned found, unsigned wanted) { return (found & wanted) == wanted; }
+
+// Whether the operating system saves registers: 0x06 means 256-bit ones, 0xe6 also 512-bit ones.
+bool saves(unsigned registers) {
+  if (!(cpuid(1).c & bit_OSXSAVE)) return false;
+  unsigned low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return all(low, registers);
+}
+
 }  // namespace
 
-// These also check (XGETBV) that the operating system saves the wide registers.
 bool has_avx2() {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+  return saves(0x06) && all(cpuid(1).c, bit_AVX | bit_FMA | bit_F16C) && all(cpuid(7).b, bit_AVX2);
 }
 
 Isa best_isa() {
 #ifdef SCOUT_AVX512
-  if (has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")
-               ? Isa::kAvx512Bf16
-               : Isa::kAvx512;
+  constexpr unsigned kWide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+  const Leaf seven = cpuid(7);
+  if (has_avx2() && saves(0xe6) && all(seven.b, kWide)) {
+    const bool bf16 = all(cpuid(7, 1).a, bit_AVX512BF16) && all(seven.c, bit_AVX512VBMI);
+    return bf16 ? Isa::kAvx512Bf16 : Isa::kAvx512;
   }
 #endif
   return Isa::kAvx2;
