@@ -1,6 +1,7 @@
 """Recall profiles: choice of intervals, the file, refusals, and the command."""
 
 import json
+import sys
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -190,6 +191,13 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys, log, arguments, parts):
     assert main(["profile", "s.jsonl", "--output", "p.json", *arguments]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in parts), error
+
+
+def test_a_plot_needs_an_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    log = str(write_log(tmp_path / "s.jsonl", 41))
+    assert main(["profile", log, "--output", str(tmp_path / "p"), "--plot", "p.png"]) == 2
+    assert "pip install 'sglang-scout[plot]'" in capsys.readouterr().err
 
 
 def test_report(tmp_path, capsys):

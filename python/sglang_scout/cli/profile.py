@@ -52,6 +52,10 @@ def run(args: argparse.Namespace) -> int:
         if args.plot is not None:
             what, fix = f"--plot {args.plot!r}", "name a .png, .svg or .pdf in a folder that exists"
             draw(profile, args.plot)
+    except ImportError:
+        raise ConfigError(
+            "profile: --plot needs matplotlib; pip install 'sglang-scout[plot]'"
+        ) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"profile: {what}: {why}; {fix}") from None
