@@ -1,5 +1,6 @@
 """`sglang-scout doctor`: on this machine, and its messages if something is missing."""
 
+import errno
 import json
 import os
 import re
@@ -62,20 +63,27 @@ def test_a_wrong_cpu_list_is_named(capsys):
         assert says in capsys.readouterr().err
 
 
-def test_variables_without_which_a_server_ends(monkeypatch, tmp_path):
+def test_what_in_the_environment_ends_a_server(monkeypatch, tmp_path):
     use_sys(monkeypatch, tmp_path, {})
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
+    monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
     monkeypatch.setattr("tempfile.tempdir", "/tmp/".ljust(96, "t"))
     assert doctor.outcome(machine.check_environment).state == "failed", "too long for sockets"
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     assert machine.check_environment().state == "ok"
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")
     check = machine.check_environment()
-    assert check.state == "warning" and check.found.startswith("SGLANG_USE_CPU_ENGINE is not set")
-    assert "scripts/cpu_env.sh" in check.fix and "export SGLANG_USE_CPU_ENGINE=1" in check.fix
+    assert check.state == "failed" and "unset MOONCAKE_PROTOCOL" in check.fix
     use_sys(monkeypatch, tmp_path)
-    assert machine.check_environment().state == "ok", "a GPU's server does without"
+    assert machine.check_environment().state == "ok", "it has an RDMA device"
+
+
+def test_a_container_s_memory_limit_is_named(monkeypatch, tmp_path):
+    use_sys(monkeypatch, tmp_path, {"fs/cgroup/memory.max": "max"})
+    assert "limited" not in machine.check_memory().found
+    use_sys(monkeypatch, tmp_path, {"fs/cgroup/memory.max": f"{3 << 30}"})
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 2 << 30)
+    check = machine.check_memory()
+    assert "limited to 3.00 GiB" in check.found and "--memory" in check.fix
 
 
 @pytest.mark.parametrize(
@@ -100,8 +108,18 @@ def test_what_a_policy_needs(monkeypatch, tmp_path, policy, keys, state, parts):
     ("found", "error", "state", "parts"),
     [
         ("0.4.0", "", "failed", ["0.4.0, expected 0.5.23 or 0.5.15.post1", "sglang==0.5.23"]),
-        ("0.5.23", "libcuda.so.1: cannot open", "failed", ["libcuda", "scripts/no_driver.sh"]),
-        ("0.5.23", "No module named common_ops", "failed", ["common_ops", "install SGLang again"]),
+        (
+            "0.5.23",
+            "libcuda.so.1: cannot open",
+            "failed",
+            ["libcuda", "the GPU has no driver", "--gpus all"],
+        ),
+        (
+            "0.5.23",
+            "No module named common_ops",
+            "failed",
+            ["common_ops", "--force-reinstall sglang==0.5.23"],
+        ),
         ("0.5.15.post1", "libcuda.so.1: cannot open", "ok", []),
     ],
 )
@@ -184,17 +202,46 @@ def test_two_nodes_a_gpu_and_a_quota(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("code", "state", "parts"),
     [
-        ("print('so'); print(1)", "ok", ["0000:01:00.0 on NUMA node 1", "sees 1", "--device cuda"]),
-        ("print(0)", "warning", ["no CUDA device (no driver or no device)", "--device cpu"]),
+        ('print("so"); print(\'["13.0", 13000, 1]\')', "ok", ["on NUMA node 1", "sees 1"]),
+        (
+            "print('[\"13.0\", 12080, false]')",
+            "failed",
+            ["built for CUDA 13.0; the driver 570.86.15 supports 12.8", "nvidia-driver-580-server"],
+        ),
+        ("print('[\"13.0\", 13000, 0]')", "warning", ["no driver or no device", "--gpus all"]),
+        ("print('[null, 0, 0]')", "warning", ["built without CUDA", "--device cpu"]),
         ("raise SystemExit('no torch')", "warning", ["torch sees no CUDA device (no torch)"]),
+        (machine.ASK_CUDA, "warning", ["no driver or no device"]),  # of this machine
     ],
 )
 def test_a_gpu_that_torch_can_or_cannot_use(monkeypatch, tmp_path, code, state, parts):
+    if code == machine.ASK_CUDA and os.path.exists("/dev/nvidiactl"):
+        pytest.skip("has a GPU")
     use_sys(monkeypatch, tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(machine, "COUNT_DEVICES", code)
+    driver = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Fri Jan 17 2025"
+    (tmp_path / "version").write_text(driver)
+    monkeypatch.setattr(machine, "DRIVER_VERSION", tmp_path / "version")
+    monkeypatch.setattr(machine, "ASK_CUDA", code)
     check = machine.check_gpu()
     assert check.state == state and all(part in f"{check.found} {check.fix}" for part in parts)
+
+
+def test_a_hidden_gpu_and_one_whose_node_takes_no_memory(monkeypatch, tmp_path):
+    use_sys(monkeypatch, tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.check_gpu().fix.startswith("unset CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert machine.bind_refusal(0) == "" and machine.check_cpus().state == "ok"
+    monkeypatch.setattr(host_memory, "_mbind", lambda *call: errno.EPERM)
+    check = machine.check_cpus()
+    assert check.state == "warning" and "--cap-add SYS_NICE" in check.fix
+
+
+def test_the_router_is_missed_only_where_it_runs(monkeypatch):
+    monkeypatch.setattr(doctor, "_importable", lambda *_: Check("no module", "x", failed=True))
+    check = doctor.check_router()
+    assert check.state == "warning" and "pip install 'sglang-scout[router]'" in check.fix
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_scout.cli import checks as machine
+from sglang_scout.cli import checks, doctor
 from sglang_scout.core.errors import ConfigError
 
 AUTO, CPU, CUDA = CHOICES = ("auto", "cpu", "cuda")
@@ -66,9 +66,10 @@ def place(wanted: str) -> Placement:
     forced = "1" in (os.getenv("SCOUT_FORCE_CPU"), os.getenv("SGLANG_USE_CPU_ENGINE"))
     if wanted == CPU or (wanted == AUTO and (forced or not os.path.exists("/dev/nvidiactl"))):
         return Placement(CPU, CPU, 0)
-    gpus, why = machine.cuda_devices()
+    check = checks.check_gpu()
+    gpus = check.values.get("cuda_devices")
     if not gpus and wanted == CUDA:
-        raise ConfigError(f"--device cuda: torch sees no CUDA device ({why}); give --device cpu")
+        raise ConfigError(f"--device cuda: GPU: {check.found}; give --device cpu")
     if not gpus:
         return Placement(CPU, CPU, 0)
-    return Placement(CUDA if machine.transfer_reads_device() else CPU, CUDA, gpus)
+    return Placement(CUDA if doctor.transfer_reads_device() else CPU, CUDA, gpus)

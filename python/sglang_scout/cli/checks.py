@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import ctypes
+import json
 import logging
+import mmap
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -12,7 +15,6 @@ import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_scout.cli import columns, gib
@@ -32,10 +34,18 @@ TIMEOUT_S = 120
 ROUNDS = 30
 TOLERANCE = 1e-4
 """Absolute, of CPU attention, for values of order one: fp32 sums over 512 tokens in different orders."""
-COUNT_DEVICES = (
-    "import torch, sys; torch.version.cuda or sys.exit('torch is built without CUDA'); "
-    "print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-)
+ASK_CUDA = """
+import ctypes, json, torch
+try:
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(driver := (ctypes.c_int * 1)())
+except (OSError, AttributeError):
+    driver = [0]
+print(json.dumps([torch.version.cuda, driver[0], torch.cuda.is_available() and torch.cuda.device_count()]))
+"""
+DRIVER_VERSION = "/proc/driver/nvidia/version"
+OLDEST_DRIVER = {"12": 525, "13": 580}
+"""Branch of NVIDIA's driver by CUDA's major release, from the latter's release notes."""
+GIVE_DRIVER = "apt-get install nvidia-driver-580-server on the host, or docker run --gpus all"
 
 
 @dataclass(frozen=True)
@@ -62,14 +72,6 @@ def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def reason(done: subprocess.CompletedProcess[str]) -> str:
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-
-
-def transfer_reads_device() -> bool:
-    """Whether the installed mooncake was built with CUDA. Otherwise every transfer of device memory over TCP fails."""
-    spec = importlib.util.find_spec("mooncake")  # a lookup without an import
-    folders = (spec.submodule_search_locations or ()) if spec else ()
-    modules = (module for folder in folders for module in Path(folder).glob("engine*.so"))
-    return any(b"cudaMemcpy" in module.read_bytes() for module in modules)
 
 
 def node_hardware(node: int) -> dict[str, Any]:
@@ -113,9 +115,21 @@ def check_cpus(given: Collection[int] | None = None) -> Check:
         fix = "CPU attention and the server share one CPU; give this process more CPUs"
     elif problem:
         text += f"; {problem}"
-        fix = "add CPUs near the GPU to the cpuset, for example with docker's --cpuset-cpus"
+        fix = "add CPUs near the GPU to the cpuset, for example by docker run --cpuset-cpus"
+    elif len(nodes) > 1 and (refusal := bind_refusal(nodes[0]["node"])):
+        text += f"; memory cannot be bound to a NUMA node: {refusal}"
+        fix = "docker run --cap-add SYS_NICE, or a pod's capabilities: {add: [SYS_NICE]}"
     values = {"cpus": cpus, "numa_nodes": nodes, "quota": quota, "uses": uses}
     return Check(text, fix, values, below="\n".join(below))
+
+
+def bind_refusal(node: int) -> str:
+    """Why memory cannot be bound to a NUMA node; "" if it can."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        begin = ctypes.addressof(first := ctypes.c_char.from_buffer(page))
+        error = host_memory._mbind(begin, mmap.PAGESIZE, node)
+        del first  # or the mapping cannot be closed
+    return os.strerror(error) if error else ""
 
 
 def check_gpu() -> Check:
@@ -124,41 +138,51 @@ def check_gpu() -> Check:
     if not gpus:
         return Check("none; start servers with --device cpu", values=values)
     found = ", ".join(f"{gpu['address']} on NUMA node {gpu['numa_node']}" for gpu in gpus)
-    done, hidden = python("-c", COUNT_DEVICES), os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = values["cuda_devices"] = 0 if done.returncode else int(done.stdout.split()[-1])
-    if not count:
-        is_hidden = hidden in ("", "-1")
-        why = f"CUDA_VISIBLE_DEVICES={hidden!r}" if is_hidden else "no driver or no device"
-        why = reason(done) if done.returncode else why
-        fix = "install NVIDIA's driver and, in a container, give access to the GPU; or start servers with --device cpu"
-        return Check(f"{found}, but torch sees no CUDA device ({why})", fix, values)
-    note = f"; torch sees {count}: start servers with --device cuda, which is untested on a GPU (docs/gpu.md)"
-    return Check(found + note, values=values)
+    done, hidden = python("-c", ASK_CUDA), os.environ.get("CUDA_VISIBLE_DEVICES")
+    built, knows, count = json.loads(
+        done.stdout.splitlines()[-1] if done.stdout else "[null, 0, 0]"
+    )
+    values |= {"torch_cuda": built, "driver_cuda": knows, "cuda_devices": count}
+    if count:
+        note = f"torch sees {count}: start servers with --device cuda, which is untested on a GPU (docs/gpu.md)"
+        return Check(f"{found}; {note}", values=values)
+    why, fix, is_old = "no driver or no device", GIVE_DRIVER, False
+    if done.returncode:
+        why, fix = reason(done), "pip install sglang"
+    elif built is None:
+        why, fix = "it is built without CUDA", "pip install --force-reinstall sglang"
+    elif hidden in ("", "-1"):
+        why, fix = f"CUDA_VISIBLE_DEVICES={hidden!r}", "unset CUDA_VISIBLE_DEVICES"
+    elif is_old := 0 < knows // 1000 < int(built.partition(".")[0]):
+        version = re.search(r"\d+\.[\d.]+|$", numa.read(DRIVER_VERSION))[0]
+        least = OLDEST_DRIVER.get(built.partition(".")[0], "of that CUDA")
+        why = f"built for CUDA {built}; the driver {version} supports {knows // 1000}.{knows % 1000 // 10}"
+        fix = f"apt-get install nvidia-driver-{least}-server (or later) on the host, and reboot it"
+    fix += "; or start servers with --device cpu"
+    return Check(f"{found}, but torch sees no CUDA device ({why})", fix, values, is_old)
 
 
 def check_environment() -> Check:
-    """The variables by which a manually started server fails at start."""
+    """The variables by which a server fails at start."""
     check_socket_folder()
-    wanted = {} if numa.nvidia_gpus() else {"SGLANG_USE_CPU_ENGINE": "1"}
-    if not numa.has_rdma():
-        wanted["MOONCAKE_PROTOCOL"] = "tcp"
-    missing = {name: value for name, value in wanted.items() if not os.environ.get(name)}
-    if not missing:
-        return Check("the variables that servers need are set", values={"missing": {}})
-    verb = "is" if len(missing) == 1 else "are"
-    found = f"{' and '.join(missing)} {verb} not set; servers that you start by hand need this"
-    exports = " ".join(f"{name}={value}" for name, value in missing.items())
-    return Check(found, f"source scripts/cpu_env.sh, or export {exports}", {"missing": missing})
+    if os.environ.get("MOONCAKE_PROTOCOL") == "rdma" and not numa.has_rdma():
+        fix = "unset MOONCAKE_PROTOCOL, or docker run --device /dev/infiniband"
+        return Check("MOONCAKE_PROTOCOL=rdma without an RDMA device", fix, failed=True)
+    return Check("ok for servers")
 
 
 def check_memory() -> Check:
     available, now = host_memory.available_bytes(), host_memory.bytes_now()
+    limit = numa.memory_limit_bytes()
     text = f"{gib(available)} available"
     if now < available:
         text += f", {gib(now)} of it now and the rest as the machine grows"
-    text += "; by default KV pages take half of it, or the pool of huge pages"
-    values = {"available_bytes": available, "available_now_bytes": now}
     fix = "free memory: two servers need a few GiB in addition to the KV pages"
+    if limit is not None:
+        text += f"; this container is limited to {gib(limit)}"
+        fix = "raise docker's --memory, compose's mem_limit or the pod's limits.memory"
+    text += "; by default KV pages take half of it, or the pool of huge pages"
+    values = {"available_bytes": available, "available_now_bytes": now, "limit_bytes": limit}
     return Check(text, fix if available < 4 * 2**30 else "", values)
 
 
@@ -167,7 +191,7 @@ def check_hugepages() -> Check:
     text = f"{pool} free 2 MiB pages in the pool, shmem_enabled is {mode or 'unknown'}"
     if not pool and mode not in host_memory.SHMEM_MODES_THAT_HELP:
         text += "; host memory for KV uses pages of 4 KiB"
-        fix = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        fix = "as root, of a container on its host: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
     return Check(text, fix, {"free_pool_pages": pool, "shmem_enabled": mode})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from pathlib import Path
 
 from sglang_scout.cli import checks as machine
 from sglang_scout.cli import columns
@@ -30,7 +32,8 @@ START = (
     "run sglang-scout plan --model-path DIR to see how many requests fit, then start both servers of a pair with "
     "--kv-offload scout (docs/tutorial.md)"
 )
-INSTALL = "in a clone, run scripts/setup.sh, or pip install '.[cpu]' or '.[cuda]' into your own environment"
+INSTALL = "pip install --force-reinstall --no-deps sglang-scout; in a clone, run scripts/setup.sh"
+KERNELS = "from sglang_scout.core.no_driver import stand_in_for_the_driver as start; start(); import sgl_kernel"
 
 
 def installed(distribution: str) -> str | None:
@@ -63,11 +66,11 @@ def check_sglang() -> Check:
         text = f"{found}, expected {' or '.join(supported)}" if found else "not installed"
         fix = f"pip install sglang=={supported[0]}; supported are only {' and '.join(supported)}"
         return Check(text, fix, values, failed=True)
-    done = python("-c", "import sgl_kernel")
+    done = python("-c", KERNELS)
     if done.returncode and found != "0.5.15.post1":  # which works without them
-        fix = "install SGLang again, with its kernels (sglang-kernel)"
+        fix = f"pip install --force-reinstall sglang=={found}, which brings its kernels"
         if "libcuda.so.1" in done.stderr:
-            fix = "with a GPU: install its driver; without: run scripts/no_driver.sh VENV, then . scripts/cpu_env.sh"
+            fix = f"the GPU has no driver: {machine.GIVE_DRIVER}"
         return Check(f"{found}; its kernels do not load: {reason(done)}", fix, values, failed=True)
     return Check(found, values=values)
 
@@ -111,6 +114,14 @@ def _importable(module: str, distribution: str, packages: str = "") -> Check:
     return Check(text, fix, values, failed)
 
 
+def transfer_reads_device() -> bool:
+    """Whether the installed mooncake was built with CUDA. Otherwise every transfer of device memory over TCP fails."""
+    spec = importlib.util.find_spec("mooncake")  # a lookup without an import
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    modules = (module for folder in folders for module in Path(folder).glob("engine*.so"))
+    return any(b"cudaMemcpy" in module.read_bytes() for module in modules)
+
+
 def check_mooncake() -> Check:
     packages = "libibverbs1 librdmacm1"
     if not numa.nvidia_gpus():
@@ -119,10 +130,18 @@ def check_mooncake() -> Check:
     distribution = "mooncake-transfer-engine-cuda13"
     packages += " ibverbs-providers libcurl4"
     check = _importable("torch, mooncake.engine", distribution, packages)
-    if not check.fix and not machine.transfer_reads_device():
+    if not check.fix and not transfer_reads_device():
         found = f"{check.found}; built without CUDA, so TCP cannot send from a GPU"
         fix = f"pip install {distribution}=={pinned(distribution)}, or start the prefill server with --device cpu"
         return replace(check, found=found, fix=fix)
+    return check
+
+
+def check_router() -> Check:
+    check = _importable("sglang_router", "sglang-router")
+    if check.failed:
+        fix = "only where the router runs: pip install 'sglang-scout[router]'"
+        return replace(check, fix=fix, failed=False)
     return check
 
 
@@ -159,7 +178,7 @@ def checks(args: argparse.Namespace) -> Mapping[str, Callable[[], Check]]:
         "huge pages": machine.check_hugepages,
         "locked memory": machine.check_locked_memory,
         "mooncake": check_mooncake,
-        "router": lambda: _importable("sglang_router", "sglang-router"),
+        "router": check_router,
         "CPU attention": lambda: machine.check_worker(given),
     }
     if args.kv_offload is not None:

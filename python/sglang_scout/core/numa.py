@@ -96,6 +96,12 @@ def cpu_quota() -> float | None:
     return int(quota) / int(period) or None if is_limit else None
 
 
+def memory_limit_bytes() -> int | None:
+    """Of the control group, as a container sees it; None without a limit."""
+    limit = read("fs/cgroup/memory.max") or read("fs/cgroup/memory/memory.limit_in_bytes")
+    return int(limit) if limit.isdigit() and int(limit) < 2**60 else None
+
+
 def nvidia_gpus() -> list[str]:
     return [
         device.name
