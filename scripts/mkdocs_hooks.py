@@ -12,6 +12,7 @@ OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "reporting.md",
     "LICENSE": "LICENSE",
     "CITATION.cff": "CITATION.cff",
     "benchmark/accuracy/recall_model/README.md": "recall-model.md",
