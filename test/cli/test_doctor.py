@@ -68,6 +68,9 @@ def test_what_in_the_environment_ends_a_server(monkeypatch, tmp_path):
     monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
     monkeypatch.setattr("tempfile.tempdir", "/tmp/".ljust(96, "t"))
     assert doctor.outcome(machine.check_environment).state == "failed", "too long for sockets"
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
+    assert "--tmpfs /tmp" in machine.check_environment().fix
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     assert machine.check_environment().state == "ok"
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")

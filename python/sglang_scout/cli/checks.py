@@ -164,7 +164,10 @@ def check_gpu() -> Check:
 
 def check_environment() -> Check:
     """The variables by which a server fails at start."""
-    check_socket_folder()
+    try:
+        check_socket_folder()
+    except FileNotFoundError as error:  # in a read-only container
+        return Check(error.strerror, "docker run --tmpfs /tmp, or emptyDir in a pod", failed=True)
     if os.environ.get("MOONCAKE_PROTOCOL") == "rdma" and not numa.has_rdma():
         fix = "unset MOONCAKE_PROTOCOL, or docker run --device /dev/infiniband"
         return Check("MOONCAKE_PROTOCOL=rdma without an RDMA device", fix, failed=True)
