@@ -206,7 +206,6 @@ def commands(plan: Plan) -> str:
         return "python -m sglang.launch_server " + " \\\n    ".join(filter(None, words))
 
     lines = ["What to pass, each command in a shell of its own"]
-    lines += ["# Without RDMA, in every shell: export MOONCAKE_PROTOCOL=tcp"]
     if asked.gpu_gib is not None:
         lines += ["# For two GPUs of one machine."]
     if most := rope and server.model.max_context_tokens:
