@@ -9,19 +9,17 @@ import sys
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
+from command_lines import of_shell, parsed, program
 from sglang_scout.cli import GIB, main
 from sglang_scout.cli.models import SHAPE, read_model
 from sglang_scout.cli.plan import as_dict, as_text
 from sglang_scout.cli.sizes import make_plan
 from sglang_scout.core.errors import ConfigError
-from test_deploy import of_shell, program
 
 LONG = 65536
-TESTS = Path(__file__).resolve().parents[1]
 
 
 def plan_of(folder, context_tokens=LONG, **kwargs):
@@ -155,21 +153,15 @@ def test_a_context_beyond_the_models(model):
 
 
 def test_the_programs_take_the_commands_that_it_prints(tiny_model, tmp_path):
-    """A process of its own: the plugin changes SGLang's classes for good."""
     keys = {"config": '{"digest": "minmax", "recall": "off"}', "budget_tokens": 64, "gpu_gib": 80}
-    folder, texts = tiny_model("qwen3"), []
+    folder, commands = tiny_model("qwen3"), {}
     longest = read_model(folder, "auto").max_context_tokens
     for context, more in (64, {}), (2 * longest, keys | {"mem_fraction": 0.8}):
-        texts.append(as_text(make_plan(folder, context_tokens=context, host_gib=8, **more)))
-    code = (
-        "import sys, test_deploy as t; found = t.of_shell(sys.argv.pop());"
-        "t.COMMANDS = {str(i): t.program(x) for i, x in enumerate(found)}; t.main()"
-    )
-    words = [sys.executable, "-c", code, folder, str(tmp_path / "out"), "\n".join(texts)]
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
-    environment.pop("TRITON_INTERPRET", None)
-    subprocess.run(words, env=environment, check=True, timeout=280)
-    assert json.loads((tmp_path / "out").read_text()) == {str(i): "" for i in range(6)}
+        text = as_text(make_plan(folder, context_tokens=context, host_gib=8, **more))
+        commands |= {f"{context} {i}": program(words) for i, words in enumerate(of_shell(text))}
+    outcome, said = parsed(commands, folder, tmp_path)
+    assert outcome == dict.fromkeys(commands, ""), said
+    assert len(commands) == 6
 
 
 class Hub(BaseHTTPRequestHandler):
