@@ -210,9 +210,7 @@ def _of_hub(flag: str, name: str) -> Path:
         fix = "check the name, or set HF_TOKEN to a token that may read a private model"
     except errors.EntryNotFoundError:
         why, fix = f"the model at {hub} has no config.json", "give one that transformers loads"
-    except (
-        Exception
-    ) as error:  # of the network, or of the server; huggingface_hub names no set of them
+    except Exception as error:  # of network or server; huggingface_hub names no set of them
         reason = str(error).partition("\n")[0].rstrip(".")
         why = f"not in {constants.HF_HUB_CACHE}, and cannot be downloaded from {hub}: {reason}"
         fix = "try again with network, or give a folder that has config.json, or --shape"

@@ -61,9 +61,7 @@ class Device:
     launch_us: float = 2.0  # of a kernel in a graph, including ramp-up
     boundary_us: tuple[float, float] = (2200.0, 83.0)  # once, and for each request
     unexplained_us: float = 0.0  # of a layer with a share on the CPU, which no term accounts for
-    in_order: bool = (
-        False  # layer-ahead selection runs in order with the model, as on the CPU device
-    )
+    in_order: bool = False  # layer-ahead selection runs in order, as on the CPU device
     note: str = ""  # for who plans with it
     # Share of a published rate that a part of the step reaches; "": of all others.
     reached: Mapping[str, float] = field(default_factory=lambda: {"": 0.8})

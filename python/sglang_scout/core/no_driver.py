@@ -1,4 +1,4 @@
-"""A place holder for the NVIDIA driver's library, with which SGLang's kernels are linked even for a CPU."""
+"""A placeholder for the NVIDIA driver's library, with which SGLang's kernels are linked even for a CPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ def stand_in_for_the_driver() -> None:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        native = find_spec("sglang_scout._native")
-        stub = (
-            Path(native.origin if native and native.origin else "").parent
-            / "no_driver/libcuda.so.1"
-        )
+        native = find_spec("sglang_scout._native")  # is installed beside it
+        stub = Path((native and native.origin) or "").parent / "no_driver" / "libcuda.so.1"
         ctypes.CDLL(str(stub))
         known = os.environ.get("LD_LIBRARY_PATH")
         os.environ["LD_LIBRARY_PATH"] = f"{stub.parent}:{known}" if known else str(stub.parent)
