@@ -24,7 +24,7 @@ REFUSED_FLAGS = [
     ({"budget_tokens": 1000}, ["--kv-offload-budget", "1000", "992"]),
     ({"budget_tokens": 32}, ["--kv-offload-budget 32: holds 1 page, fewer", "64"]),
     ({"budget_tokens": True}, ["--kv-offload-budget True", "bool", "whole number"]),
-    ({"budget_tokens": 32 * 10**400}, ["--kv-offload-budget", f"nearest is {2**40}"]),
+    ({"budget_tokens": 32 * 10**400}, ["--kv-offload-budget", f"set it to {2**40}"]),
     ({"host_gb": float("nan")}, ["--kv-offload-host-gb", "nan"]),
     ({"recall_profile": 3}, ["--kv-offload-recall-profile 3", "int", "name of a file"]),
     ({"recall_profile": ""}, ["--kv-offload-recall-profile ''", "length >= 1", "leave it out"]),

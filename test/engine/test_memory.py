@@ -98,7 +98,10 @@ def test_too_little_memory_is_refused_with_what_fits(ranks):
     found = "on each of 2 ranks" if ranks > 1 else "short by 5"
     for part in ("host pages 80.0", "30.000 GiB are available", "HOST_MEMORY_GB=N", found):
         assert part in text
-    host_gb = float(re.search(r"--kv-offload-host-gb (\S+) fits$", text.splitlines()[0])[1])
+    says = r"(?:--context-length (\d+) with )?--kv-offload-host-gb (\S+) fits"
+    context, host_gb = re.search(says, text.splitlines()[0]).groups()
+    large = dataclasses.replace(large, context_tokens=int(context or large.context_tokens))
+    host_gb = float(host_gb)
     pages = int(host_gb * 2**30) // ranks // PAGE_BYTES + 1
     check_memory(large, pages, available, ranks=ranks)
     with pytest.raises(ConfigError, match="short by 0.0"):
@@ -115,7 +118,7 @@ def test_where_no_context_fits_fewer_requests_are_named_that_do():
     check_memory(size(max_batch=int(batch), **of_machine), pages, 2 << 30)
     with pytest.raises(ConfigError):
         check_memory(size(max_batch=int(batch) + 1, **of_machine), 129, 2 << 30)
-    with pytest.raises(ConfigError, match="; free memory, or lower --context-length: one request"):
+    with pytest.raises(ConfigError, match=r"; lower --context-length \(4096\), or"):
         check_memory(size(max_batch=64, **of_machine), 4097, 1 << 28)
 
 
@@ -125,7 +128,9 @@ def test_of_an_arena_in_huge_pages_only_what_is_beside_it_is_asked():
     assert 400 << 30 < made.arena_bytes < 401 << 30
     beside = made.bytes_of("hints", "partial results") + HEADROOM_BYTES
     check_memory(size(), 81921, beside, in_pool=True, shared=False)
-    with pytest.raises(ConfigError, match="Needed beside the huge page pool: host"):
+    with pytest.raises(
+        ConfigError, match="Needed beside the huge page pool: hints [^,]*, [^,]*, reserve 0.250 GiB"
+    ):
         check_memory(size(), 81921, beside - 1, in_pool=True, shared=False)
     with pytest.raises(ConfigError, match="short by 30"):
         check_memory(size(), 81921, 100 << 30, shared=False)
@@ -159,7 +164,13 @@ def test_partial_results_are_of_the_threads_that_may_share_a_sequence(max_batch,
     ("num_pages", "max_batch", "gib", "keys", "says"),
     [
         (81921, 64, 8, {}, r"--kv-offload-host-gb (\S+) fits, or raise --mem-.* by 0.074$"),
-        (4097, 64, 6, {"resident_tokens": 65536}, r"--kv-offload-host-gb (\S+) fits, or raise"),
+        (
+            4097,
+            64,
+            6,
+            {"resident_tokens": 65536},
+            r"; --context-length \d+ with --kv-offload-host-gb (\S+) fits, .* resident_tokens \(65536\), or raise",
+        ),
         (4097, 512, 6, {}, r"--max-running-requests (\d+) with --kv-offload-host-gb (\S+) fits"),
         (1281, 512, 6, {}, r"--max-running-requests (\d+) fits, or raise"),
     ],
@@ -188,9 +199,13 @@ def test_too_little_device_memory_is_refused_with_what_fits(
 
 def test_a_device_without_room_for_a_page_needs_more_of_its_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 1 << 30))
-    for device_bytes, fix in ((0, "raise --mem-fraction-static by 0.0"), (-(1 << 30), "--tp-size")):
-        with pytest.raises(ConfigError, match=f"GPU memory is short by .*; .*{fix}"):
+    for device_bytes, is_raised in ((0, True), (-(1 << 30), False)):
+        with pytest.raises(
+            ConfigError, match="GPU memory is short by .*; lower --context-length"
+        ) as caught:
             check_memory(size(), 3, 1 << 45, device_bytes=device_bytes, shared=False)
+        assert ("raise --mem-fraction-static by 0.0" in str(caught.value)) == is_raised
+        assert "0.000 GiB are left beside" in str(caught.value)
 
 
 @pytest.mark.parametrize(

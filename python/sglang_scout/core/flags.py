@@ -201,7 +201,7 @@ def _check_budget(budget_tokens: int) -> None:
         least = (OffloadConfig.sink_pages + OffloadConfig.recent_pages) * page
         raise ConfigError(
             f"{FLAGS['budget_tokens']} {budget_tokens}: must be a positive multiple of the page size "
-            f"({page} tokens); the nearest is {min(max(least, nearest), MAX_BUDGET_TOKENS)}"
+            f"({page} tokens); set it to {min(max(least, nearest), MAX_BUDGET_TOKENS)}"
         )
 
 

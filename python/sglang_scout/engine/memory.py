@@ -28,6 +28,7 @@ MIN_PAGES = 2
 """SGLang's padding page, and one page for a request."""
 
 _ON_DEVICE = "digests", "input buffers", "resident slots", "step buffers"
+_IN_ARENA = "host pages", "kept tokens", "checksums", "ring"
 
 
 @dataclass(frozen=True)
@@ -255,14 +256,18 @@ def check_memory(
         return plan
     fix = _what_fits(size, num_pages, ranks, lambda *of: max(short_bytes(*of)) <= 0)
     if on_device > 0:
-        what, there = "GPU", f"{gib(device_bytes or 0)} are left beside the weights"
+        rows = list(plan.device_rows)
+        what, there = "GPU", f"{gib(max(device_bytes or 0, 0))} are left beside the weights"
         share = math.ceil(1000 * on_device / torch.cuda.mem_get_info()[1]) / 1000
-        fix += f"{', or ' * bool(fix)}raise --mem-fraction-static by {share}" * (share < 0.5)
-        fix = fix or "use more GPUs with --tp-size"
+        if share < 0.1:  # SGLang's default leaves hardly more
+            fix += f", or raise --mem-fraction-static by {share}"
     else:
         what, there = "host", f"{gib(available_bytes)} are available; {LAST_RESORT}"
-        fix = fix or "free memory, or lower --context-length: one request does not fit"
-    rows = plan.device_rows if on_device > 0 else plan.rows
+        unasked = () if shared else plan.device_rows
+        rows = [
+            row for row in plan.rows if row not in unasked and not (in_pool and row[0] in _IN_ARENA)
+        ]
+        rows.append(("reserve", 1, HEADROOM_BYTES))
     needed = ", ".join(f"{name} {gib(nbytes)}" for name, _, nbytes in rows if nbytes >> 20)
     where = " beside the huge page pool" * in_pool + f" on each of {ranks} ranks" * (ranks > 1)
     raise ConfigError(
@@ -274,15 +279,21 @@ def check_memory(
 def _what_fits(
     size: ServerSize, num_pages: int, ranks: int, fits: Callable[[ServerSize, int], bool]
 ) -> str:
-    """The largest value of a flag, or "": fewer pages, but no less than a context, or else fewer requests."""
+    """The largest value of a flag: fewer pages, but no less than a context, or else fewer requests."""
     pages, less = largest(num_pages, lambda pages: fits(size, pages)), ""
     if pages < (enough := min(num_pages, size.context_pages + 1)):
         of = largest(size.max_batch, lambda batch: fits(replace(size, max_batch=batch), enough))
-        if of:
-            less, size = f"--max-running-requests {of}", replace(size, max_batch=of)
-            pages = largest(num_pages + 1, lambda pages: fits(size, pages))
-            if pages == num_pages:
-                return f"{less} fits"
-    host_gb = size.arena(1).flag_of(pages, ranks)
-    flag = f"{less}{' with ' * bool(less)}--kv-offload-host-gb {host_gb}"
-    return f"{flag} fits" if pages > MIN_PAGES else ""
+        if not of:
+            config, tokens = (
+                size.config,
+                (pages - 2) * size.shape.page_size,
+            )  # rounding costs a page
+            shorter = f"--context-length {tokens} with --kv-offload-host-gb {size.arena(1).flag_of(pages, ranks)} fits"
+            kept = f" or resident_tokens ({config.resident_tokens})" * bool(config.resident_tokens)
+            begin = shorter if tokens > 0 else f"lower --context-length ({size.context_tokens})"
+            return f"{begin}, or lower --kv-offload-budget ({config.budget_tokens}){kept}"
+        less, size = f"--max-running-requests {of}", replace(size, max_batch=of)
+        pages = largest(num_pages + 1, lambda pages: fits(size, pages))
+        if pages == num_pages:
+            return f"{less} fits"
+    return f"{less}{' with ' * bool(less)}--kv-offload-host-gb {size.arena(1).flag_of(pages, ranks)} fits"

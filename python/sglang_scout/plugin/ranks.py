@@ -173,6 +173,9 @@ class RankMemory(NamedTuple):
         least = self.ranks.least(room.num_pages)
         if least < MIN_PAGES + 1:
             check_memory(size, MIN_PAGES + 1, 2**62, device_bytes=device_bytes, shared=False)
+            raise ConfigError(
+                "--mem-fraction-static: too little is left on the GPU of another rank; raise it"
+            )
         of_digests = self.ranks.size * (least - 1) * size.page_bytes
         if of_digests >= total:
             return total
