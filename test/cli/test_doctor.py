@@ -115,7 +115,7 @@ def test_what_a_policy_needs(monkeypatch, tmp_path, policy, keys, state, parts):
             "0.5.23",
             "libcuda.so.1: cannot open",
             "failed",
-            ["libcuda", "the GPU has no driver", "--gpus all"],
+            ["libcuda", "the driver lacks its library", "--gpus all"],
         ),
         (
             "0.5.23",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_scout.cli import columns, gib
 from sglang_scout.core import numa
-from sglang_scout.core.flags import check_socket_folder
+from sglang_scout.core.flags import ADAPTERS, check_socket_folder
 from sglang_scout.core.numa import plan_cpus, ranges
 from sglang_scout.worker import host_memory
 
@@ -148,9 +148,12 @@ def check_gpu() -> Check:
         return Check(f"{found}; {note}", values=values)
     why, fix, is_old = "no driver or no device", GIVE_DRIVER, False
     if done.returncode:
-        why, fix = reason(done), "pip install sglang"
+        why, fix = reason(done), f"pip install sglang=={next(iter(ADAPTERS))}"
     elif built is None:
-        why, fix = "it is built without CUDA", "pip install --force-reinstall sglang"
+        why, fix = (
+            "it is built without CUDA",
+            "pip install --force-reinstall torch, as SGLang needs it",
+        )
     elif hidden in ("", "-1"):
         why, fix = f"CUDA_VISIBLE_DEVICES={hidden!r}", "unset CUDA_VISIBLE_DEVICES"
     elif is_old := 0 < knows // 1000 < int(built.partition(".")[0]):

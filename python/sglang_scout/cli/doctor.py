@@ -70,8 +70,10 @@ def check_sglang() -> Check:
     done = python("-c", KERNELS)
     if done.returncode and found != "0.5.15.post1":  # which works without them
         fix = f"pip install --force-reinstall sglang=={found}, which brings its kernels"
-        if "libcuda.so.1" in done.stderr:
-            fix = f"the GPU has no driver: {machine.GIVE_DRIVER}"
+        if "no_driver" in done.stderr:
+            fix = INSTALL
+        elif "libcuda.so.1" in done.stderr:
+            fix = f"the driver lacks its library: {machine.GIVE_DRIVER}"
         return Check(f"{found}; its kernels do not load: {reason(done)}", fix, values, failed=True)
     return Check(found, values=values)
 

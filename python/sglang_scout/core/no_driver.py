@@ -7,14 +7,12 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from sglang_scout.core import numa
-
 
 def stand_in_for_the_driver() -> None:
-    """Without an NVIDIA GPU and its driver, load a ``libcuda.so.1`` that knows no device: here, and in the processes
+    """Without NVIDIA's driver, load a ``libcuda.so.1`` that knows no device: here, and in the processes
     that this one starts, as these import kernels before SGLang loads plugins."""
-    if numa.nvidia_gpus():
-        return  # a missing driver is an error
+    if os.path.exists("/dev/nvidiactl"):
+        return  # a driver without its library is an error
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

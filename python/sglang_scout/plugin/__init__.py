@@ -20,7 +20,9 @@ def register() -> None:
         # where it need not be (Engine, YAML), nor in a scheduler of such a server.
         asked = any(arg.startswith("--kv-offload") for arg in sys.argv[1:])
         if asked or os.environ.get("SGLANG_SCOUT_ROLE"):
-            lacks = isinstance(error, ImportError | AttributeError)  # of SGLang, or of this package
+            lacks = isinstance(
+                error, ImportError | AttributeError | OSError
+            )  # of SGLang, or of this package
             fix = "; run `sglang-scout doctor`, which says what to install" if lacks else ""
             raise SystemExit(
                 f"sglang-scout: cannot serve with --kv-offload: {error}{fix}"

@@ -158,6 +158,7 @@ def _apply_defaults(args: ServerArgs) -> None:
     if on_cpu:
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # With other CPU backends SGLang chooses Triton for page bookkeeping, which needs a GPU.
         args.attention_backend = args.prefill_attention_backend = "torch_native"
     if args.disaggregation_mode == "prefill":
