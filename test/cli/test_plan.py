@@ -427,7 +427,7 @@ def test_wrong_arguments_are_named(model, capsys, arguments, words):
         (SHAPE.replace("14.8e9", "14B"), "could not convert string to float: '14B'; write"),
         (SHAPE.replace("14.8e9", "inf"), "cannot convert float infinity to integer; write"),
         (SHAPE.replace("kv_heads=8", "kv_heads=3"), "kv_heads no divisor of heads; write"),
-        (SHAPE.replace("layers=40", "layers=0"), "not all positive, or"),
+        (SHAPE.replace("layers=40", "layers=0"), "out of range, or"),
         (SHAPE.replace("=128", "=80"), "K has head size 80"),
         (SHAPE, "--shape needs a context; add for example --context 65536"),
     ],

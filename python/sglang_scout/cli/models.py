@@ -93,8 +93,8 @@ def read_shape(shape: str, dtype: str, kv_cache_dtype: str = "auto") -> ModelCon
             raise ValueError(f"unknown or missing: {', '.join(sorted(wrong))}")
         numbers = [int(float(given[name])) for name in names]
         layers, hidden, heads, kv_heads, head_dim, parameters = numbers
-        if min(numbers) < 1 or heads % kv_heads:
-            raise ValueError("not all positive, or kv_heads no divisor of heads")
+        if not 0 < min(numbers) <= max(numbers) < 2**50 or heads % kv_heads:
+            raise ValueError("a number is out of range, or kv_heads no divisor of heads")
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{flag}: {error}; write for example --shape {SHAPE}") from None
     check_attention(flag, head_dim=head_dim, v_head_dim=head_dim, has_window=False)

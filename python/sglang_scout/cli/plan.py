@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import textwrap
 from dataclasses import asdict
@@ -133,13 +134,14 @@ def as_dict(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> d
 
 
 def as_text(plan: Plan, steps: tuple[Prediction, Prediction] | None = None) -> str:
-    blocks = [_answer(plan), commands(plan) if plan.fits else "", _memory(plan)]
+    note = steps[1].device.note if steps else ""
+    blocks = [_answer(plan, note), commands(plan) if plan.fits else "", _memory(plan)]
     if steps is not None:
         blocks.append(_step_text(*steps))
     return "\n\n".join(filter(None, [*blocks, _facts(plan, steps)]))
 
 
-def _answer(plan: Plan) -> str:
+def _answer(plan: Plan, note: str) -> str:
     asked, most = plan.asked, plan.offload["requests"]
     each = f"{_count(plan.count)} of {plan.server.context_tokens:,} tokens"
     more = f" Up to {most} would." if most > plan.count else ""
@@ -149,13 +151,13 @@ def _answer(plan: Plan) -> str:
     given = "" if asked.host_gib else ", half of what is free here; for another machine: --host-gb"
     lines += [f"Host memory ({gib(plan.host_bytes)}{given}) holds {plan.offload['by_host']}."]
     if plan.stock is None:
-        lines += ["GPU memory is not counted: add --gpu NAME or --gpu-gb N."]
-        lines += ["With --device cpu, what is on the device takes host memory too, beside these."]
+        what = "GPU memory is not counted: add --gpu NAME or --gpu-gb N"
+        lines += [f"{what}. Without a GPU both servers share the host's."]
     else:
-        left, holds = gib(plan.gpu_kv_bytes or 0), plan.offload["by_gpu"]
-        lines += [f"GPU memory ({left} beside the weights) holds {holds}."]
+        left = gib(plan.gpu_kv_bytes or 0)
+        lines += [f"GPU memory ({left} beside the weights) holds {plan.offload['by_gpu']}."]
         lines += [f"The limit is {plan.offload['limited_by'].replace('gpu', 'GPU')}."]
-    return "What fits\n" + textwrap.indent("\n".join(lines), "  ")
+    return "What fits\n" + textwrap.indent("\n".join(filter(None, [*lines, note])), "  ")
 
 
 def _shortage(plan: Plan) -> list[str]:
@@ -168,10 +170,12 @@ def _shortage(plan: Plan) -> list[str]:
     if plan.stock is not None and plan.offload["by_gpu"] < plan.count:
         weights = gib(plan.server.model.weight_bytes)
         short.append(f"GPU memory is short by {gpu:.1f} GiB (the weights take {weights}).")
-        enough.append(f"--gpu-gb {plan.gpu_gib}")
-    fewer, shorter = plan.offload["requests"], plan.longest()
-    fixes = [f"--requests {fewer}"] * (fewer > 0) + [f"--context {shorter}"] * (shorter > 0)
-    return [*short, f"What would fit: {', or '.join([*fixes, ' with '.join(enough)])}."]
+        share = plan.gpu_gib * plan.asked.mem_fraction / (plan.asked.gpu_gib or 1)
+        more = f"--mem-fraction-static {math.ceil(100 * share) / 100}"
+        enough.append(more if share < 0.9 else f"--gpu-gb {plan.gpu_gib}")
+    other = {"--requests": plan.offload["requests"], "--context": plan.longest()}
+    fixes = [f"{flag} {most}" for flag, most in other.items() if most] + [" with ".join(enough)]
+    return [*short, f"What would fit: {', or '.join(fixes)}."]
 
 
 def commands(plan: Plan) -> str:
@@ -205,15 +209,19 @@ def commands(plan: Plan) -> str:
         )
         return "python -m sglang.launch_server " + " \\\n    ".join(filter(None, words))
 
-    lines = ["What to pass, each command in a shell of its own"]
+    tokens = 2 * server.context_tokens + 64
+    notes = [f"Without a GPU: --device cpu, and for the first --max-total-tokens {tokens}"]
     if asked.gpu_gib is not None:
-        lines += ["# For two GPUs of one machine."]
-    if most := rope and server.model.max_context_tokens:
-        lines += [
-            f"# Beyond config.json's {most:,} tokens YaRN scales RoPE: the model must allow it."
+        notes = ["For two GPUs of one machine; for one see docs/gpu-quickstart.md"]
+    if server.config.paper:
+        notes += [
+            "PROFILE.json: from sglang-scout profile, and a step log of requests without recall"
         ]
+    if most := rope and server.model.max_context_tokens:
+        notes += [f"Beyond config.json's {most:,} tokens YaRN scales RoPE: the model must allow it"]
+    notes += [f"For huge pages, as root, before: sysctl vm.nr_hugepages={plan.huge_pages}"]
+    lines = ["What to pass, each command in a shell of its own", *(f"# {note}" for note in notes)]
     lines += [
-        f"# For huge pages, as root, before: sysctl vm.nr_hugepages={plan.huge_pages}",
         launch(30000, "prefill"),
         launch(30001, "decode"),
         "python -m sglang_router.launch_router --pd-disaggregation --host 127.0.0.1 --port 30002 \\\n"
@@ -284,8 +292,7 @@ def _facts(plan: Plan, steps: tuple[Prediction, Prediction] | None) -> str:
         gpu = steps[1].device
         rates = f"{gpu.memory_gb_s:.0f} GB/s, {gpu.flop_s / 1e12:.0f} TFLOP/s of dense bfloat16"
         host = f"memory {gpu.host_gb_s:.0f} GB/s for this server, link {gpu.link_gb_s:.0f} GB/s"
-        note = f". {gpu.note}" if gpu.note else ""
-        facts += [("GPU", f"{rates} (published)"), ("host", f"{host} each way (assumed){note}")]
+        facts += [("GPU", f"{rates} (published)"), ("host", f"{host} each way (assumed)")]
     return columns(facts)
 
 

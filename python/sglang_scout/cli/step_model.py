@@ -115,7 +115,7 @@ def find_device(name: str) -> Device:
                 f"plan: --gpu {name}: {error}; give a JSON object of some of {known}"
             ) from None
     by_name = {known.replace("-", ""): known for known in DEVICES}
-    noise = r"nvidia|sxm\d?|80gb|hbm\de?|generation|blackwell|[^a-z0-9]"
+    noise = r"nvidia|sxm\d?|\d+gb|hbm\de?|generation|blackwell|workstation edition|[^a-z0-9]"
     plain = re.sub(noise, "", name.lower())
     if plain in by_name:
         return DEVICES[by_name[plain]]
