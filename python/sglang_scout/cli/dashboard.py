@@ -59,7 +59,7 @@ class Poller:
     def __init__(self, decode_url: str) -> None:
         self._url = decode_url.rstrip("/")
         self._request = urllib.request.Request(self._url + "/server_info")
-        if key := os.environ.get("SCOUT_API_KEY"):
+        if key := os.environ.get("SCOUT_API_KEY", "").strip():
             self._request.add_unredirected_header("Authorization", f"Bearer {key}")
         self._lock = threading.Lock()
         self._polled_at = -math.inf
