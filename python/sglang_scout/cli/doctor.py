@@ -104,13 +104,13 @@ def check_native() -> Check:
 def _importable(module: str, distribution: str, packages: str = "") -> Check:
     """Whether ``module`` imports; ``packages``: Debian packages of its shared libraries."""
     done, found = python("-c", f"import {module}"), installed(distribution)
-    wanted = pinned(distribution) if found else None
+    wanted = pinned(distribution)
     text, fix, failed = found or "found (another distribution)", "", done.returncode != 0
     if failed:
-        text, fix = reason(done), f"pip install {distribution}"
+        text, fix = reason(done), f"pip install {distribution}" + (f"=={wanted}" if wanted else "")
         if "cannot open shared object file" in text and packages:
             fix = f"apt-get install -y {packages}"
-    elif found != wanted is not None:
+    elif found and found != wanted is not None:
         text = f"{found}, expected {wanted}"
         fix = f"tested with {wanted}: pip install {distribution}=={wanted}"
     values = {"distribution": distribution, "version": found, "wanted": wanted}
