@@ -147,13 +147,11 @@ def check_gpu() -> Check:
         note = f"torch sees {count}: start servers with --device cuda, which is untested on a GPU (docs/gpu.md)"
         return Check(f"{found}; {note}", values=values)
     why, fix, is_old = "no driver or no device", GIVE_DRIVER, False
+    again = f"pip install --force-reinstall sglang=={next(iter(ADAPTERS))}"
     if done.returncode:
-        why, fix = reason(done), f"pip install sglang=={next(iter(ADAPTERS))}"
+        why, fix = reason(done), again
     elif built is None:
-        why, fix = (
-            "it is built without CUDA",
-            "pip install --force-reinstall torch, as SGLang needs it",
-        )
+        why, fix = "it is built without CUDA", again
     elif hidden in ("", "-1"):
         why, fix = f"CUDA_VISIBLE_DEVICES={hidden!r}", "unset CUDA_VISIBLE_DEVICES"
     elif is_old := 0 < knows // 1000 < int(built.partition(".")[0]):

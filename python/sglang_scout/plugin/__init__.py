@@ -20,18 +20,15 @@ def register() -> None:
         # where it need not be (Engine, YAML), nor in a scheduler of such a server.
         asked = any(arg.startswith("--kv-offload") for arg in sys.argv[1:])
         if asked or os.environ.get("SGLANG_SCOUT_ROLE"):
-            lacks = isinstance(
-                error, ImportError | AttributeError | OSError
-            )  # of SGLang, or of this package
+            lacks = isinstance(error, ImportError | AttributeError | OSError)  # a part of a package
             fix = "; run `sglang-scout doctor`, which says what to install" if lacks else ""
-            raise SystemExit(
-                f"sglang-scout: cannot serve with --kv-offload: {error}{fix}"
-            ) from error
+            what = f"sglang-scout: cannot serve with --kv-offload: {error}{fix}"
+            raise SystemExit(what) from error
         raise
 
 
 def _install() -> None:
-    # Also without the flag: without it SGLang 0.5.23 starts on no machine without a driver.
+    # Also without the flag: the kernels of SGLang 0.5.23 do not load without the driver's library.
     from sglang_scout.core.no_driver import stand_in_for_the_driver
 
     stand_in_for_the_driver()
